@@ -131,7 +131,7 @@ def fit(strategy: rx.Strategy, model: str, rows: int) -> Run:
 
 def fit_whole(strategy: rx.Strategy, model: str, rows: int) -> Run:
     """The same in the global view, where the partitioner splits the step: as if no step could be split by rows."""
-    from replicax._src.placement import global_view
+    from replicax._src.lowering import global_view
 
     def refuse(*_args: Any) -> None:
         raise global_view.NotByRowsError("a benchmark asks for the global view")

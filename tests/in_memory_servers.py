@@ -7,9 +7,9 @@ import threading
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
 from replicax._src.parameter_servers.worker.resources import WorkerPlace
 from replicax._src.parameter_servers.worker.worker import Worker
-from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from store_connections import server_clients
 
 ME = "a coordinator"

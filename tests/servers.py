@@ -2,7 +2,7 @@
 
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.store.store import Store
-from replicax._src.strategies.parameter_server import ParameterServerStrategy
+from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
 from store_connections import server_clients
 
 

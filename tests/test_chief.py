@@ -8,7 +8,7 @@ import pytest
 
 import replicax as rx
 from checks import in_a_process_of_its_own
-from replicax._src import chief
+from replicax._src.cluster import chief
 from replicax.cluster_resolver import ClusterSpec, SimpleClusterResolver
 
 LAUNCHERS = [

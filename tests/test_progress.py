@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src import chief, progress
+from replicax._src.cluster import chief, progress
 from terminal import Terminal
 
 SLOW_S = 0.2
@@ -213,7 +213,7 @@ BAR = """
 import os, time
 os.environ["KERAS_BACKEND"] = "jax"
 import keras, numpy as np, replicax as rx
-from replicax._src import progress
+from replicax._src.cluster import progress
 progress.SILENT_S = 0.2
 
 class Slow(keras.layers.Layer):

@@ -8,8 +8,15 @@ import jax
 import pytest
 
 import replicax as rx
-from replicax._src import jax_compat, topology
-from replicax._src.topology import REPLICA_AXIS, Topology, device_name, resolve_device, resolve_devices
+from replicax._src import jax_compat
+from replicax._src.devices import topology
+from replicax._src.devices.topology import (
+    REPLICA_AXIS,
+    Topology,
+    device_name,
+    resolve_device,
+    resolve_devices,
+)
 from replicax.errors import DeviceError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src.topology import Topology
+from replicax._src.devices.topology import Topology
 from replicax._src.values import cut, largest_shape, pad, per_replica_from_components
 from replicax.errors import DonatedError, PerReplicaUseError
 

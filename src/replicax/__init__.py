@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from replicax._src.checkpoint.checkpoint import Checkpoint
     from replicax._src.checkpoint.manager import CheckpointManager
-    from replicax._src.chief import is_chief
+    from replicax._src.cluster.chief import is_chief
     from replicax._src.collectives.cross_device import (
         CrossDeviceOps,
         HierarchicalCopyAllReduce,
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
         in_cross_replica_context,
     )
     from replicax._src.control import assert_same, cond
+    from replicax._src.devices.split import InputContext, InputOptions, InputReplicationMode
     from replicax._src.function import function
     from replicax._src.gradients import value_and_grad
     from replicax._src.input.dataset import DistributedDataset, DistributedIterator
-    from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
     from replicax._src.options import (
         CommunicationImplementation,
         CommunicationOptions,
@@ -63,20 +63,20 @@ if TYPE_CHECKING:
         VariableSynchronization,
         get_loss_reduction,
     )
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
     from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
     from replicax._src.parameter_servers.task.task import Server
     from replicax._src.pictures.visualize import visualize
     from replicax._src.profiling.profile import Profile, profile
-    from replicax._src.program.tape import GradientTape
     from replicax._src.strategies.central_storage import CentralStorageStrategy
     from replicax._src.strategies.extended import StrategyExtended
     from replicax._src.strategies.mirrored import MirroredStrategy
     from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from replicax._src.strategies.one_device import OneDeviceStrategy
-    from replicax._src.strategies.parameter_server import ParameterServerStrategy
     from replicax._src.strategies.strategy import Strategy
     from replicax._src.strategies.tpu import TPUStrategy
     from replicax._src.summaries.writer import SummaryWriter
+    from replicax._src.tracing.tape import GradientTape
     from replicax._src.values import DistributedValues, Mirrored, PerReplica
     from replicax._src.variables.variable import Variable
 
@@ -169,7 +169,7 @@ _MODULES = (
 _PLACES = {
     "Checkpoint": "checkpoint.checkpoint",
     "CheckpointManager": "checkpoint.manager",
-    "is_chief": "chief",
+    "is_chief": "cluster.chief",
     "CrossDeviceOps": "collectives.cross_device",
     "HierarchicalCopyAllReduce": "collectives.cross_device",
     "NcclAllReduce": "collectives.cross_device",
@@ -187,9 +187,9 @@ _PLACES = {
     "value_and_grad": "gradients",
     "DistributedDataset": "input.dataset",
     "DistributedIterator": "input.dataset",
-    "InputContext": "input.split",
-    "InputOptions": "input.split",
-    "InputReplicationMode": "input.split",
+    "InputContext": "devices.split",
+    "InputOptions": "devices.split",
+    "InputReplicationMode": "devices.split",
     "CommunicationImplementation": "options",
     "CommunicationOptions": "options",
     "ReduceOp": "options",
@@ -201,7 +201,7 @@ _PLACES = {
     "VariableSynchronization": "options",
     "Profile": "profiling.profile",
     "profile": "profiling.profile",
-    "GradientTape": "program.tape",
+    "GradientTape": "tracing.tape",
     "ServerDef": "parameter_servers.task.server_def",
     "ServerOptions": "parameter_servers.task.server_def",
     "Server": "parameter_servers.task.task",
@@ -210,7 +210,7 @@ _PLACES = {
     "MirroredStrategy": "strategies.mirrored",
     "MultiWorkerMirroredStrategy": "strategies.multi_worker_mirrored",
     "OneDeviceStrategy": "strategies.one_device",
-    "ParameterServerStrategy": "strategies.parameter_server",
+    "ParameterServerStrategy": "parameter_servers.strategy.parameter_server",
     "Strategy": "strategies.strategy",
     "TPUStrategy": "strategies.tpu",
     "SummaryWriter": "summaries.writer",

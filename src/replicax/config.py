@@ -1,8 +1,8 @@
 """Settings of this process: ``rx.config``."""
 
+from replicax._src.devices.topology import set_local_devices
 from replicax._src.public_names import publish_all
 from replicax._src.strategies.tpu_system import connect_to_cluster as experimental_connect_to_cluster
-from replicax._src.topology import set_local_devices
 
 __all__ = ["experimental_connect_to_cluster", "set_local_devices"]
 

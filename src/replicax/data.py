@@ -1,6 +1,6 @@
 """Datasets over arrays in memory and over files, and how datasets are distributed."""
 
-from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
+from replicax._src.devices.autoshard import AutoShardPolicy, DistributeOptions
 from replicax._src.input.files.constructors import (
     from_array_records,
     from_csv,

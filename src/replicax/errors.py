@@ -26,6 +26,7 @@ from replicax._src.cluster.failures import (
     ProgramMismatchError,
 )
 from replicax._src.cluster.processes import ProcessStartError, ProcessTimeoutError
+from replicax._src.devices.autoshard import NotEnoughFilesError
 from replicax._src.errors import (
     BackendStartedError,
     ContextError,
@@ -61,7 +62,6 @@ from replicax._src.errors import (
 )
 from replicax._src.input.agreed import WorkersDifferError
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
-from replicax._src.input.autoshard import NotEnoughFilesError
 from replicax._src.input.dataset import ClosedIteratorError, EmptyOptionalError, OutOfRangeError
 from replicax._src.input.elements import (
     DatasetLengthError,
@@ -72,9 +72,9 @@ from replicax._src.input.elements import (
 from replicax._src.input.files.columns import ColumnError
 from replicax._src.input.files.formats import UnreadableFileError
 from replicax._src.input.files.paths import MissingFileError
-from replicax._src.input.narrowing import NarrowingError
 from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import UnbatchedDatasetError
+from replicax._src.narrowing import NarrowingError
 from replicax._src.parameter_servers.errors import (
     CancelledError,
     ClosureAbortedError,

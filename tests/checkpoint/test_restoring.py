@@ -12,9 +12,9 @@ import replicax as rx
 from checkpoint_bits import bits
 from checks import message
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.placement import spmd
-from replicax._src.program import slots
-from replicax._src.program.slots import own_copy
+from replicax._src.lowering import spmd
+from replicax._src.tracing import slots
+from replicax._src.tracing.slots import own_copy
 from replicax.checkpoint import CheckpointMismatchError, UnmatchedCheckpointError
 from replicax.errors import CrossReplicaContextError
 

@@ -9,7 +9,7 @@ import pytest
 import replicax as rx
 from replicax._src.checkpoint import arrays as leaves
 from replicax._src.checkpoint import orbax_files, saved, writing
-from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.variables.server_arrays import ServerArray
 from replicax.errors import CorruptCheckpointError
 from replicax.experimental.partitioners import FixedShardsPartitioner
 from servers import servers

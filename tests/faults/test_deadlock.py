@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from replicax._src.placement.spmd import _InFlight as InFlight
+from replicax._src.lowering.spmd import _InFlight as InFlight
 
 STEPS = 2000
 POOL_OF_TWO = {"PJRT_NPROC": "2"}  # what JAX itself chooses on two cores

@@ -15,7 +15,7 @@ from checks import message
 from faulty_network import faulty_server_cluster
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.parameter_servers.store.snapshots import Snapshot
-from replicax._src.strategies import parameter_server
+from replicax._src.parameter_servers.strategy import parameter_server
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, UnavailableError
 from replicax.testing import server_cluster

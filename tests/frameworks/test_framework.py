@@ -8,9 +8,9 @@ from flax import nnx
 
 import replicax as rx
 from checks import in_a_process_of_its_own
+from replicax._src import framework
 from replicax._src.checkpoint.graph import Graph
-from replicax._src.frameworks import framework
-from replicax._src.frameworks.framework import Framework, Tracking
+from replicax._src.framework import Framework, Tracking
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_imported_frameworks_are_used_and_no_others():
     program = """
     import sys
     import replicax as rx
-    from replicax._src.frameworks.framework import frameworks_in_use
+    from replicax._src.framework import frameworks_in_use
     strategy = rx.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         rx.Variable(1.0)

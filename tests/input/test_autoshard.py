@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.autoshard import (
+from replicax._src.devices.autoshard import (
     AutoShardPolicy,
     DistributeOptions,
     NotEnoughFilesError,
@@ -18,11 +17,12 @@ from replicax._src.input.autoshard import (
     rows_of_global_batch,
     rows_of_own_batch,
 )
+from replicax._src.devices.split import split_sizes
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.files.constructors import from_text_lines
 from replicax._src.input.opening import open_elements
 from replicax._src.input.pipeline import SHARD_HINT, from_arrays
 from replicax._src.input.sources import PerReplicaPulls, open_source
-from replicax._src.input.split import split_sizes
 
 WORKERS = range(1, 9)
 POLICY = AutoShardPolicy

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import replicax as rx
 from checks import examples
-from replicax._src.input.split import split_sizes
+from replicax._src.devices.split import split_sizes
 
 NUM_ROWS = st.integers(0, 40)
 BATCH_SIZE = st.integers(1, 12)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import replicax as rx
-from replicax._src.input.autoshard import AutoShardPolicy, WorkerShare
+from replicax._src.devices.autoshard import AutoShardPolicy, WorkerShare
 from replicax._src.input.elements import END
 from replicax._src.input.opening import open_elements
 from replicax._src.input.sources import open_source

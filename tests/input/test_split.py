@@ -3,14 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.split import (
+from replicax._src.devices.split import (
     InputContext,
     InputOptions,
     InputReplicationMode,
     split_offsets,
     split_sizes,
 )
+from replicax._src.errors import InvalidArgumentError
 
 rows = st.integers(0, 2000)
 replicas = st.integers(1, 64)

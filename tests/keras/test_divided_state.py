@@ -15,7 +15,7 @@ from keras import layers
 
 import replicax as rx
 from checks import assert_close, assert_logs_equal
-from replicax._src.program import gathers
+from replicax._src.tracing import gathers
 
 pytestmark = pytest.mark.rest
 

@@ -21,7 +21,7 @@ ROUNDS = {
     "dice": (2, 2),
 }
 SIZES = (70, 64, 65)
-SHORT = {"dense", "custom_train_step", "dice"}  # recurrent steps: tests/program/test_rows.py has loops
+SHORT = {"dense", "custom_train_step", "dice"}  # recurrent steps: tests/tracing/test_rows.py has loops
 CASES = [
     pytest.param(
         name,

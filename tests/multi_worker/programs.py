@@ -575,7 +575,7 @@ def divided(state, size):
     import numpy as np
 
     import replicax as rx
-    from replicax._src.program import gathers
+    from replicax._src.tracing import gathers
     from replicax.testing import report
 
     gathers.LEAST_GATHERED_BYTES = 1
@@ -739,7 +739,7 @@ def looking(folder):
     import numpy as np
 
     import replicax as rx
-    from replicax._src import progress
+    from replicax._src.cluster import progress
 
     progress.SILENT_S = 0.0
     strategy = rx.MultiWorkerMirroredStrategy()

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input import memory
+from replicax._src.lowering import memory
 from replicax._src.parameter_servers.client import server_client
 from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents

@@ -7,7 +7,6 @@ import pytest
 
 from checks import message
 from replicax._src.cluster.failures import ProgramMismatchError
-from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.client.server_contents import ServerContents
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.client.shared_arrays import SharedArrays
@@ -15,6 +14,7 @@ from replicax._src.parameter_servers.client.tasks import Share
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.programs.programs import Piece
 from replicax._src.parameter_servers.store.store import Store
+from replicax._src.variables.server_arrays import ServerArray
 from store_connections import server_clients
 
 MEMBERS = ("chief 0", "worker 0")

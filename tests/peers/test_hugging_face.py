@@ -6,8 +6,8 @@ import datasets
 import numpy as np
 import pytest
 
+from replicax._src.devices.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
-from replicax._src.input.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.elements import (
     EmptyDatasetError,
     NotResumableError,

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from replicax._src.devices.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.arrays import UnsupportedElementError
-from replicax._src.input.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.elements import NotResumableError, element_spec
 from replicax._src.input.opening import open_elements
 from replicax._src.input.sources import UnbatchedDatasetError, open_source

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from replicax._src.devices.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.arrays import UnsupportedElementError
-from replicax._src.input.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.elements import NotResumableError, UnsupportedSourceError, element_spec
 from replicax._src.input.opening import open_elements
 from replicax._src.input.sources import UnbatchedDatasetError, open_source

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import tensorflow as tf
 
-from replicax._src.tpu.topology import full_mesh
+from replicax._src.devices.tpu.topology import full_mesh
 from replicax.tpu.experimental import DeviceAssignment, Topology
 
 MESHES = [

@@ -76,7 +76,7 @@ def test_strategies(make, said):
 
 
 def test_many_replicas_are_cut_short():
-    from replicax._src.pictures import html
+    from replicax._src.drawing import html
 
     text = html.table(("a",), [(i,) for i in range(100)])
     assert "… and 85 more" in text

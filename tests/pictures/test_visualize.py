@@ -13,7 +13,7 @@ import pytest
 
 import replicax as rx
 from in_memory_servers import in_memory_strategy
-from replicax._src.pictures import svg
+from replicax._src.drawing import svg
 from replicax.experimental.partitioners import FixedShardsPartitioner
 
 SVG = "{http://www.w3.org/2000/svg}"

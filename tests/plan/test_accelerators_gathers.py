@@ -10,8 +10,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import replicax as rx
 from replicax._src.plan import planning
-from replicax._src.program import gathers
 from replicax._src.strategies import lowering
+from replicax._src.tracing import gathers
 from replicax._src.values import PerReplica
 
 FEW, MANY = 4, 16

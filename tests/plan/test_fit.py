@@ -65,7 +65,7 @@ def test_a_step_of_fit_is_planned_and_fit_goes_on(strategy, data):
 
 def _held(model, strategy):
     from replicax._src.keras.steps import TRAIN
-    from replicax._src.placement.held_state import HeldState
+    from replicax._src.lowering.held_state import HeldState
 
     held = HeldState(strategy.topology)
     held.hold([[variable.value for variable in group] for group in TRAIN.variables_of(model)])

@@ -116,7 +116,7 @@ def fitted(num_replicas, fit):
 
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_a_step_of_fit_is_the_one_that_fit_compiles(num_replicas, monkeypatch):
-    from replicax._src.placement import global_view
+    from replicax._src.lowering import global_view
 
     ran = []
     launch = global_view._Program._launch
@@ -130,7 +130,7 @@ def test_a_step_of_fit_is_the_one_that_fit_compiles(num_replicas, monkeypatch):
         model.fit(*data, **options)
         program = ran[0]
         from replicax._src.keras.steps import TRAIN
-        from replicax._src.placement.held_state import HeldState
+        from replicax._src.lowering.held_state import HeldState
 
         state = HeldState(strategy.topology)
         state.hold([[variable.value for variable in group] for group in TRAIN.variables_of(model)])

@@ -12,7 +12,7 @@ import pytest
 import replicax as rx
 from checks import assert_close, message
 from replicax._src.plan.hlo import read_hlo
-from replicax._src.program import gathers
+from replicax._src.tracing import gathers
 
 ROWS = 61
 CPUS = [f"cpu:{i}" for i in range(8)]

@@ -5,8 +5,8 @@ import pytest
 
 from checks import message
 from replicax._src import jax_compat
+from replicax._src.devices.tpu.topology import full_mesh, usual_mesh_shape
 from replicax._src.strategies.tpu_system import TPUSystem, _topology
-from replicax._src.tpu.topology import full_mesh, usual_mesh_shape
 from replicax.cluster_resolver import TPUClusterResolver
 from replicax.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from replicax.tpu.experimental import DeviceAssignment, DeviceOrderMode, Topology

@@ -31,7 +31,7 @@ from replicax._src.errors import (
     ScopeNestingError,
     UnsupportedError,
 )
-from replicax._src.frameworks.framework import imported_since, use_imported
+from replicax._src.framework import imported_since, use_imported
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 

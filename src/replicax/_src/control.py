@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.frameworks.framework import is_variable
-from replicax._src.program.capture import Capture, current_capture
-from replicax._src.program.markers import assert_same_p
+from replicax._src.framework import is_variable
+from replicax._src.tracing.capture import Capture, current_capture
+from replicax._src.tracing.markers import assert_same_p
 
 BranchFunction = Callable[..., Any]
 

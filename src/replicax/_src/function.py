@@ -12,22 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import context, program_guard
+from replicax._src.cluster.progress import compiling
+from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.frameworks.framework import is_variable, use_imported
+from replicax._src.framework import is_variable, use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, IteratedInTrace
-from replicax._src.program import key, side_effects
-from replicax._src.program.arguments import ClosureCheck, as_arguments, used_by
-from replicax._src.program.cache import (
-    FunctionPrograms,
-    Leaf,
-    ProgramCache,
-    array_leaf,
-    jax_state,
-    static_leaf,
-)
-from replicax._src.program.capture import current_capture
-from replicax._src.program.modules import open_modules
-from replicax._src.progress import compiling
+from replicax._src.migrate.tensorflow_code import check_not_in_tensorflow
 from replicax._src.strategies.code import (
     PlacedCode,
     RunsOnServers,
@@ -44,9 +34,19 @@ from replicax._src.strategies.lowering import (
     of_slots,
     on_devices,
 )
-from replicax._src.tensorflow_code import check_not_in_tensorflow
-from replicax._src.topology import REPLICA_AXIS
 from replicax._src.tracebacks import boundary
+from replicax._src.tracing import key, side_effects
+from replicax._src.tracing.arguments import ClosureCheck, as_arguments, used_by
+from replicax._src.tracing.cache import (
+    FunctionPrograms,
+    Leaf,
+    ProgramCache,
+    array_leaf,
+    jax_state,
+    static_leaf,
+)
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.modules import open_modules
 from replicax._src.values import is_value
 
 log = logging.getLogger("replicax")

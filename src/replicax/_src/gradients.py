@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src.function import Function
-from replicax._src.program.capture import current_capture
-from replicax._src.program.tape import GradientTape
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.tape import GradientTape
 
 
 def value_and_grad(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaContextError
-from replicax._src.program.capture import current_capture
+from replicax._src.tracing.capture import current_capture
 from replicax._src.values import ArrayLike
 
 

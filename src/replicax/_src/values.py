@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.devices.topology import Topology, device_name
+from replicax._src.drawing import html
 from replicax._src.errors import DonatedError, PerReplicaUseError
-from replicax._src.frameworks.framework import is_variable
-from replicax._src.pictures import html
-from replicax._src.tensorflow_code import in_tf_function, is_converted_by_tf_function
-from replicax._src.topology import Topology, device_name
+from replicax._src.framework import is_variable
+from replicax._src.migrate.tensorflow_code import in_tf_function, is_converted_by_tf_function
 
 _REFLECTED = [
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),

@@ -8,13 +8,13 @@ from replicax._src.options import (
     collective_hints,
 )
 from replicax._src.parameter_servers.coordinator.per_worker_variable import PerWorkerVariable
+from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
 from replicax._src.preemption.handler import PreemptionCheckpointHandler
 from replicax._src.preemption.termination import TerminationConfig
 from replicax._src.preemption.watcher import PreemptionWatcher
 from replicax._src.public_names import publish_all
 from replicax._src.strategies import multi_worker_mirrored, tpu
 from replicax._src.strategies.central_storage import CentralStorageStrategy
-from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.table_files import load_table, save_table
 from replicax._src.variables.caching import cache_variable_reads
 from replicax._src.variables.layout_map import LayoutMap

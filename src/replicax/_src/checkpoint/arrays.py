@@ -14,11 +14,11 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.checkpoint.tracked import Leaf
-from replicax._src.frameworks.framework import is_variable, make_slot
+from replicax._src.devices.topology import Topology
+from replicax._src.framework import is_variable, make_slot
 from replicax._src.options import VariableAggregation
-from replicax._src.parameter_servers.client.arrays import ServerArray
-from replicax._src.program.slots import Sharing, Slot, note_unshared, own_copy
-from replicax._src.topology import Topology
+from replicax._src.tracing.slots import Sharing, Slot, note_unshared, own_copy
+from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
 from replicax._src.variables.variable import Variable

@@ -39,9 +39,9 @@ from replicax._src.checkpoint.tracked import Growing, Leaf, Parts, Trackable
 from replicax._src.checkpoint.trees import StateLeaf
 from replicax._src.checkpoint.writing import Snapshot, new_part, write
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
-from replicax._src.frameworks.framework import trackings, use_imported
+from replicax._src.framework import trackings, use_imported
 from replicax._src.options import path_of
-from replicax._src.program.capture import current_capture
+from replicax._src.tracing.capture import current_capture
 
 log = logging.getLogger("replicax")
 

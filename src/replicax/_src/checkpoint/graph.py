@@ -14,7 +14,7 @@ from typing import Any, final
 from replicax._src.checkpoint.arrays import leaf_of_variable
 from replicax._src.checkpoint.tracked import Leaf, Parts, Trackable
 from replicax._src.checkpoint.trees import leaf_of_state
-from replicax._src.frameworks.framework import trackings
+from replicax._src.framework import trackings
 
 
 def kind_of(tracked: Any) -> str:

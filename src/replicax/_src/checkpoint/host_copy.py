@@ -18,8 +18,8 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held, VariableLeaf, blocks_of_rows
 from replicax._src.errors import DonatedError
-from replicax._src.parameter_servers.client.arrays import ServerArray
-from replicax._src.program.slots import state_lock
+from replicax._src.tracing.slots import state_lock
+from replicax._src.variables.server_arrays import ServerArray
 
 
 @final

@@ -25,7 +25,7 @@ from replicax._src.checkpoint.newest import Newest
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.tracked import Growing, Leaf
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
-from replicax._src.frameworks.framework import trackings
+from replicax._src.framework import trackings
 
 log = logging.getLogger("replicax")
 

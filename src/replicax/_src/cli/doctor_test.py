@@ -48,9 +48,9 @@ def main() -> None:
     from replicax._src.cluster.detect import choose_resolver
     from replicax._src.context import get_replica_context
     from replicax._src.function import function
-    from replicax._src.program.tape import GradientTape
     from replicax._src.strategies.mirrored import MirroredStrategy
     from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+    from replicax._src.tracing.tape import GradientTape
     from replicax._src.variables.variable import Variable
 
     membership = choose_resolver().membership

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from replicax._src.cli.arguments import positive, seconds
 from replicax._src.cluster.processes import Process, ProcessTimeoutError
+from replicax._src.cluster.progress import VARIABLE as PROGRESS_VARIABLE
+from replicax._src.cluster.progress import working
 from replicax._src.devices.hardware import GPU_VARIABLE, QUIET_TPU, Hardware, check_extra, hardware_of
 from replicax._src.errors import MissingExtraError, ReplicaxError
-from replicax._src.progress import VARIABLE as PROGRESS_VARIABLE
-from replicax._src.progress import working
 
 _DESCRIPTION: Final = """\
 Runs a script until its first step (strategy.run, an rx.function, or Keras's fit), compiles that step for the hardware that

@@ -17,11 +17,11 @@ from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolve
 from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tpu import TPUClusterResolver
 from replicax._src.devices.hardware import hardware_of
+from replicax._src.devices.topology import set_local_devices
 from replicax._src.errors import UnsupportedError
+from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.tpu_system import TPUSystem
-from replicax._src.topology import set_local_devices
 
 # More virtual devices would take time; a script that needs to see all of a larger slice sets them itself.
 _MOST_CORES: Final = 64

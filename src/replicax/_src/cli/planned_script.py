@@ -26,15 +26,15 @@ from replicax._src.cli.planned_clusters import stand_in_for_clusters
 from replicax._src.devices.ahead import check_compiler
 from replicax._src.devices.hardware import hardware_of
 from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
-from replicax._src.frameworks.framework import use_imported
+from replicax._src.framework import use_imported
 from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
 from replicax._src.options import RunOptions
 from replicax._src.plan.plan import Plan
 from replicax._src.plan.planning import plan_of
-from replicax._src.program.capture import current_capture, planning
 from replicax._src.strategies.lowering import Step
 from replicax._src.strategies.strategy import Strategy
+from replicax._src.tracing.capture import current_capture, planning
 from replicax._src.user_code import UNKNOWN, user_line_of
 
 _DEFERRED_BYTES = 1 << 20

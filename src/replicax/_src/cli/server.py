@@ -103,10 +103,10 @@ def run(options: argparse.Namespace) -> int:
         parser.error(str(error))
     if job is None or index is None or not cluster:
         parser.error("which task? Set TF_CONFIG, or give --cluster, --job and --index")
+    from replicax._src.devices.topology import set_local_devices
     from replicax._src.parameter_servers.task.process import prepare_process
     from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
     from replicax._src.parameter_servers.task.task import Server
-    from replicax._src.topology import set_local_devices
 
     try:
         definition = ServerDef(cluster, job, index)

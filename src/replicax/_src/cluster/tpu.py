@@ -14,7 +14,7 @@ from replicax._src.cluster.spec import ClusterSpec, join_address
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
-    from replicax._src.tpu.topology import TPUSystemMetadata
+    from replicax._src.devices.tpu.topology import TPUSystemMetadata
 
 HOSTS = "TPU_WORKER_HOSTNAMES"
 NUMBER = "TPU_WORKER_ID"

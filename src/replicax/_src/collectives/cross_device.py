@@ -15,7 +15,7 @@ from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import CommunicationOptions, ReduceOp
-from replicax._src.program.markers import reduced_p
+from replicax._src.tracing.markers import reduced_p
 from replicax._src.values import DistributedValues
 
 

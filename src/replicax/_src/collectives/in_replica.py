@@ -15,10 +15,10 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.errors import ReductionError, UnsupportedError
 from replicax._src.options import CommunicationOptions, ReduceOp
-from replicax._src.program.capture import Capture
-from replicax._src.topology import REPLICA_AXIS, Topology
+from replicax._src.tracing.capture import Capture
 from replicax._src.values import cut, largest_shape, pad
 
 # On CPUs each array of an all-reduce costs 10 to 20 µs in one process, and 100 µs to 3 ms between processes, whatever its

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from replicax._src.program.markers import seed_shift_p, seed_unshift_p
+from replicax._src.tracing.markers import seed_shift_p, seed_unshift_p
 
 _STRIDE = 0x9E3779B9
 

@@ -10,8 +10,8 @@ import jax
 
 from replicax._src import jax_compat
 from replicax._src.devices.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware, check_extra
+from replicax._src.devices.topology import Topology, replica_mesh
 from replicax._src.errors import PlanError, TopologyError
-from replicax._src.topology import Topology, replica_mesh
 
 _TARGET = """\
 gpu_device_info {{

@@ -20,8 +20,8 @@ from replicax._src import context, jax_compat
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held, placed_as
 from replicax._src.checkpoint.tracked import Leaf, Parts, escaped
 from replicax._src.errors import DivergenceError
-from replicax._src.frameworks.framework import Framework, Modules, Tracking, use
-from replicax._src.program.capture import current_capture
+from replicax._src.framework import Framework, Modules, Tracking, use
+from replicax._src.tracing.capture import current_capture
 from replicax._src.values import DistributedValues, PerReplica
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from replicax._src.extras import missing_extra
-from replicax._src.program.capture import current_capture
+from replicax._src.tracing.capture import current_capture
 
 
 def aggregate_gradients() -> Any:

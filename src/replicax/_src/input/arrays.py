@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.input import memory
+from replicax._src.lowering import memory
 
 
 class UnsupportedElementError(ReplicaxError, TypeError):

@@ -8,8 +8,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from replicax._src.input import memory
 from replicax._src.input.arrays import batch_of_rows
+from replicax._src.lowering import memory
 
 Functions = tuple[Callable[..., Any], ...]
 

@@ -9,14 +9,14 @@ from typing import Any, Final
 import jax
 
 from replicax._src import context
+from replicax._src.drawing import html
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.agreed import agreed
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
 from replicax._src.input.specs import INFINITE, Cardinality
-from replicax._src.pictures import html
-from replicax._src.program.capture import current_capture
+from replicax._src.tracing.capture import current_capture
 
 # Where steps are small and quickly read, waking a thread for each costs more than reading it (35 µs and 115 µs in a
 # loop of 1 ms steps): so it reads several at a time.

@@ -17,9 +17,9 @@ from typing import Any, Final, Protocol, final
 
 import jax
 
+from replicax._src.devices.autoshard import AutoShardPolicy
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.arrays import UnsupportedElementError, as_array
-from replicax._src.input.autoshard import AutoShardPolicy
 from replicax._src.input.specs import Cardinality, spec_of
 
 

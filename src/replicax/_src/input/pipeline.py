@@ -13,9 +13,9 @@ from typing import Any, Final, Self, final
 import jax
 import numpy as np
 
+from replicax._src.devices.autoshard import check_shard
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import UnsupportedElementError, as_array, common_num_rows, describe_shapes
-from replicax._src.input.autoshard import check_shard
 from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.steps import (

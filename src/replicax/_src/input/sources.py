@@ -17,10 +17,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.input import memory
-from replicax._src.input.arrays import common_num_rows, describe_shapes
-from replicax._src.input.autoshard import (
+from replicax._src.devices.autoshard import (
     AutoShardPolicy,
     Rows,
     ShardingDecision,
@@ -29,6 +26,9 @@ from replicax._src.input.autoshard import (
     rows_of_global_batch,
     rows_of_own_batch,
 )
+from replicax._src.devices.split import split_sizes
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.arrays import common_num_rows, describe_shapes
 from replicax._src.input.elements import (
     END,
     Elements,
@@ -39,7 +39,7 @@ from replicax._src.input.elements import (
 )
 from replicax._src.input.opening import open_elements
 from replicax._src.input.specs import INFINITE, Cardinality, PerReplicaSpec, is_static, spec_of
-from replicax._src.input.split import split_sizes
+from replicax._src.lowering import memory
 
 log = logging.getLogger("replicax")
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jax
 
-from replicax._src.input.split import split_sizes
+from replicax._src.devices.split import split_sizes
 
 Shape = tuple[int | None, ...]
 

@@ -16,15 +16,15 @@ from typing import Any, Final
 import keras
 
 from replicax._src import jax_compat
-from replicax._src.frameworks.framework import Framework, stop_using, use
+from replicax._src.framework import Framework, stop_using, use
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import checkpointing, losses, metric_results, models, planned_steps
 from replicax._src.keras.models import PlacedModel
 from replicax._src.keras.optimizer import PlacedOptimizer, wrapped_loss_scale_apply
 from replicax._src.keras.variable import PlacedVariable, value_of
 from replicax._src.keras_backend import check_keras
-from replicax._src.program.capture import current_capture, planning
 from replicax._src.tracebacks import bounded, is_full
+from replicax._src.tracing.capture import current_capture, planning
 
 
 def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:

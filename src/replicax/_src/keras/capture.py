@@ -15,8 +15,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from replicax._src import context, jax_compat
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
 from replicax._src.keras.losses import note_added
-from replicax._src.program.capture import Capture, current_capture, planning, replaced_capture
-from replicax._src.program.slots import Sharing, Slot
+from replicax._src.tracing.capture import Capture, current_capture, planning, replaced_capture
+from replicax._src.tracing.slots import Sharing, Slot
 
 
 class _KerasAccessor:

@@ -16,7 +16,7 @@ import keras
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
-from replicax._src.frameworks.framework import use_imported
+from replicax._src.framework import use_imported
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.keras.resumable_fit import ResumableFit
 from replicax._src.options import path_of

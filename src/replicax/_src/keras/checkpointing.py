@@ -16,7 +16,7 @@ import keras
 
 from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.tracked import Parts, escaped
-from replicax._src.frameworks.framework import Tracking
+from replicax._src.framework import Tracking
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 

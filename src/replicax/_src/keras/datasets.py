@@ -16,12 +16,12 @@ from replicax._src.errors import InvalidArgumentError, KerasScopeError, MixedStr
 from replicax._src.input.agreed import AgreedParts
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.input.elements import EmptyDatasetError, NotResumableError, Pass
-from replicax._src.input.narrowing import narrowed, narrowed_nest
 from replicax._src.input.pipeline import Dataset
 from replicax._src.input.reading import Reader
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.specs import INFINITE, Cardinality
-from replicax._src.placement.batch import WorkerRows
+from replicax._src.lowering.batch import WorkerRows
+from replicax._src.narrowing import narrowed, narrowed_nest
 from replicax._src.strategies.datasets import distribute
 from replicax._src.values import DistributedValues
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.keras.overriding import overridden
-from replicax._src.program.companions import note_companion
+from replicax._src.tracing.companions import note_companion
 from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
 

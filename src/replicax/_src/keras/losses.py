@@ -21,7 +21,7 @@ from replicax._src import context
 from replicax._src.errors import KerasLossError
 from replicax._src.keras.overriding import overridden
 from replicax._src.nn import SharedLoss, size_of_global_batch
-from replicax._src.program.capture import current_capture, user_line
+from replicax._src.tracing.capture import current_capture, user_line
 
 _MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _ROW_BY_ROW: Final = ("sum_over_batch_size", "mean", "sum")

@@ -16,7 +16,7 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src import context, tensorflow_code
+from replicax._src import context
 from replicax._src.errors import (
     ContextError,
     CrossReplicaContextError,
@@ -25,7 +25,6 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.input.elements import EmptyDatasetError
-from replicax._src.input.narrowing import narrowed
 from replicax._src.keras import checkpoint_callback, servers, shared_reads
 from replicax._src.keras.callback_states import check_has_tensorflow, written_by_chief
 from replicax._src.keras.capture import give_values
@@ -38,8 +37,10 @@ from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, 
 from replicax._src.keras.tensorboard_callback import closed_on_error
 from replicax._src.keras.worker_datasets import WorkerInput, as_worker_input
 from replicax._src.keras.workers import start_together
-from replicax._src.program.capture import current_capture, planning
+from replicax._src.migrate import tensorflow_code
+from replicax._src.narrowing import narrowed
 from replicax._src.tracebacks import bounded
+from replicax._src.tracing.capture import current_capture, planning
 from replicax._src.variables.server_placement import ServerPlacement
 
 Method = Callable[..., Any]

@@ -12,7 +12,7 @@ from replicax._src.errors import PerReplicaUseError, VariableError
 from replicax._src.keras import divided_state, servers
 from replicax._src.keras.variable import made_alone
 from replicax._src.parameter_servers.programs.events import Events
-from replicax._src.program.capture import Capture, current_capture
+from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica
 from replicax._src.variables.sharded import ShardedVariable

@@ -14,7 +14,7 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.keras.capture import accessor
-from replicax._src.program.capture import current_capture, planning
+from replicax._src.tracing.capture import current_capture, planning
 from replicax._src.variables.placement import VariablePlacement
 
 _HOST_VALUES = (np.ndarray, np.generic, bool, int, float, list, tuple)

@@ -22,9 +22,9 @@ from replicax._src.keras.losses import own_compute_loss_gathered
 from replicax._src.keras.overriding import overridden
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
 from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
-from replicax._src.placement.batch import Batch
-from replicax._src.placement.global_view import GlobalStep
-from replicax._src.placement.held_state import HeldState
+from replicax._src.lowering.batch import Batch
+from replicax._src.lowering.global_view import GlobalStep
+from replicax._src.lowering.held_state import HeldState
 from replicax._src.strategies.lowering import NamedArray, Placer, Step, StepProgram, place_replica_function
 
 _asked: contextvars.ContextVar[Step] = contextvars.ContextVar("replicax_step_to_lower")

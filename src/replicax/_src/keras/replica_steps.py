@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from replicax._src.devices.autoshard import rows_of_global_batch
+from replicax._src.devices.split import split_sizes
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.autoshard import rows_of_global_batch
 from replicax._src.input.sources import LocalRows
-from replicax._src.input.split import split_sizes
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered, rows_of_replica_step
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
+from replicax._src.lowering.batch import Batch
 from replicax._src.options import RunOptions
-from replicax._src.placement.batch import Batch
-from replicax._src.program.tape import GradientTape
 from replicax._src.strategies.datasets import BatchPlacer
-from replicax._src.topology import Topology
+from replicax._src.tracing.tape import GradientTape
 from replicax._src.values import PerReplica, is_value
 
 

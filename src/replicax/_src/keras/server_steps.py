@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from replicax._src.cluster.progress import compiling
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.keras import metric_results
 from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered
@@ -32,7 +33,6 @@ from replicax._src.parameter_servers.coordinator.cluster_coordinator import Clus
 from replicax._src.parameter_servers.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 from replicax._src.parameter_servers.programs.elements import cut_rows
-from replicax._src.progress import compiling
 from replicax._src.values import PerReplica, is_value
 
 _AHEAD_PER_WORKER = 4

@@ -21,9 +21,9 @@ from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import is_end
 from replicax._src.keras.divided_state import with_divided_state
 from replicax._src.keras.workers import SameBatches
-from replicax._src.placement.batch import Batch
-from replicax._src.placement.global_view import GlobalStep
-from replicax._src.placement.held_state import HeldState
+from replicax._src.lowering.batch import Batch
+from replicax._src.lowering.global_view import GlobalStep
+from replicax._src.lowering.held_state import HeldState
 
 State = Sequence[Any]
 

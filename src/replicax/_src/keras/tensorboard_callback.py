@@ -18,7 +18,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.frameworks.framework import use_imported
+from replicax._src.framework import use_imported
 from replicax._src.options import path_of, whole_number
 from replicax._src.profiling.profile import profile
 from replicax._src.summaries.events import check_installed

@@ -14,7 +14,7 @@ import numpy as np
 
 from replicax._src.cluster.peers import Peers
 from replicax._src.input.agreed import WorkersDifferError
-from replicax._src.placement.batch import Batch
+from replicax._src.lowering.batch import Batch
 
 _NUM_COMPARED_ROWS = 32
 _DATA = ("x", "y", "sample_weight", "validation_data")

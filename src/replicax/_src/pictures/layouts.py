@@ -16,11 +16,11 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.cluster.peers import joined_peers
+from replicax._src.devices.topology import device_name
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.frameworks.framework import is_variable
-from replicax._src.parameter_servers.client.arrays import ServerArray
-from replicax._src.topology import device_name
+from replicax._src.framework import is_variable
 from replicax._src.values import Mirrored, PerReplica, is_value
+from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.sharded import ShardedVariable
 
 Index = tuple[tuple[int, int], ...]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from replicax._src.devices.topology import Topology, device_name
+from replicax._src.drawing import html
 from replicax._src.options import ShardState
-from replicax._src.pictures import html
-from replicax._src.topology import Topology, device_name
 
 
 def table_of(name: str, topology: Topology, placement: Any) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
+from replicax._src.drawing import html, svg
 from replicax._src.options import path_of
-from replicax._src.pictures import html, svg
 from replicax._src.pictures.layouts import Layout, Part, layouts_of
 
 _MAX_CELLS: Final = 16

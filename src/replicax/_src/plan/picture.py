@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from replicax._src.pictures.svg import (
+from replicax._src.drawing.svg import (
     CHAR,
     CUT,
     WHOLE,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from replicax._src.devices.hardware import Chip, Hardware
-from replicax._src.pictures import html
+from replicax._src.drawing import html
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.picture import svg
 from replicax._src.plan.remedies import Remedy

@@ -11,8 +11,10 @@ from typing import Any, final
 
 import jax
 
+from replicax._src.cluster.progress import working
 from replicax._src.devices.ahead import topology_ahead
 from replicax._src.devices.hardware import Chip, Hardware, chips, hardware_of, this_machine
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.options import ShardState
 from replicax._src.plan.compilation import Compilation, argument_bytes, bytes_on_device, compiled_for
@@ -21,9 +23,7 @@ from replicax._src.plan.hlo import read_hlo
 from replicax._src.plan.plan import Plan, PlannedArray, bounds_of, memory_traffic
 from replicax._src.plan.remedies import Attempt, Change, Search, notes_of_whole_arguments
 from replicax._src.plan.report import answer, outcome, size
-from replicax._src.progress import working
 from replicax._src.strategies.lowering import NamedArray, Step, StepProgram, check, own_devices, program_on
-from replicax._src.topology import Topology
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
 

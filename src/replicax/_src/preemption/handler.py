@@ -17,7 +17,7 @@ from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.parameter_servers.coordinator.cluster_coordinator import coordinators_at_work
 from replicax._src.preemption.steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
-from replicax._src.program.capture import current_capture
+from replicax._src.tracing.capture import current_capture
 
 
 @final

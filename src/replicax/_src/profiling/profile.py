@@ -12,7 +12,7 @@ import jax
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.errors import ContextError
 from replicax._src.options import path_of, whole_number
-from replicax._src.profiling import names
+from replicax._src.tracing import profile_names as names
 
 
 @final

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import context, jax_compat
+from replicax._src.devices.topology import Topology, is_replica_mesh
 from replicax._src.errors import MixedStrategiesError
-from replicax._src.placement.spmd import ProgramState
-from replicax._src.program import key
-from replicax._src.program.arguments import ClosureCheck
-from replicax._src.program.capture import current_capture
-from replicax._src.program.program import Variant, check_no_leaks, has_callback, trace_variant
-from replicax._src.program.slots import Sharing, Slot
-from replicax._src.program.verdict import Verdict
-from replicax._src.topology import Topology, is_replica_mesh
+from replicax._src.lowering.spmd import ProgramState
+from replicax._src.tracing import key
+from replicax._src.tracing.arguments import ClosureCheck
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.program import Variant, check_no_leaks, has_callback, trace_variant
+from replicax._src.tracing.slots import Sharing, Slot
+from replicax._src.tracing.verdict import Verdict
 from replicax._src.values import DistributedValues, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
 

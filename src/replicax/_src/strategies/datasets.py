@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.cluster.membership import Membership
+from replicax._src.devices.autoshard import DistributeOptions
+from replicax._src.devices.split import InputContext, InputOptions, InputReplicationMode
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.input import memory
 from replicax._src.input.agreed import AgreedParts
-from replicax._src.input.autoshard import DistributeOptions
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
-from replicax._src.input.narrowing import narrowed, narrowed_nest
 from replicax._src.input.opening import UnsupportedSourceError, open_elements
 from replicax._src.input.pipeline import ArrayDataset, from_arrays
 from replicax._src.input.sources import LocalRows, PerReplicaPulls, Source, open_source
-from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
-from replicax._src.topology import Topology
+from replicax._src.lowering import memory
+from replicax._src.narrowing import narrowed, narrowed_nest
 from replicax._src.values import PerReplica, largest_shape, pad, per_replica_from_components
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import final
 
 from replicax._src import context
-from replicax._src.pictures import html
+from replicax._src.devices.topology import Topology, local_devices
+from replicax._src.drawing import html
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.topology import Topology, local_devices
 
 
 @final

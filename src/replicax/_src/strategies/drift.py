@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.errors import DivergenceError
-from replicax._src.program.cache import Leaf, static_leaf
-from replicax._src.program.flat import FlatProgram
-from replicax._src.program.program import ReplicaProgram
-from replicax._src.program.verdict import Verdict, is_equalising, is_movement, transfer
+from replicax._src.tracing.cache import Leaf, static_leaf
+from replicax._src.tracing.flat import FlatProgram
+from replicax._src.tracing.program import ReplicaProgram
+from replicax._src.tracing.verdict import Verdict, is_equalising, is_movement, transfer
 from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica
 

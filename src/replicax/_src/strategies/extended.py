@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from replicax._src import context
 from replicax._src.cluster.membership import Membership
 from replicax._src.collectives.in_replica import IndexedSlices
+from replicax._src.devices.topology import resolve_device
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
-from replicax._src.input.narrowing import narrowed_nest
 from replicax._src.jax_compat import Device
+from replicax._src.narrowing import narrowed_nest
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.strategies import reduction
 from replicax._src.strategies.mistakes import no_strategies_of_users
-from replicax._src.topology import resolve_device
 from replicax._src.values import Mirrored, PerReplica, is_value
 from replicax._src.variables.variable import Variable
 

@@ -6,8 +6,8 @@ import jax
 
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.start import compare_devices, join_cluster
+from replicax._src.devices.topology import prepare_backend
 from replicax._src.jax_compat import Device
-from replicax._src.topology import prepare_backend
 
 TIMEOUT_S = 600.0
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._src import context, jax_compat
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
-from replicax._src.frameworks.framework import is_variable
-from replicax._src.program.capture import current_capture
-from replicax._src.program.markers import logical_p
-from replicax._src.topology import Topology
+from replicax._src.framework import is_variable
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.markers import logical_p
 from replicax._src.values import PerReplica
 
 log = logging.getLogger("replicax")

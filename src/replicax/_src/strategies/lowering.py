@@ -19,14 +19,14 @@ import numpy as np
 from replicax._src import context
 from replicax._src.devices.ahead import topology_ahead
 from replicax._src.devices.hardware import hardware_of
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.frameworks.framework import frameworks_in_use
+from replicax._src.framework import frameworks_in_use
 from replicax._src.options import RunOptions
-from replicax._src.program import key
-from replicax._src.program.arguments import as_arguments
-from replicax._src.program.capture import planning
-from replicax._src.program.slots import Slot
-from replicax._src.topology import Topology
+from replicax._src.tracing import key
+from replicax._src.tracing.arguments import as_arguments
+from replicax._src.tracing.capture import planning
+from replicax._src.tracing.slots import Slot
 from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
 from replicax._src.variables.state_layouts import StateLayouts
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import final
 
 from replicax._src.collectives.cross_device import CrossDeviceOps
+from replicax._src.devices.topology import Topology, device_name, resolve_devices
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.jax_compat import Device
 from replicax._src.options import ShardState
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.topology import Topology, device_name, resolve_devices
 
 log = logging.getLogger("replicax")
 

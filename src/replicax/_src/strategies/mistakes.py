@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.program.key import name_of, unwrap
+from replicax._src.tracing.key import name_of, unwrap
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

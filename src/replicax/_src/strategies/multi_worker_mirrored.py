@@ -14,12 +14,12 @@ from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.failures import ClusterStartError
 from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
+from replicax._src.devices.topology import Topology, device_name, resolve_devices
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationImplementation, CommunicationOptions, ShardState
 from replicax._src.strategies.joining import TIMEOUT_S, join_workers
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.topology import Topology, device_name, resolve_devices
 
 log = logging.getLogger("replicax")
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from replicax._src.devices.topology import Topology
 from replicax._src.options import RunOptions
-from replicax._src.program.slots import SlotTable
-from replicax._src.topology import Topology
+from replicax._src.tracing.slots import SlotTable
 
 
 class FunctionRunner(Protocol):

@@ -15,11 +15,11 @@ from replicax._src.collectives import in_replica
 from replicax._src.collectives.cross_device import CrossDeviceOps, Gathered
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
 from replicax._src.context import LocalPerReplica
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import ReductionError, UnsupportedError
-from replicax._src.frameworks.framework import is_variable
+from replicax._src.framework import is_variable
+from replicax._src.lowering.spmd import in_flight
 from replicax._src.options import ReduceOp
-from replicax._src.placement.spmd import in_flight
-from replicax._src.topology import Topology
 from replicax._src.user_code import user_line
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
 from replicax._src.variables.variable import Variable

@@ -11,17 +11,21 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
+from replicax._src.cluster.progress import compiling
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import (
     CrossReplicaContextError,
     TraceError,
     UnsupportedError,
 )
-from replicax._src.frameworks.framework import use_imported
+from replicax._src.framework import use_imported
+from replicax._src.lowering.spmd import Launcher
 from replicax._src.options import RunOptions
-from replicax._src.placement.spmd import Launcher
-from replicax._src.program import key
-from replicax._src.program.arguments import ClosureCheck, as_arguments, paths_of, used_by
-from replicax._src.program.cache import (
+from replicax._src.strategies import drift
+from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
+from replicax._src.tracing import key
+from replicax._src.tracing.arguments import ClosureCheck, as_arguments, paths_of, used_by
+from replicax._src.tracing.cache import (
     FunctionPrograms,
     Leaf,
     ProgramCache,
@@ -29,16 +33,12 @@ from replicax._src.program.cache import (
     jax_state,
     static_leaf,
 )
-from replicax._src.program.capture import current_capture
-from replicax._src.program.finite import watched
-from replicax._src.program.holders import held_elsewhere
-from replicax._src.program.modules import Close, open_modules
-from replicax._src.program.program import check_no_leaks
-from replicax._src.program.slots import own_copy
-from replicax._src.progress import compiling
-from replicax._src.strategies import drift
-from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
-from replicax._src.topology import Topology
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.finite import watched
+from replicax._src.tracing.holders import held_elsewhere
+from replicax._src.tracing.modules import Close, open_modules
+from replicax._src.tracing.program import check_no_leaks
+from replicax._src.tracing.slots import own_copy
 from replicax._src.user_code import user_line
 from replicax._src.values import (
     DistributedValues,

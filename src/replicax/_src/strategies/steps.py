@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context
+from replicax._src.cluster.progress import compiling
 from replicax._src.errors import (
     CrossReplicaContextError,
     InvalidArgumentError,
@@ -18,17 +19,16 @@ from replicax._src.errors import (
     StructureError,
     UnsupportedError,
 )
-from replicax._src.frameworks.framework import use_imported
+from replicax._src.framework import use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError, StackedSteps
 from replicax._src.options import ReduceOp
-from replicax._src.program import key
-from replicax._src.program.arguments import ClosureCheck, used_by
-from replicax._src.program.cache import Leaf, ProgramCache, array_leaf, jax_state
-from replicax._src.program.capture import current_capture
-from replicax._src.progress import compiling
 from replicax._src.strategies.carried_state import NO_STATE, StateForm, opened
 from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, trace_code
 from replicax._src.strategies.datasets import Stack, StepForm
+from replicax._src.tracing import key
+from replicax._src.tracing.arguments import ClosureCheck, used_by
+from replicax._src.tracing.cache import Leaf, ProgramCache, array_leaf, jax_state
+from replicax._src.tracing.capture import current_capture
 from replicax._src.values import Mirrored, PerReplica
 
 

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context, jax_compat, program_guard
-from replicax._src.chief import note_role
+from replicax._src.cluster.chief import note_role
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.collectives import cross_device
 from replicax._src.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from replicax._src.collectives.in_replica import Communicator
+from replicax._src.devices.autoshard import AutoShardPolicy, DistributeOptions
+from replicax._src.devices.split import InputContext, InputOptions, InputReplicationMode
+from replicax._src.devices.topology import Topology, device_name
 from replicax._src.errors import (
     ContextError,
     CrossReplicaContextError,
@@ -26,24 +29,21 @@ from replicax._src.errors import (
     MixedStrategiesError,
     UnsupportedError,
 )
-from replicax._src.frameworks.framework import use_imported
-from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
+from replicax._src.framework import use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
-from replicax._src.input.narrowing import as_numpy, narrowed_nest
-from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.jax_compat import Device
+from replicax._src.lowering.eager import run_eagerly
+from replicax._src.migrate.tensorflow_code import check_no_function_of_tensorflow, check_not_in_tensorflow
+from replicax._src.narrowing import as_numpy, narrowed_nest
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
-from replicax._src.placement.eager import run_eagerly
-from replicax._src.program.capture import current_capture
-from replicax._src.program.slots import SlotTable, placed_by_each
 from replicax._src.strategies import datasets, logical_devices, lowering, reduction
 from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.mistakes import check_call, no_strategies_of_users, no_such_attribute
 from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
-from replicax._src.tensorflow_code import check_no_function_of_tensorflow, check_not_in_tensorflow
-from replicax._src.topology import Topology, device_name
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.slots import SlotTable, placed_by_each
 from replicax._src.user_code import user_line
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 from replicax._src.variables.layout_map import LayoutMap

@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import path_of
-from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.server_placement import array_of_table, owner_of_table
 from replicax._src.variables.variable import Variable
 

@@ -8,12 +8,12 @@ from typing import Any, final
 
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.tpu import TPUClusterResolver
+from replicax._src.devices.topology import Topology, replica_mesh
+from replicax._src.devices.tpu.device_assignment import DeviceAssignment
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.options import ShardState
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.strategies.tpu_system import TPUSystem
-from replicax._src.topology import Topology, replica_mesh
-from replicax._src.tpu.device_assignment import DeviceAssignment
 from replicax._src.variables.layout_map import LayoutMap
 
 log = logging.getLogger("replicax")

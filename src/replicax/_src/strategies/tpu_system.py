@@ -12,12 +12,12 @@ from replicax._src import jax_compat
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, is_one_task, membership_of
 from replicax._src.cluster.tpu import TPUClusterResolver
+from replicax._src.devices.topology import local_devices
+from replicax._src.devices.tpu.device_assignment import DeviceAssignment
+from replicax._src.devices.tpu.topology import Topology, TPUSystemMetadata, full_mesh, usual_mesh_shape
 from replicax._src.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from replicax._src.jax_compat import Device
 from replicax._src.strategies.joining import TIMEOUT_S, join_workers
-from replicax._src.topology import local_devices
-from replicax._src.tpu.device_assignment import DeviceAssignment
-from replicax._src.tpu.topology import Topology, TPUSystemMetadata, full_mesh, usual_mesh_shape
 
 log = logging.getLogger("replicax")
 

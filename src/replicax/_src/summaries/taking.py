@@ -12,9 +12,9 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.context import in_replica_function
 from replicax._src.errors import ContextError, InvalidArgumentError
-from replicax._src.frameworks.framework import is_variable
+from replicax._src.framework import is_variable
 from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
-from replicax._src.program.capture import current_capture
+from replicax._src.tracing.capture import current_capture
 from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike
 

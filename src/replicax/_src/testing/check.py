@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from replicax._src import context, jax_compat
+from replicax._src.devices.split import split_sizes
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, MixedStrategiesError
-from replicax._src.frameworks.framework import use_imported
+from replicax._src.framework import use_imported
 from replicax._src.input.arrays import as_array
 from replicax._src.input.sources import LocalRows
-from replicax._src.input.split import split_sizes
-from replicax._src.program.capture import current_capture
 from replicax._src.strategies.datasets import BatchPlacer
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.comparison import Comparison
@@ -21,7 +21,7 @@ from replicax._src.testing.measure import Tolerance, default_rtol
 from replicax._src.testing.observation import on_one_device
 from replicax._src.testing.report import OneDeviceReport
 from replicax._src.testing.runs import Outcome, Side
-from replicax._src.topology import Topology
+from replicax._src.tracing.capture import current_capture
 from replicax._src.values import DistributedValues, PerReplica, is_value
 
 

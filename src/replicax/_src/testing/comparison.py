@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.program.key import is_array
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.hints import Facts, hint_for
 from replicax._src.testing.measure import (
@@ -26,6 +25,7 @@ from replicax._src.testing.measure import (
 from replicax._src.testing.observation import KeyWords, on_host
 from replicax._src.testing.report import Difference, Kind, OneDeviceReport
 from replicax._src.testing.runs import Outcome, State
+from replicax._src.tracing.key import is_array
 from replicax._src.values import DistributedValues, PerReplica, is_value
 
 

@@ -11,21 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context, jax_compat
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import MixedStrategiesError
-from replicax._src.frameworks.framework import is_variable
+from replicax._src.framework import is_variable
+from replicax._src.lowering.spmd import SlotGroup
 from replicax._src.options import VariableAggregation
-from replicax._src.placement.spmd import SlotGroup
-from replicax._src.program import key
-from replicax._src.program.cache import array_leaf
-from replicax._src.program.program import Variant, check_no_leaks, trace_variant
-from replicax._src.program.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
-from replicax._src.program.verdict import Verdict
 from replicax._src.strategies.code import on_mesh
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.running import Runner
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.observation import Applied, ObservedRunner, on_host
-from replicax._src.topology import Topology
+from replicax._src.tracing import key
+from replicax._src.tracing.cache import array_leaf
+from replicax._src.tracing.program import Variant, check_no_leaks, trace_variant
+from replicax._src.tracing.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
+from replicax._src.tracing.verdict import Verdict
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.variable import Variable
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Ending, Process, ProcessTimeoutError, shown_lines
 from replicax._src.cluster.spec import Task
+from replicax._src.drawing import html
 from replicax._src.errors import ReplicaxError
-from replicax._src.pictures import html
 from replicax._src.testing.reports import read_reports
 
 _NUM_LINES_KEPT: Final = 10_000

@@ -11,9 +11,9 @@ from typing import Any, final
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax._src.devices.topology import LOGICAL_AXIS, REPLICA_AXIS, Topology
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.program.companions import accompanied_by
-from replicax._src.topology import LOGICAL_AXIS, REPLICA_AXIS, Topology
+from replicax._src.tracing.companions import accompanied_by
 from replicax._src.variables.layout_map import Layout, LayoutMap, shown
 from replicax._src.variables.state_layouts import is_of_optimizer
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.frameworks.framework import is_variable
-from replicax._src.program.capture import current_capture
+from replicax._src.framework import is_variable
+from replicax._src.tracing.capture import current_capture
 from replicax._src.values import ArrayLike
 from replicax._src.variables.server_placement import array_of_table
 from replicax._src.variables.sharded import ShardedVariable, check_ids

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from replicax._src import context
-from replicax._src.frameworks.framework import is_variable
-from replicax._src.parameter_servers.client.arrays import Initial, ServerArray
-from replicax._src.topology import Topology
+from replicax._src.devices.topology import Topology
+from replicax._src.framework import is_variable
 from replicax._src.variables.partitioners import num_shards_of, shard_rows
+from replicax._src.variables.server_arrays import Initial, ServerArray
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
 

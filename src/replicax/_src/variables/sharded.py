@@ -12,7 +12,7 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import IndexedSlices
 from replicax._src.errors import InvalidArgumentError, VariableError
-from replicax._src.frameworks.framework import is_variable
+from replicax._src.framework import is_variable
 from replicax._src.values import ArrayLike
 from replicax._src.variables.shards import Shards, ShardsInVariables, array_of_shape
 from replicax._src.variables.variable import Variable

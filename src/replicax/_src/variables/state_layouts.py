@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
-from replicax._src.program.gathers import Divided, divided_read_p, is_large
-from replicax._src.topology import REPLICA_AXIS, Topology
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.tracing.gathers import Divided, divided_read_p, is_large
 from replicax._src.variables.state_shards import StateShards
 
 # On TPUs arrays are laid out in tiles of 8 rows: thinner pieces would be padded to that.

@@ -12,15 +12,15 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
+from replicax._src.devices.topology import device_name
+from replicax._src.drawing import html
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
-from replicax._src.frameworks.framework import Framework, use
-from replicax._src.input.narrowing import narrowed_nest
+from replicax._src.framework import Framework, use
+from replicax._src.narrowing import narrowed_nest
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
-from replicax._src.pictures import html
-from replicax._src.program.capture import current_capture, note_created
-from replicax._src.program.slots import Sharing, Slot, state_lock
-from replicax._src.topology import device_name
+from replicax._src.tracing.capture import current_capture, note_created
+from replicax._src.tracing.slots import Sharing, Slot, state_lock
 from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike, DistributedValues, PerReplica, shown_value
 from replicax._src.variables.caching import cached_read

@@ -10,8 +10,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from replicax._src.devices.autoshard import AutoShardPolicy
 from replicax._src.input.arrays import UnsupportedElementError
-from replicax._src.input.autoshard import AutoShardPolicy
 from replicax._src.input.elements import Elements
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 

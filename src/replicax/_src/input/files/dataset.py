@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, final
 
-from replicax._src.input.autoshard import check_shard
+from replicax._src.devices.autoshard import check_shard
 from replicax._src.input.chunks import Chunk, join
 from replicax._src.input.files.formats import FileFormat, FileReader, reading
 from replicax._src.input.files.paths import fingerprint_of, shorten

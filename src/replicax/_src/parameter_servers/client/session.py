@@ -14,7 +14,6 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.errors import DeviceError, UnsupportedError
-from replicax._src.parameter_servers.client.arrays import Balance, ServerArray
 from replicax._src.parameter_servers.client.groups import Groups
 from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
@@ -22,6 +21,7 @@ from replicax._src.parameter_servers.client.shared_arrays import SharedArrays, c
 from replicax._src.parameter_servers.client.tasks import Tasks
 from replicax._src.parameter_servers.programs.programs import Piece, UpdateProgram
 from replicax._src.parameter_servers.store.group_rules import View
+from replicax._src.variables.server_arrays import Balance, ServerArray
 
 log = logging.getLogger("replicax")
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from replicax._src.cluster.failures import ProgramMismatchError
-from replicax._src.parameter_servers.client.arrays import Balance, ServerArray
 from replicax._src.parameter_servers.client.server_contents import ServerContents
 from replicax._src.parameter_servers.client.tasks import Share
 from replicax._src.parameter_servers.client.waiting import Awaited, wait_for
 from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.variables.server_arrays import Balance, ServerArray
 
 Found = list[dict[str, tuple[tuple[int, ...], str]]]
 

@@ -29,7 +29,7 @@ from replicax._src.parameter_servers.coordinator.scheduled_work import Work
 from replicax._src.parameter_servers.coordinator.status import status_of
 from replicax._src.parameter_servers.errors import ClosureInputError
 from replicax._src.parameter_servers.task.process import vitals
-from replicax._src.program.key import name_of
+from replicax._src.tracing.key import name_of
 
 if TYPE_CHECKING:
     from replicax._src.parameter_servers.coordinator.status_server import StatusServer

@@ -14,7 +14,7 @@ import numpy as np
 
 from replicax._src.errors import ContextError
 from replicax._src.parameter_servers.errors import WaitTimeoutError
-from replicax._src.program.capture import current_capture
+from replicax._src.tracing.capture import current_capture
 from replicax._src.user_code import user_line
 
 Assemble = Callable[[Sequence[Any]], Any]

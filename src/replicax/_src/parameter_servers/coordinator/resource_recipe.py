@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 import jax
 import numpy as np
 
+from replicax._src.migrate.tensorflow_code import python_function_of
 from replicax._src.parameter_servers.coordinator.per_worker import (
     PerWorkerDataset,
     PerWorkerIterator,
@@ -20,8 +21,7 @@ from replicax._src.parameter_servers.coordinator.resources import Resource
 from replicax._src.parameter_servers.programs.elements import ElementSpec
 from replicax._src.parameter_servers.transport import structures
 from replicax._src.parameter_servers.worker import resources
-from replicax._src.program.key import name_of
-from replicax._src.tensorflow_code import python_function_of
+from replicax._src.tracing.key import name_of
 
 _SPEC_S = 600.0
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from replicax._src.errors import UnsupportedError, VariableError
-from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.programs.assignments import assignment_program
 from replicax._src.parameter_servers.programs.elements import Elements, Offer, has_parts, joined_parts
 from replicax._src.parameter_servers.programs.events import Applied, Assigned
@@ -28,9 +27,10 @@ from replicax._src.parameter_servers.programs.programs import (
 from replicax._src.parameter_servers.programs.tracing import trace_function
 from replicax._src.parameter_servers.programs.updates import UpdateBuilder
 from replicax._src.parameter_servers.programs.worker import WorkerBuilder
-from replicax._src.program.flat import Atom
-from replicax._src.program.program import Output
-from replicax._src.program.slots import Slot
+from replicax._src.tracing.flat import Atom
+from replicax._src.tracing.program import Output
+from replicax._src.tracing.slots import Slot
+from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
 _KEPT_WHOLE = (

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src.devices.split import split_offsets
 from replicax._src.errors import TraceError
 from replicax._src.input.arrays import common_num_rows
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.sources import unbatched
-from replicax._src.input.split import split_offsets
 from replicax._src.parameter_servers.programs.programs import signature_of
 from replicax._src.parameter_servers.programs.random_keys import is_key
 from replicax._src.parameter_servers.worker.unbuilt import Cut
-from replicax._src.program.capture import current_capture
-from replicax._src.program.slots import Sharing, Slot
+from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica, largest_shape, pad
 

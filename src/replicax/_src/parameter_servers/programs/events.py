@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from replicax._src.program.branches import reads_in
-from replicax._src.program.capture import Entry
-from replicax._src.program.markers import read_p
-from replicax._src.program.slots import Slot
+from replicax._src.tracing.branches import reads_in
+from replicax._src.tracing.capture import Entry
+from replicax._src.tracing.markers import read_p
+from replicax._src.tracing.slots import Slot
 from replicax._src.user_code import user_line
 
 Shapes = Callable[[Any], tuple[int, ...]]

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.programs.programs import WorkerProgram
 from replicax._src.parameter_servers.store.held_values import is_wide
-from replicax._src.topology import REPLICA_AXIS
 
 _MIN_REUSED_BYTES: Final = 8 << 20  # from here on the C library gives memory back, and fresh memory is slow
 

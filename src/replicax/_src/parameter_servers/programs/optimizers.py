@@ -14,15 +14,15 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from replicax._src.errors import UnsupportedError
-from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.programs.events import Applied, Shapes
 from replicax._src.parameter_servers.programs.programs import NamedRows, Piece
 from replicax._src.parameter_servers.programs.traced_update import TracedUpdate, Written, computable, slots_of
 from replicax._src.parameter_servers.programs.update_analysis import Sent, Slice, find_mixed, find_sent
 from replicax._src.parameter_servers.programs.updates import UpdateBuilder, Values
-from replicax._src.program import flat
-from replicax._src.program.flat import Atom
-from replicax._src.program.row_parallel import Mixing, rows_of, with_rows
+from replicax._src.tracing import flat
+from replicax._src.tracing.flat import Atom
+from replicax._src.tracing.row_parallel import Mixing, rows_of, with_rows
+from replicax._src.variables.server_arrays import ServerArray
 
 TakeGradient = Callable[[int, Piece], Any]
 """What stands for the gradient of a variable, or its rows, among the operands of a server's program."""

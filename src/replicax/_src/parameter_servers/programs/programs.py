@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from replicax._src.parameter_servers.client.arrays import Piece
+from replicax._src.variables.server_arrays import Piece
 
 Averaging = Literal["mean", "all", "rows"]
 """How operands of several closures become one: their mean; whether all of them hold; or, of numbers of rows and the

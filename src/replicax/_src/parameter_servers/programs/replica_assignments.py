@@ -24,9 +24,9 @@ from replicax._src.parameter_servers.programs.assignments import (
     warn_of_replacement,
 )
 from replicax._src.parameter_servers.programs.events import Assigned
-from replicax._src.program import flat
-from replicax._src.program.flat import Atom, FlatProgram, Operation
-from replicax._src.program.slots import Sharing
+from replicax._src.tracing import flat
+from replicax._src.tracing.flat import Atom, FlatProgram, Operation
+from replicax._src.tracing.slots import Sharing
 
 _ALONG = frozenset(["copy", "stop_gradient", "neg", "convert_element_type"])
 _SUMS = frozenset(["add", "add_any", "sub"])

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, first_of, packed_sum
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.errors import StructureError
+from replicax._src.lowering.spmd import replica_body
 from replicax._src.parameter_servers.programs.events import Applied, Assigned, Event, Events, assigning
 from replicax._src.parameter_servers.programs.replica_assignments import (
     Combining,
@@ -26,14 +28,12 @@ from replicax._src.parameter_servers.programs.replica_assignments import (
     same_in_all,
 )
 from replicax._src.parameter_servers.programs.worker import check_callbacks
-from replicax._src.placement.spmd import replica_body
-from replicax._src.program import flat
-from replicax._src.program.capture import Capture, current_capture
-from replicax._src.program.flat import Atom, FlatProgram
-from replicax._src.program.program import Output, ReplicaProgram, Variant
-from replicax._src.program.slots import Sharing
-from replicax._src.program.verdict import Verdict, analyse
-from replicax._src.topology import REPLICA_AXIS, Topology
+from replicax._src.tracing import flat
+from replicax._src.tracing.capture import Capture, current_capture
+from replicax._src.tracing.flat import Atom, FlatProgram
+from replicax._src.tracing.program import Output, ReplicaProgram, Variant
+from replicax._src.tracing.slots import Sharing
+from replicax._src.tracing.verdict import Verdict, analyse
 
 _WHOLE, _ROW = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.parameter_servers.programs.events import OptimizerCall, Shapes
-from replicax._src.program import flat
-from replicax._src.program.flat import Atom, FlatProgram
-from replicax._src.program.numbering import number_constant, number_of, number_results
+from replicax._src.tracing import flat
+from replicax._src.tracing.flat import Atom, FlatProgram
+from replicax._src.tracing.numbering import number_constant, number_of, number_results
 
 
 @dataclass(frozen=True)

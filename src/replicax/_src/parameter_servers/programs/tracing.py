@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.frameworks.framework import is_variable
-from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.framework import is_variable
 from replicax._src.parameter_servers.programs.elements import Element, Elements, Offer, in_parts
 from replicax._src.parameter_servers.programs.events import Applied, Event, Events
 from replicax._src.parameter_servers.programs.random_keys import as_data
-from replicax._src.program.capture import Entry, current_capture
-from replicax._src.program.lookups import Lookups, find_lookups, is_looked_up
-from replicax._src.program.program import Variant, check_no_leaks, trace_variant
-from replicax._src.program.slots import Slot
-from replicax._src.program.verdict import Verdict
+from replicax._src.tracing.capture import Entry, current_capture
+from replicax._src.tracing.lookups import Lookups, find_lookups, is_looked_up
+from replicax._src.tracing.program import Variant, check_no_leaks, trace_variant
+from replicax._src.tracing.slots import Slot
+from replicax._src.tracing.verdict import Verdict
+from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
 

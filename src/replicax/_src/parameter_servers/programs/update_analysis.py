@@ -29,9 +29,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from replicax._src.parameter_servers.programs.traced_update import TracedUpdate
-from replicax._src.program import flat
-from replicax._src.program.flat import Atom, Operation
-from replicax._src.program.row_parallel import Mixing, mixed_values
+from replicax._src.tracing import flat
+from replicax._src.tracing.flat import Atom, Operation
+from replicax._src.tracing.row_parallel import Mixing, mixed_values
 
 
 @dataclass(frozen=True)

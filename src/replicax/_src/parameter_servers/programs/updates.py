@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.programs.programs import Averaging, NamedRows, Piece, UpdateProgram
+from replicax._src.variables.server_arrays import ServerArray
 
 Values = dict[str, Any]
 Step = Callable[[Values, Sequence[Any]], None]

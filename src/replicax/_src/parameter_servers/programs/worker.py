@@ -12,19 +12,19 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import UnsupportedError
-from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.programs.elements import Element
 from replicax._src.parameter_servers.programs.events import Event, assigning
 from replicax._src.parameter_servers.programs.optimizers import OptimizerUpdate
 from replicax._src.parameter_servers.programs.programs import Input, Lookup, Push, WorkerProgram
 from replicax._src.parameter_servers.programs.random_keys import is_key, taking_data
 from replicax._src.parameter_servers.programs.tracing import TracedFunction
-from replicax._src.program import flat
-from replicax._src.program.capture import Entry
-from replicax._src.program.flat import Atom, FlatProgram, Operation
-from replicax._src.program.lookups import Given
-from replicax._src.topology import Topology
+from replicax._src.tracing import flat
+from replicax._src.tracing.capture import Entry
+from replicax._src.tracing.flat import Atom, FlatProgram, Operation
+from replicax._src.tracing.lookups import Given
+from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
 _PRINTS = ("debug_callback", "debug_print")

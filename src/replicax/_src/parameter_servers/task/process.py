@@ -12,8 +12,8 @@ import jax
 
 from replicax._src.cluster.processes import resident_bytes
 from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.devices.topology import prepare_backend
 from replicax._src.jax_compat import backend_started
-from replicax._src.topology import prepare_backend
 
 PROGRAM_CACHE_VARIABLE: Final = "REPLICAX_PROGRAM_CACHE"
 NO_PROGRAM_CACHE: Final = "off"

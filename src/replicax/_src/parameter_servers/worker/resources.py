@@ -20,15 +20,15 @@ import jax
 import numpy as np
 
 from replicax._src import context
+from replicax._src.devices.split import InputContext
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.extras import missing_extra
-from replicax._src.input import memory
 from replicax._src.input.elements import END, EmptyDatasetError, Pass, as_arrays
-from replicax._src.input.narrowing import narrowed
 from replicax._src.input.opening import open_elements
 from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.sources import PerReplicaPulls
-from replicax._src.input.split import InputContext
+from replicax._src.lowering import memory
+from replicax._src.narrowing import narrowed
 from replicax._src.parameter_servers.transport import structures
 from replicax._src.parameter_servers.worker.elements import End, LeafIterator
 from replicax._src.parameter_servers.worker.unbuilt import Cut, UnbuiltDataset

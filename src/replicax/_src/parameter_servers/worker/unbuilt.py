@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, final
 
+from replicax._src.devices.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 
 Cut = Literal["rows", "elements"]
 

@@ -1,0 +1,174 @@
+"""A batch as a loop takes it from a dataset, and how its arrays lie on the devices of the replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import Topology
+from replicax._src.lowering import memory
+from replicax._src.narrowing import narrowed
+from replicax._src.tracing.rows.layout import RowSplit
+
+_OF_KERAS = ("x", "y", "sample_weight")
+
+
+class WorkerRows(np.ndarray):
+    """An array of which this process has the rows of its replicas only.
+
+    Attributes:
+      all_sizes: How many rows each of all R replicas has.
+    """
+
+    all_sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: Any, all_sizes: Sequence[int]) -> WorkerRows:
+        """An array, with the sizes."""
+        rows = np.asarray(array).view(cls)
+        rows.all_sizes = tuple(all_sizes)
+        return rows
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.all_sizes = getattr(obj, "all_sizes", ())
+
+
+@final
+class Batch:
+    """One batch as it comes from a dataset, on the host or on devices.
+
+    Attributes:
+      leaves: Its arrays.
+      tree: The structure of the nest that they are the leaves of.
+      num_rows: The first dim of the first array, which is that of the others as a rule.
+      worker_sizes: How many rows each of all R replicas has, if this process has the rows of its own only.
+      signature: Equal for batches that one program takes.
+    """
+
+    __slots__ = ("leaves", "num_rows", "signature", "tree", "worker_sizes")
+
+    def __init__(self, nest: Any, *, is_kept: bool = False):
+        """Takes what a dataset yields.
+
+        Args:
+          nest: Of arrays.
+          is_kept: The dataset may yield others, into the same memory, before this one is on the devices: copy it.
+        """
+        leaves, self.tree = jax.tree_util.tree_flatten(nest)
+        self.leaves = [
+            leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves
+        ]
+        roots = _OF_KERAS if type(nest) is tuple and len(nest) <= len(_OF_KERAS) else ("batch",)
+        self.leaves = list(narrowed(self.leaves, self.tree, *roots))
+        self.worker_sizes = next((x.all_sizes for x in self.leaves if isinstance(x, WorkerRows)), None)
+        if is_kept:
+            self.leaves = [
+                memory.copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in self.leaves
+            ]
+        self.num_rows = next((leaf.shape[0] for leaf in self.leaves if leaf.ndim), 0)
+        self.signature: Hashable = (
+            self.tree,
+            tuple((leaf.shape, leaf.dtype) for leaf in self.leaves),
+            self.worker_sizes,
+        )
+
+    def sizes(self, num_replicas: int) -> Sequence[int]:
+        """How many rows each replica gets: of a whole batch all as many, but for the last ones, with less or none."""
+        if self.worker_sizes is not None:
+            return self.worker_sizes
+        size = math.ceil(self.num_rows / num_replicas)
+        return [max(0, min(size, self.num_rows - r * size)) for r in range(num_replicas)]
+
+
+@final
+class BatchLayout:
+    """How one array of a batch lies on the devices: its rows split, each device with as many, or whole.
+
+    Attributes:
+      is_split: Each device gets some rows.
+      aval: Of the whole batch, without padding.
+    """
+
+    def __init__(self, leaf: Any, batch: Batch, split: RowSplit, topology: Topology):
+        self._topology, self._split = topology, split
+        self._is_whole_here = batch.worker_sizes is None
+        shape = leaf.shape
+        has_rows = bool(shape) and shape[0] == batch.num_rows
+        if self._is_whole_here:
+            self.is_split = has_rows and batch.num_rows > 0 and topology.num_replicas > 1
+        else:
+            self.is_split = has_rows
+        rows = split.largest * topology.num_replicas
+        self._shape = (split.num_rows, *shape[1:]) if self.is_split else shape
+        self._padded = (rows, *shape[1:]) if self.is_split else shape
+        self._dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        self.aval = jax_compat.shaped(self._shape, self._dtype)
+
+    @property
+    def is_padded(self) -> bool:
+        """The rows do not divide."""
+        return self._padded != self._shape
+
+    def sharding(self, *, is_stacked: bool) -> Any:
+        """Of the array, or of several stacked."""
+        if not self.is_split:
+            return self._topology.replicated
+        return self._topology.stacked if is_stacked else self._topology.per_replica
+
+    def described(self) -> Any:
+        """The array as programs take it, without a value: shape, dtype and sharding."""
+        return jax.ShapeDtypeStruct(self._padded, self._dtype, sharding=self.sharding(is_stacked=False))
+
+    def without_padding(self, leaf: Any) -> Any:
+        """In a program that sees the whole array: the rows that there are."""
+        if self._padded == self._shape:
+            return leaf
+        if self._is_whole_here:
+            return leaf[: self._shape[0]]
+        return jnp.concatenate([leaf[rows] for rows in self._split.places])
+
+    def put(self, leaf: Any) -> jax.Array:
+        """Places an array. One of the host is copied: who owns it may write the next batch into it."""
+        sharding = self.sharding(is_stacked=False)
+        if isinstance(leaf, jax.Array):
+            return jax_compat.put(self._pad_on_device(leaf), sharding)
+        return self._topology.put_parts(self._padded, [part[0] for part in self._parts([leaf], 1)], sharding)
+
+    def put_stacked(self, leaves: Sequence[Any], capacity: int) -> jax.Array:
+        """Places the arrays of several batches as one, with the batches as a new first dim."""
+        sharding = self.sharding(is_stacked=True)
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            rows = [self._pad_on_device(leaf) for leaf in leaves]
+            rows += [jnp.zeros_like(rows[0])] * (capacity - len(leaves))
+            return jax_compat.put(jnp.stack(rows), sharding)
+        return self._topology.put_parts((capacity, *self._padded), self._parts(leaves, capacity), sharding)
+
+    def _parts(self, leaves: Sequence[Any], capacity: int) -> list[np.ndarray]:
+        """What each replica of this process gets of several batches, and of as many more of zeros: [capacity, ...]."""
+        replicas = self._topology.local_replicas
+        if not self.is_split:
+            whole = memory.empty((capacity, *self._shape), self._dtype)
+            for number, leaf in enumerate(leaves):
+                whole[number, ...] = leaf
+            whole[len(leaves) :] = 0
+            return [whole] * len(replicas)
+        first = 0 if self._is_whole_here else self._split.starts[replicas[0]]
+        parts = memory.empty((len(replicas), capacity, self._split.largest, *self._shape[1:]), self._dtype)
+        for part, replica in zip(parts, replicas, strict=True):
+            start, size = self._split.starts[replica] - first, self._split.sizes[replica]
+            for number, leaf in enumerate(leaves):
+                part[number, :size], part[number, size:] = leaf[start : start + size], 0
+            part[len(leaves) :] = 0
+        return list(parts)
+
+    def _pad_on_device(self, leaf: jax.Array) -> jax.Array:
+        if self._padded == self._shape:
+            return leaf
+        rows = self._padded[0] - self._shape[0]
+        return jnp.concatenate([leaf, jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)])

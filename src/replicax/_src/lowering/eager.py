@@ -1,0 +1,180 @@
+"""``RunOptions(eager=True)``: runs the function itself, in the calling thread, on real values. For debugging.
+
+One replica gets the rows of all. Meanwhile the strategy has one replica, so that every denominator is that of the whole
+batch. Not a placement of a program: nothing is traced or kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.collectives.in_replica import OneReplica
+from replicax._src.context import ReplicaContext
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.errors import MixedStrategiesError, TraceError, UnsupportedError
+from replicax._src.framework import frameworks_in_use, use_imported
+from replicax._src.lowering.eager_capture import EagerCapture, on_no_device
+from replicax._src.migrate import tensorflow_code
+from replicax._src.tracing import key
+from replicax._src.tracing.arguments import as_arguments
+from replicax._src.tracing.capture import created_again, current_capture, replaced_capture
+from replicax._src.tracing.modules import enter_modules, open_modules
+from replicax._src.tracing.program import is_output_leaf
+from replicax._src.tracing.recording import NO_AXIS
+from replicax._src.user_code import user_line_of
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
+
+log = logging.getLogger("replicax")
+
+# Apart from those of traced functions, JAX's caches of inner functions cannot give us what belongs to a trace.
+_CACHE_NAME = "replicax_eager"
+
+
+def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs ``fn`` once, on the rows of all replicas; see ``Strategy.run`` and ``RunOptions.eager``.
+
+    A function that creates variables (Keras layers called for the first time) runs twice.
+
+    Raises:
+      TraceError: In a function that is being traced.
+      UnsupportedError: The components of a per-replica argument do not make one batch.
+      MixedStrategiesError: An argument is a value of another strategy.
+      VariableError: Each call would create a variable.
+      Exception: What ``fn`` raises; all state is as it was before.
+    """
+    use_imported()
+    if current_capture() is not None or not jax_compat.is_evaluating():
+        raise TraceError(
+            "strategy.run(..., options=rx.RunOptions(eager=True)) was called in a function that is being traced "
+            "(rx.function, jax.jit, merge_call), which has no real values to run it with. Call it from plain Python."
+        )
+    if strategy.num_replicas_in_sync > 1:
+        _say_what_differs()
+    fn = key.unwrap(fn)
+    has_created = False
+    while True:
+        capture = EagerCapture(strategy)
+        with contextlib.closing(capture):
+            result = _run(strategy, fn, args, kwargs, capture)
+            if not capture.created:
+                return result()
+            if has_created:
+                raise created_again(capture.created[0])
+            has_created = True
+
+
+@functools.cache
+def _say_what_differs() -> None:
+    """Once in a process."""
+    log.warning(
+        "RunOptions(eager=True) runs one replica on the whole batch. Losses, gradients and weights are those of a compiled step; "
+        "batch statistics, random numbers and replica_id_in_sync_group are those of one replica."
+    )
+
+
+def _run(
+    strategy: Any,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    capture: EagerCapture,
+) -> Callable[[], Any]:
+    """Calls the function; what it returns assigns the variables and gives the results."""
+    num_replicas = strategy.num_replicas_in_sync
+    nest, close = open_modules((tuple(args), dict(kwargs), key.lifted_cells(fn)))
+    leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_value)
+    leaves = as_arguments(leaves, tree, has_modules=close is not None)
+    # Of the parts only the replicas are others: variables that the function creates are those of all replicas.
+    alone = dataclasses.replace(strategy.parts, topology=Topology.of(strategy.topology.devices[:1]))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_device(alone.topology.devices[0]))
+        opened = jax.tree_util.tree_unflatten(tree, [_argument(leaf, num_replicas) for leaf in leaves])
+        stack.enter_context(context.standing_in(strategy, alone))
+        for framework in frameworks_in_use():
+            stack.enter_context(framework.trace_scope(capture))  # type: ignore[arg-type]
+        stack.enter_context(replaced_capture(capture))
+        replica = ReplicaContext(strategy, None, OneReplica())
+        stack.enter_context(context.replica_context(strategy, replica))
+        stack.enter_context(jax_compat.with_axis_names([(_CACHE_NAME, 1)]))
+        stack.enter_context(jax_compat.set_current_trace(capture.recorder.trace))
+        stack.enter_context(_explained())
+        stack.enter_context(tensorflow_code.explained())
+        (args, kwargs, cells), finish = enter_modules(opened, close is not None)
+        returned = finish(key.with_cells(fn, cells)(*args, **kwargs))
+
+    def result() -> Any:
+        capture.assign()
+        found = jax.tree_util.tree_map(
+            lambda leaf: _result(leaf, num_replicas), returned, is_leaf=is_output_leaf
+        )
+        return found if close is None else close(found)
+
+    return result
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says what to do about collectives of JAX's own."""
+    try:
+        yield
+    except NameError as error:
+        if not jax_compat.names_unknown_axis(error, REPLICA_AXIS):
+            raise
+        raise UnsupportedError(NO_AXIS.format(line=user_line_of(error))) from error
+
+
+# --- arguments and results ----------------------------------------------------------------------------
+
+
+def _argument(leaf: Any, num_replicas: int) -> Any:
+    """A leaf of the arguments as the one replica gets it: a copy of an array, everything else as it is."""
+    if not isinstance(leaf, (PerReplica, Mirrored)):
+        return on_no_device(leaf) if key.is_array(leaf) else leaf
+    if isinstance(leaf, PerReplica) and leaf.is_of_whole_batch:
+        return on_no_device(leaf.stored)
+    if leaf.num_replicas != num_replicas:
+        raise MixedStrategiesError(
+            f"strategy.run got a {type(leaf).__name__} of {leaf.num_replicas} components, and the strategy has "
+            f"{num_replicas} replicas: the value was made by another strategy. Mixing different "
+            f"tf.distribute.Strategy objects is not possible in one call."
+        )
+    if isinstance(leaf, Mirrored) or leaf.is_equal:
+        return on_no_device(leaf.stored)
+    return _joined(leaf)
+
+
+def _joined(value: PerReplica) -> jax.Array:
+    """The components as one batch: see ``RunOptions.eager``."""
+    stored = on_no_device(value.stored)
+    components = [cut(stored[r], value.component_shape(r)) for r in range(value.num_replicas)]
+    if components[0].ndim:
+        if len({component.shape[1:] for component in components}) == 1:
+            return jnp.concatenate(components)
+    elif jax_compat.is_typed_key(stored.dtype) or len({np.asarray(c).tobytes() for c in components}) == 1:
+        return components[0]
+    shown = ", ".join(str(list(component.shape)) for component in components)
+    raise UnsupportedError(
+        f"strategy.run(..., options=rx.RunOptions(eager=True)) runs one replica on the rows of all, and got a per-replica value "
+        f"whose components have the shapes {shown}: they are not rows of one batch. Give each component a first dim for its rows, "
+        f"and equal sizes in the other dims; pass one value for all replicas as an array; or leave eager out."
+    )
+
+
+def _result(leaf: Any, num_replicas: int) -> Any:
+    """A leaf of what the function returned, as ``run`` returns it."""
+    if isinstance(leaf, DistributedValues):
+        leaf = leaf.as_array()
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return leaf
+    array = jnp.asarray(leaf)
+    return array if num_replicas == 1 else PerReplica(array, 1, is_equal=True)

@@ -1,0 +1,348 @@
+"""The global view: a pure step of a whole batch, compiled over the replicas' devices.
+
+The program is the one that one device would run; the partitioner splits it. So every sum over the batch is over all of
+it, whatever the step computes, and no formula is needed. State is whole on every device, the rows of a batch are split;
+a batch that does not divide is padded on the host, and the program begins by cutting the padding off.
+
+The partitioner sums each array by itself, which costs processes on CPUs a round trip for each. There the program is
+split here instead, if all its operations are known to keep rows apart (``program/rows``): all that a step sums travels
+together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.cluster.progress import compiling
+from replicax._src.collectives.in_replica import Packing, packed_sum
+from replicax._src.devices.topology import Topology
+from replicax._src.lowering import whole_operations
+from replicax._src.lowering.batch import Batch, BatchLayout
+from replicax._src.lowering.held_state import HeldState
+from replicax._src.lowering.spmd import in_flight, note_loss
+from replicax._src.migrate import tensorflow_code
+from replicax._src.tracing import profile_names as names
+from replicax._src.tracing.flat import FlatProgram
+from replicax._src.tracing.gathers import evaluate_gathering
+from replicax._src.tracing.rows.layout import Rows, RowSplit, Shared
+from replicax._src.tracing.rows.plan import RowsPlan
+from replicax._src.tracing.rows.rules import NotByRowsError
+from replicax._src.tracing.slots import state_lock
+
+log = logging.getLogger("replicax")
+Step = Callable[[Any, Any], tuple[Any, Any]]
+"""From the state and a batch to the outputs and the new state; the structure of the state stays as it is."""
+
+
+@final
+class GlobalStep:
+    """A step with its programs: one for each form of batch and of state.
+
+    Args:
+      step: Traced once for each form.
+      name: Of the step, for people.
+      topology: The devices.
+      donates: Whether programs overwrite the memory of the state that they change.
+      keeps_all: Of several steps in one call all outputs are wanted, not only the last.
+    """
+
+    def __init__(self, step: Step, name: str, topology: Topology, *, donates: bool, keeps_all: bool):
+        self._step, self._name, self._topology = step, name, topology
+        self._donates, self._keeps_all = donates, keeps_all
+        self._programs: dict[Hashable, _Program] = {}
+
+    def program(self, state: HeldState, batch: Batch, capacity: int) -> _Program:
+        """The program for batches like this one, traced and compiled if there is none yet.
+
+        Args:
+          state: What the step will be given.
+          batch: One of the batches.
+          capacity: How many batches a call takes at most; with more than 1 they are stacked.
+        """
+        form = _form(state, batch, capacity)
+        program = self._programs.get(form)
+        if program is None:
+            program = _Program(
+                self._step, self._name, state, batch, capacity, self._topology, self._donates, self._keeps_all
+            )
+            if capacity > 1 and program.is_slow_in_a_loop:
+                program = self.program(state, batch, 1)
+            self._programs[form] = program
+        return program
+
+    def run(
+        self, state: HeldState, batches: Sequence[Batch], capacity: int, prepare: Callable[[_Program], None]
+    ) -> list[Any]:
+        """Runs the step on batches of one form: see ``_Program.__call__``.
+
+        Args:
+          capacity: As of ``program``.
+          prepare: Called with the program before it is run.
+        """
+        form = _form(state, batches[0], capacity)
+        program = self._programs.get(form)
+        if program is not None:
+            prepare(program)
+            return program(state, batches)
+        with compiling(self._name, self._topology.num_replicas):
+            program = self.program(state, batches[0], capacity)
+            prepare(program)
+            return program(state, batches)
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs there are."""
+        return len(self._programs)
+
+
+def _form(state: HeldState, batch: Batch, capacity: int) -> Hashable:
+    return (batch.signature, capacity, state.form, jax.config.read("jax_enable_x64"))
+
+
+@final
+class _Program:
+    """The step for batches of one form, compiled.
+
+    Attributes:
+      written: Which arrays of the state it changes; the others only go in.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        name: str,
+        state: HeldState,
+        batch: Batch,
+        capacity: int,
+        topology: Topology,
+        donates: bool,
+        keeps_all: bool,
+    ):
+        self._name = name
+        self._topology, self._capacity, self._donates = topology, capacity, donates
+        self._keeps_all = keeps_all and capacity > 1
+        self._gives_rows = keeps_all
+        self._outputs_tree: Any = None
+        self._counts: dict[int, jax.Array] = {}
+        self._split = RowSplit(batch.sizes(topology.num_replicas))
+        self._layouts = [BatchLayout(leaf, batch, self._split, topology) for leaf in batch.leaves]
+        jaxpr, consts = self._trace(step, state, batch)
+        num_state, num_consts = len(state.values()), len(consts)
+        invars = jaxpr.invars[num_consts : num_consts + num_state]
+        new = jaxpr.outvars[:num_state]
+        self.written = [i for i, (old, var) in enumerate(zip(invars, new, strict=True)) if var is not old]
+        self._read = [i for i in range(num_state) if i not in set(self.written)]
+        # The state that does not change needs no way out of the program.
+        outs = [new[i] for i in self.written] + list(jaxpr.outvars[num_state:])
+        self._jaxpr = jax_compat.rebuild(jaxpr, outvars=outs)
+        # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
+        self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
+        self._consts = topology.put_whole(list(consts))
+        self._shardings = state.shardings
+        self._is_divided = any(sharding != topology.replicated for sharding in self._shardings)
+        self._plan = self._plan_by_rows(num_consts + num_state)
+        if self._plan is None and any(layout.is_split for layout in self._layouts):
+            self._make_wrong_operations_whole()
+        self._needs_token = topology.needs_token
+        self._compiled = self._compile()
+
+    def _trace(self, step: Step, held: HeldState, batch: Batch) -> Any:
+        sizes = held.sizes
+
+        def flat(state: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+            remaining = iter(state)
+            given = tuple([next(remaining) for _ in range(size)] for size in sizes)
+            outputs, new = step(given, batch.tree.unflatten(leaves))
+            outputs, self._outputs_tree = jax.tree_util.tree_flatten(outputs)
+            new = list(itertools.chain.from_iterable(new))
+            # A weakly typed value would be compiled anew when it comes in again.
+            new = [
+                value if value is old else jax.lax.convert_element_type(value, old.dtype)
+                for value, old in zip(new, state, strict=True)
+            ]
+            return [*new, *map(jnp.asarray, outputs)]
+
+        avals = [jax_compat.shaped(value.shape, value.dtype) for value in held.values()]
+        batch_avals = [layout.aval for layout in self._layouts]
+        with tensorflow_code.explained():
+            return jax_compat.trace(flat, (avals, batch_avals))
+
+    def _make_wrong_operations_whole(self) -> None:
+        is_padded = any(layout.is_padded for layout in self._layouts)
+        rule = whole_operations.rule_of_batches(self._split.num_rows, self._topology, is_padded=is_padded)
+        jaxpr = self._jaxpr
+        if not whole_operations.has_wrong(jaxpr, rule):
+            return
+
+        def whole(value: Any) -> Any:
+            return jax.lax.with_sharding_constraint(value, self._topology.replicated)
+
+        self._jaxpr, consts = jax_compat.trace(
+            lambda *args: whole_operations.evaluate(jaxpr, args, rule, whole),
+            [var.aval for var in jaxpr.invars],
+        )
+        self._consts = [*self._topology.put_whole(list(consts)), *self._consts]
+
+    @property
+    def is_slow_in_a_loop(self) -> bool:
+        """Whether the step takes longer inside of a loop than alone: on CPU, XLA has a slow convolution there, which
+        cost a small network a factor of 3 to 5 (jax 0.10)."""
+        return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
+
+    def _plan_by_rows(self, num_whole: int) -> RowsPlan | None:
+        """The program split by rows, where that is faster and can be done."""
+        topology = self._topology
+        if (
+            topology.peers is None
+            or not topology.is_cpu
+            or self._gives_rows
+            or topology.num_logical_devices > 1
+            or self._is_divided
+        ):
+            return None
+        rows = [Rows(0) if layout.is_split else Shared.WHOLE for layout in self._layouts]
+        try:
+            plan = RowsPlan(FlatProgram(self._jaxpr), [Shared.WHOLE] * num_whole + rows, self._split)
+        except NotByRowsError as reason:
+            log.warning(
+                "%s: the processes sum each array by itself (the global view), not all together, which is slower: %s.",
+                self._name,
+                reason,
+            )
+            return None
+        log.info(
+            "%s: the processes sum all arrays of a step together, in %d round(s).",
+            self._name,
+            plan.num_rounds,
+        )
+        return plan
+
+    def _compile(self) -> Any:
+        run = self._run_one if self._capacity == 1 else self._run_several
+        whole = self._topology.replicated
+        written, read = [[self._shardings[i] for i in some] for some in (self.written, self._read)]
+        batch = [layout.sharding(is_stacked=self._capacity > 1) for layout in self._layouts]
+        shardings = (written, read, whole, batch, *[whole] * (self._capacity > 1))
+        if self._plan is not None:
+            specs = jax.tree_util.tree_map(lambda sharding: sharding.spec, shardings)
+            run = self._topology.on_replicas(run, in_specs=specs, out_specs=whole.spec)
+        return self._topology.compile(
+            run,
+            self._name,
+            has_one_form=True,
+            in_shardings=shardings,
+            out_shardings=(written, whole, whole),
+            donate_argnums=(0,) if self._donates else (),
+        )
+
+    def _evaluate(self, written: Any, read: Any, consts: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
+        state: list[Any] = [None] * (len(self.written) + len(self._read))
+        for i, value in zip([*self.written, *self._read], [*written, *read], strict=True):
+            state[i] = value
+        outs = self._evaluate_whole([*consts, *state], leaves)
+        for i in self._repeated:
+            outs[i] = jnp.copy(outs[i])
+        return outs[: len(self.written)], outs[len(self.written) :]
+
+    def _evaluate_whole(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        if self._plan is not None:
+            packing = Packing.on(self._topology)
+
+            def add(values: Sequence[Any]) -> list[Any]:
+                with jax.named_scope("sum_together"):
+                    return packed_sum(values, packing)
+
+            return self._plan.evaluate([*args, *leaves], add)
+        rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
+        return evaluate_gathering(self._jaxpr, [*args, *rows])
+
+    def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:
+        new, outputs = self._evaluate(written, read, consts, leaves)
+        return new, outputs, self._token()
+
+    def _run_several(self, written: Any, read: Any, consts: Any, leaves: Any, num_steps: Any) -> Any:
+        num_written = len(self.written)
+        avals = [var.aval for var in self._jaxpr.outvars[num_written:]]
+        kept = [(self._capacity, *aval.shape) if self._keeps_all else aval.shape for aval in avals]
+        first = [jnp.zeros(shape, aval.dtype) for shape, aval in zip(kept, avals, strict=True)]
+
+        def one(index: Any, carry: Any) -> Any:
+            state, outputs = carry
+            batch = [jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False) for leaf in leaves]
+            state, new = self._evaluate(state, read, consts, batch)
+            if self._keeps_all:
+                new = [
+                    jax.lax.dynamic_update_index_in_dim(o, n, index, 0)
+                    for o, n in zip(outputs, new, strict=True)
+                ]
+            return state, new
+
+        new, outputs = jax.lax.fori_loop(0, num_steps, one, (list(written), first))
+        return new, outputs, self._token()
+
+    def _placed_count(self, count: int) -> jax.Array:
+        if count not in self._counts:
+            self._counts[count] = self._topology.put_whole(np.int32(count))
+        return self._counts[count]
+
+    def _token(self) -> list[Any]:
+        return [jnp.zeros((), jnp.int8)] if self._needs_token else []
+
+    def described(self, state: HeldState) -> tuple[Any, list[Any]]:
+        """The program as ``jax.jit`` gave it, and what it takes for one batch, which is only described."""
+        values = state.values()
+        written, read = [values[i] for i in self.written], [values[i] for i in self._read]
+        return self._compiled, [written, read, self._consts, [layout.described() for layout in self._layouts]]
+
+    def __call__(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+        """Runs the step on each batch, and leaves the new state in ``state``. Does not block.
+
+        Returns:
+          The outputs: of all steps, if the step keeps all, else those of the last one at least.
+        """
+        if self._capacity == 1:
+            return [output for batch in batches for output in self._call(state, [batch])]
+        return self._call(state, batches)
+
+    def _call(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+        if names.current is not None:
+            with names.current.launch(self._name, self._topology):
+                return self._launch(state, batches)
+        return self._launch(state, batches)
+
+    def _launch(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+        columns = zip(*(batch.leaves for batch in batches), strict=True)
+        if self._capacity == 1:
+            leaves = [layout.put(column[0]) for layout, column in zip(self._layouts, columns, strict=True)]
+        else:
+            leaves = [
+                layout.put_stacked(column, self._capacity)
+                for layout, column in zip(self._layouts, columns, strict=True)
+            ]
+        # (A number of the host would take the dispatch out of its quick way.)
+        counts = [self._placed_count(len(batches))] if self._capacity > 1 else []
+        with state_lock:
+            values = state.values()
+            written = [values[i] for i in self.written]
+            read = [values[i] for i in self._read]
+            del values
+            try:
+                new, outputs, tokens = self._compiled(written, read, self._consts, leaves, *counts)
+            except jax.errors.JaxRuntimeError as error:
+                note_loss(error, written)
+                raise
+            state.store(self.written, new)
+        for token in tokens:
+            in_flight.add(token)
+        if self._keeps_all:
+            on_host = [np.asarray(leaf) for leaf in outputs]
+            return [self._outputs_tree.unflatten([leaf[i] for leaf in on_host]) for i in range(len(batches))]
+        return [self._outputs_tree.unflatten(outputs)]

@@ -1,0 +1,76 @@
+"""Sums over replicas that do not wait for one another are made together.
+
+Between processes each array that is summed by itself costs a round trip, whatever XLA makes of it: gradients, metrics
+and statistics of a step are to travel in one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from replicax._src import jax_compat
+from replicax._src.collectives.in_replica import Packing, packed_sum
+from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.tracing.flat import FlatProgram, Operation, read
+from replicax._src.tracing.verdict import collective_axes, is_call_with_collective
+
+_SUMS = frozenset(["psum", "psum_invariant"])
+
+
+def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable[..., Any]:
+    """A function of one replica that does what ``function`` does, with its sums over the replicas in as few rounds as
+    can be.
+
+    A function with effects stays as it is: their order counts.
+    """
+
+    def joined(*args: Any) -> Any:
+        flat, tree = jax.tree_util.tree_flatten(args)
+        closed, shape = jax.make_jaxpr(lambda *leaves: function(*tree.unflatten(leaves)), return_shape=True)(
+            *flat
+        )
+        if jax_compat.has_side_effects(closed):
+            return function(*args)
+        # Other calls keep their own derivatives.
+        program = FlatProgram(closed.jaxpr, closed.consts, is_call_with_collective)
+        results = _evaluate(program, flat, packing)
+        return jax.tree_util.tree_structure(shape).unflatten(results)
+
+    return joined
+
+
+def _evaluate(program: FlatProgram, args: Sequence[Any], packing: Packing | None) -> list[Any]:
+    env = dict(zip(program.inputs, args, strict=True)) | program.consts
+    for operations, sums in _rounds(program):
+        for operation in operations:
+            operands = [read(env, atom) for atom in operation.operands]
+            results = jax_compat.bind_equation(operation.eqn, operands)
+            env.update(zip(operation.results, results, strict=True))
+        numbers = [number for operation in sums for number in operation.results]
+        operands = [read(env, atom) for operation in sums for atom in operation.operands]
+        with jax.named_scope("sum_together"):
+            env.update(zip(numbers, packed_sum(operands, packing), strict=True))
+    return [read(env, atom) for atom in program.outputs]
+
+
+def _rounds(program: FlatProgram) -> list[tuple[list[Operation], list[Operation]]]:
+    """By round: what has only waited for the sums of the rounds before, and the sums of it."""
+    ready = dict.fromkeys([*program.inputs, *program.consts], 0)
+    rounds: list[tuple[list[Operation], list[Operation]]] = [([], [])]
+    for operation in program.operations:
+        operands = [atom for atom in operation.operands if not isinstance(atom, jax_compat.Literal)]
+        number = max((ready[atom] for atom in operands), default=0)
+        is_sum = _is_sum(operation.eqn)
+        rounds[number][is_sum].append(operation)
+        ready.update(dict.fromkeys(operation.results, number + is_sum))
+        if is_sum and number + 1 == len(rounds):
+            rounds.append(([], []))
+    return rounds
+
+
+def _is_sum(eqn: Any) -> bool:
+    is_over_replicas = eqn.primitive.name in _SUMS and collective_axes(eqn) == (REPLICA_AXIS,)
+    return is_over_replicas and eqn.params.get("axis_index_groups") is None

@@ -1,0 +1,591 @@
+"""The spmd placement: one ``jit(shard_map(program))`` over the mesh, variables donated.
+
+Holds how state goes in and comes out: adoption, donation, the limit of programs in flight. Uneven batches
+are evaluated by ``uneven.py`` inside the same ``shard_map``.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from replicax._src import jax_compat
+from replicax._src.collectives.in_replica import Packing, packed_sum
+from replicax._src.devices.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
+from replicax._src.errors import NotFiniteError, TraceError
+from replicax._src.lowering import whole_operations
+from replicax._src.lowering.rounds import in_rounds
+from replicax._src.lowering.uneven import UnevenEvaluator, compare_variants
+from replicax._src.lowering.uneven_gathers import evaluate_uneven_gathering
+from replicax._src.tracing import profile_names as names
+from replicax._src.tracing.gathers import Divided, evaluate_gathering
+from replicax._src.tracing.holders import held_elsewhere
+from replicax._src.tracing.program import ReplicaProgram
+from replicax._src.tracing.slots import (
+    Sharing,
+    Slot,
+    adopt,
+    check_no_tracer,
+    own_copy,
+    spread_sum,
+    state_lock,
+)
+from replicax._src.tracing.updates import Updates, cut_before_updates
+from replicax._src.tracing.verdict import has_backward_pass
+from replicax._src.variables.placement import VariablePlacement
+from replicax._src.variables.state_layouts import is_of_optimizer
+
+log = logging.getLogger("replicax")
+_WHOLE = PartitionSpec()
+_ROW = PartitionSpec(REPLICA_AXIS)
+_IN_FLIGHT = 4
+
+
+# --- programs in flight -------------------------------------------------------------------------------
+
+
+class _InFlight:
+    """Bounds how many programs with collectives wait in the queues of CPU devices.
+
+    More of them exhaust the thread pool that their collectives meet in, and XLA aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: collections.deque[Any] = collections.deque()
+        self._limit: int | None = None
+
+    def add(self, token: Any) -> None:
+        if self._limit is None:
+            self._limit = self._choose_limit()
+        self._tokens.append(token)
+        if len(self._tokens) > self._limit:
+            self._tokens.popleft().block_until_ready()
+
+    def _choose_limit(self) -> int:
+        if cpu_pool_is_large():
+            return _IN_FLIGHT
+        log.warning(
+            "JAX's CPU backend was started before replicax could enlarge its thread pool, so steps run one at a "
+            "time. Call replicax.config.set_local_devices(n), or make the strategy, before JAX is first used; or "
+            "start Python with PJRT_NPROC=16."
+        )
+        return 1
+
+
+in_flight = _InFlight()
+
+
+# --- the body of a program, on one replica ------------------------------------------------------------
+
+
+def replica_body(
+    program: ReplicaProgram, topology: Topology, rows_of_replica: Sequence[int] | None
+) -> Callable[..., tuple[list[Any], list[Any], list[Any]]]:
+    """What one replica computes.
+
+    Args:
+      rows_of_replica: Local batch sizes, to weigh statistics with; None where they are equal.
+
+    Returns:
+      A function of (constants by variant, state by slot, arguments) that gives the array outputs, the new
+      values of written variables, and the sums shown by SUMMED ones.
+    """
+    is_divided = topology.num_logical_devices > 1
+    evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
+    is_alone = is_divided and topology.num_replicas == 1 and program.has_collectives
+    evaluate = _evaluate_alone if is_alone else evaluate_gathering
+    position = {id(slot): i for i, slot in enumerate(program.slots)}
+    orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
+
+    def body(consts: Sequence[Sequence[Any]], state: Sequence[Any], args: Sequence[Any]):
+        by_variant = [[state[i] for i in order] for order in orders]
+        if evaluate_uneven is None:
+            variant = program.variants[0]
+            outs = evaluate(variant.jaxpr, [*consts[0], *by_variant[0], *args])
+            outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
+        elif any(isinstance(value, Divided) for value in state):
+            outs, writes = evaluate_uneven_gathering(program, consts, by_variant, args)
+        else:
+            outs, writes = evaluate_uneven(consts, by_variant, args)
+        ordered = _in_written_order(program, writes)
+        writes, sums = _share_writes(program, topology, ordered, rows_of_replica)
+        return outs, writes, sums
+
+    return body
+
+
+def _evaluate_alone(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a program with collectives, of a replica that has no others, but several devices.
+
+    XLA's partitioner fails at collectives over an axis of size 1 if their operands are divided (jax 0.10). Those of a
+    mapped axis are none when they are compiled.
+    """
+    mapped = jax.vmap(
+        lambda *values: jax_compat.eval_jaxpr(jaxpr, values), axis_name=REPLICA_AXIS, axis_size=1
+    )
+    return [out[0] for out in mapped(*(jnp.asarray(arg)[None] for arg in args))]
+
+
+def _in_written_order(program: ReplicaProgram, writes: Sequence[Any]) -> list[Any]:
+    slots = [id(e.slot) for e in program.variants[0].written]
+    by_slot = dict(zip(slots, writes, strict=True))
+    return [by_slot[id(program.slots[i])] for i in program.written]
+
+
+def _share_writes(
+    program: ReplicaProgram, topology: Topology, writes: list[Any], rows_of_replica: Sequence[int] | None
+) -> tuple[list[Any], list[Any]]:
+    """Brings the written values of shared variables together, in one packed all-reduce."""
+    sharings = [program.slots[i].sharing for i in program.written]
+    summed = [i for i, sharing in enumerate(sharings) if sharing is Sharing.SUMMED]
+    if topology.num_replicas == 1:
+        return writes, [writes[i] for i in summed]
+    differing = [i for i, same in enumerate(program.same_writes) if not same]
+    averaged = [i for i in differing if sharings[i] is Sharing.AVERAGED]
+    firsts = [i for i in differing if sharings[i] in (Sharing.FIRST, Sharing.SEED)]
+    operands = [writes[i] for i in summed]
+    index = jax.lax.axis_index(REPLICA_AXIS)
+    if averaged:
+        weight, total = _weight(rows_of_replica, topology.num_replicas, index)
+        # Where a replica has no rows its statistics may be nan: never 0 * nan.
+        operands += [jnp.where(weight > 0, writes[i] * weight.astype(writes[i].dtype), 0) for i in averaged]
+    operands += [jnp.where(index == 0, writes[i], jnp.zeros_like(writes[i])) for i in firsts]
+    with jax.named_scope("share_variables"):
+        results = packed_sum(operands, Packing.on(topology))
+    shared = list(writes)
+    for i, value in zip(averaged, results[len(summed) :], strict=False):
+        shared[i] = (value / total).astype(writes[i].dtype)
+    for i, value in zip(firsts, results[len(summed) + len(averaged) :], strict=True):
+        shared[i] = value.astype(writes[i].dtype)
+    return shared, results[: len(summed)]
+
+
+def _weight(rows_of_replica: Sequence[int] | None, num_replicas: int, index: Any) -> tuple[Any, float]:
+    if rows_of_replica is None:
+        return jnp.float32(1), float(num_replicas)
+    return jnp.asarray(rows_of_replica, jnp.float32)[index], float(max(sum(rows_of_replica), 1))
+
+
+_placed = operator.attrgetter("placed")
+
+# --- launching ----------------------------------------------------------------------------------------
+
+
+class SlotGroup:
+    """Slots whose values go into a program together; reads and writes them with few Python operations."""
+
+    def __init__(self, slots: Sequence[Slot], placement: VariablePlacement):
+        kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in slots))}
+        self.slots = sorted(slots, key=lambda s: kinds[id(s.accessor)])
+        self._topology = placement.topology
+        self._parameter_device = placement.parameter_device
+        self._accessors = list(dict.fromkeys(s.accessor for s in self.slots))
+        self._variables = [[s.variable for s in self.slots if s.accessor is a] for a in self._accessors]
+        self._summed = [i for i, s in enumerate(self.slots) if s.sharing is Sharing.SUMMED]
+
+    def load(self, *, for_donation: bool) -> list[Any]:
+        """The values as the program takes them; adopts those that it did not write, and copies those that
+        somebody else holds if they are to be donated."""
+        values = self._held()
+        if self._parameter_device is not None:
+            return self._fetch(values)
+        if not all(map(operator.is_, values, map(_placed, self.slots))):
+            for i, slot in enumerate(self.slots):
+                if slot.placed is not values[i]:
+                    adopt(slot, values[i], self._topology)
+            values = self._held()
+        if for_donation:
+            for i in held_elsewhere(values, num_own=2):  # ours are the variable's and the slot's
+                values[i] = own_copy(values[i], values[i].sharding)
+        for i in self._summed:
+            values[i] = self.slots[i].components
+        return values
+
+    def _fetch(self, values: Sequence[Any]) -> list[Any]:
+        """Copies the variables from the device that holds them all to the devices that compute."""
+        whole, row = self._topology.replicated, self._topology.per_replica
+        for slot, value in zip(self.slots, values, strict=True):
+            check_no_tracer(slot, value)
+        for i in self._summed:
+            if self.slots[i].placed is not values[i]:
+                self.slots[i].components = spread_sum(jnp.asarray(values[i]), self._topology)
+        return [
+            s.components
+            if s.sharing is Sharing.SUMMED
+            else own_copy(v, row if s.sharing.is_per_replica else whole)
+            for s, v in zip(self.slots, values, strict=True)
+        ]
+
+    def _held(self) -> list[Any]:
+        if len(self._accessors) == 1:
+            return self._accessors[0].get(self._variables[0])
+        return [v for a, group in zip(self._accessors, self._variables, strict=True) for v in a.get(group)]
+
+    def store(self, values: Sequence[Any], sums: Sequence[Any]) -> None:
+        """Gives the variables what the program wrote."""
+        shown = list(values)
+        for i, total in zip(self._summed, sums, strict=True):
+            self.slots[i].components = values[i]
+            shown[i] = total
+        if self._parameter_device is not None:
+            shown = [
+                v if s.sharing is Sharing.COMPONENTS else jax.device_put(v, self._parameter_device)
+                for s, v in zip(self.slots, shown, strict=True)
+            ]
+        if len(self._accessors) == 1:
+            self._accessors[0].set(self._variables[0], shown)
+        else:
+            remaining = iter(shown)
+            for accessor, group in zip(self._accessors, self._variables, strict=True):
+                accessor.set(group, [next(remaining) for _ in group])
+        for slot, value in zip(self.slots, shown, strict=True):
+            slot.placed = value
+
+
+def note_nan(error: FloatingPointError) -> None:
+    """Says how to find the line of a NaN that JAX found (``jax_debug_nans``) in a compiled program."""
+    error.add_note(
+        "(A compiled program has no lines. strategy.run(step, args=..., options=rx.RunOptions(check_finite=True)) names the "
+        "operation that gave the first NaN, and its line.)"
+    )
+
+
+def note_loss(error: BaseException, donated: Sequence[Any]) -> None:
+    """Says, when a program fails after it was given the state, that the state is lost."""
+    if any(value.is_deleted() for value in donated):
+        error.add_note(
+            "The program failed after it had been given the variables' memory, so their values are lost. Make the "
+            "variables again, or restore them from a checkpoint."
+        )
+
+
+class ProgramState:
+    """The variables that one compiled program writes and those that it only reads.
+
+    Args:
+      name: Of the program, for people; of those that are run.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], written: Sequence[Slot], placement: VariablePlacement, name: str = ""
+    ):
+        self._name, self._topology = name, placement.topology
+        changed = {id(s) for s in written}
+        self.written = SlotGroup(written, placement)
+        self.read = SlotGroup([s for s in slots if id(s) not in changed], placement)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots, in the order in which a program takes them: the written ones, then the others."""
+        return [*self.written.slots, *self.read.slots]
+
+    def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
+        """The values of both groups."""
+        written = self.written.load(for_donation=for_donation)
+        return written, self.read.load(for_donation=False) if self.read.slots else []
+
+    def described(self, topology: Topology) -> tuple[list[Any], list[Any]]:
+        """Both groups as a program takes them, without the values: shapes, dtypes and shardings."""
+        groups = self.written.slots, self.read.slots
+        written, read = ([slot.described(topology) for slot in group] for group in groups)
+        return written, read
+
+    def run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
+        """Gives the state to a program and stores what it returns.
+
+        Args:
+          execute: Takes the written and the read state; returns the new state, the sums that SUMMED variables
+            show, the results, and the tokens to wait for.
+          donates: The program owns the written state. One that calls back into Python does not: it commits when
+            it has finished, and the state is free meanwhile, for a callback may read it.
+        """
+        if not jax_compat.is_evaluating():
+            raise TraceError(
+                "strategy.run (or an rx.function) was called inside a function that JAX traces by itself (jax.jit, "
+                "jax.grad, jax.vmap, …), which knows nothing of variables. Use rx.function instead of jax.jit."
+            )
+        launch = (
+            contextlib.nullcontext()
+            if names.current is None
+            else names.current.launch(self._name, self._topology)
+        )
+        try:
+            with launch:
+                return self._run(execute, donates)
+        except FloatingPointError as error:
+            if not isinstance(error, NotFiniteError):
+                note_nan(error)
+            raise
+
+    def _run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
+        if donates:
+            with state_lock:
+                written, read = self.load(for_donation=True)
+                try:
+                    new, sums, outs, tokens = execute(written, read)
+                except jax.errors.JaxRuntimeError as error:
+                    note_loss(error, written)
+                    raise
+                self.written.store(new, sums)
+        else:
+            with state_lock:
+                written, read = self.load(for_donation=False)
+            new, sums, outs, tokens = execute(written, read)
+            jax.block_until_ready((new, outs))
+            with state_lock:
+                self.written.store(new, sums)
+        for token in tokens:
+            in_flight.add(token)
+        return outs
+
+
+def followed_by_updates(
+    placed: Callable[..., Any], before: ProgramState, whole: ProgramState, updates: Updates, layouts: Any
+) -> Callable[..., Any]:
+    """A placed program, then its updates, of the pieces of variables.
+
+    Args:
+      placed: The program before the updates, as ``Launcher`` places it.
+      before, whole: Its variables; and those of the whole program.
+      layouts: A ``StateLayouts``.
+    """
+
+    def run(written: Sequence[Any], read: Sequence[Any], *others: Any) -> tuple[Any, Any, Any, Any]:
+        values = {id(s): v for s, v in zip(whole.slots, [*written, *read], strict=True)}
+        state = [[values[id(s)] for s in group.slots] for group in (before.written, before.read)]
+        early, sums, outs, token = placed(*state, *others)
+        num_outs = len(outs) - updates.num_handed
+        pieces = [layouts.in_pieces(values[id(s)]) for s in updates.read]
+        late = jax_compat.eval_jaxpr(updates.jaxpr, [*pieces, *outs[num_outs:]])
+        values.update((id(s), v) for s, v in zip(before.written.slots, early, strict=True))
+        values.update((id(s), v) for s, v in zip(updates.written, late, strict=True))
+        return [values[id(s)] for s in whole.written.slots], sums, outs[:num_outs], token
+
+    return run
+
+
+def _cut(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
+    cut = cut_before_updates(program)
+    if cut is None:
+        return None
+    before, updates = cut
+    if len(before.variants) > 1:
+        compare_variants(before)
+    # (What an update takes is the same on all replicas, since what it assigns is.)
+    return cut if all(before.same_outputs[len(before.same_outputs) - updates.num_handed :]) else None
+
+
+def _trains(program: ReplicaProgram, written: Sequence[Slot]) -> bool:
+    """Returns True if a program changes trainable variables by gradients, and does not only assign them."""
+    variables = [slot.variable for slot in written]
+    return any(v.trainable for v in variables) and (
+        any(map(is_of_optimizer, variables)) or any(has_backward_pass(v.jaxpr) for v in program.variants)
+    )
+
+
+class Launcher:
+    """A compiled program with the state that it reads and writes.
+
+    Args:
+      name: Of the function, for people.
+      is_row: For each argument leaf, whether device r holds only row r of it.
+      shapes: For each argument leaf the padded local shape; only for several variants.
+      donated: Which argument leaves are given away.
+      rows_of_replica: See ``replica_body``.
+      check: Given the last array output before anything is stored; raises what is wrong with the step.
+    """
+
+    def __init__(
+        self,
+        program: ReplicaProgram,
+        name: str,
+        placement: VariablePlacement,
+        is_row: Sequence[bool],
+        donated: Sequence[bool],
+        rows_of_replica: Sequence[int] | None = None,
+        compiler_options: dict[str, Any] | None = None,
+        check: Callable[[Any], None] | None = None,
+    ):
+        topology = placement.topology
+        program = whole_operations.in_replicas(program, topology)
+        self.program = program
+        self._topology = topology
+        self._layouts: Any = placement.layouts
+        self._is_row = list(is_row)
+        self._donated_args = list(donated)
+        self._donates_args = any(donated)
+        self.check = check
+        self._donates = not program.has_callbacks and check is None
+        written = [program.slots[i] for i in program.written]
+        self.state = ProgramState(program.slots, written, placement, name)
+        if placement.logical_layouts is not None and _trains(program, written):
+            placement.logical_layouts.check_used(is_training=True)  # what it trains has been made
+        # By the compiler, with collectives of its own.
+        is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
+        self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
+        self.consts = [topology.put_whole(v.consts) for v in program.variants]
+        cut = _cut(program) if placement.layouts is not None and is_divided else None
+        if cut is None:
+            self.placed = self._place(program, self.state, rows_of_replica)
+        else:
+            self.placed = self._place_cut(*cut, placement, rows_of_replica)
+        donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
+        self.compiled = topology.compile(
+            self.placed,
+            name,
+            has_one_form=True,
+            donate_argnums=donate,
+            compiler_options=compiler_options,
+            # The compiler would leave results as they fell, divided or not.
+            out_shardings=self._shardings_of_results() if is_divided else None,
+        )
+
+    @property
+    def state_slots(self) -> tuple[list[Slot], list[Slot]]:
+        """The slots written and those only read, in the order in which ``placed`` takes them."""
+        return self.state.written.slots, self.state.read.slots
+
+    def lower(self, args: Sequence[Any]) -> Any:
+        """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it."""
+        return self.compiled.lower(*self.described(args))
+
+    def described(self, args: Sequence[Any]) -> list[Any]:
+        """What ``compiled`` takes for ``args``; the state is only described."""
+        given, kept = self._split(args)
+        return [*self.state.described(self._topology), self.consts, given, kept]
+
+    def _place_cut(
+        self,
+        before: ReplicaProgram,
+        updates: Updates,
+        placement: VariablePlacement,
+        rows: Sequence[int] | None,
+    ) -> Callable[..., Any]:
+        """The program as ``_place`` gives it, with its updates behind the ``shard_map``: of the pieces that devices
+        have.
+        """
+        written = [before.slots[i] for i in before.written]
+        state = ProgramState(before.slots, written, placement)
+        placed = self._place(before, state, rows)
+        return followed_by_updates(placed, state, self.state, updates, placement.layouts)
+
+    def _place(
+        self, program: ReplicaProgram, program_state: ProgramState, rows: Sequence[int] | None
+    ) -> Callable[..., Any]:
+        """A program over the mesh: (written state, read state, constants, donated arguments, other
+        arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
+        single = self._topology.num_replicas == 1
+        body = replica_body(program, self._topology, rows)
+        loaded, written_slots = program_state.slots, program_state.written.slots
+        position = {id(s): i for i, s in enumerate(loaded)}
+        from_loaded = [position[id(s)] for s in program.slots]
+        order = {id(program.slots[i]): n for n, i in enumerate(program.written)}
+        to_written = [order[id(s)] for s in written_slots]
+        summed = [s for s in (program.slots[i] for i in program.written) if s.sharing is Sharing.SUMMED]
+        sum_order = {id(s): n for n, s in enumerate(summed)}
+        to_sums = [sum_order[id(s)] for s in written_slots if s.sharing is Sharing.SUMMED]
+        given, kept = self._split(self._is_row)
+        layouts = self._layouts
+        is_late = {
+            id(s): layouts is not None and layouts.is_gathered_late(s.shape, s.dtype, s.layout)
+            for s in loaded
+        }
+
+        def component(slot: Slot, value: Any, layouts: Any = layouts) -> Any:
+            if is_late[id(slot)]:
+                return layouts.of_row(value[0], slot.shape)
+            return value[0] if slot.sharing.is_per_replica else value
+
+        def on_device(written, read, consts, given_args, kept_args):
+            state = list(map(component, loaded, [*written, *read]))
+            args = self._join(given_args, kept_args)
+            args = [a[0] if row else a for a, row in zip(args, self._is_row, strict=True)]
+            with jax.named_scope("replica"):
+                outs, writes, sums = body(consts, [state[i] for i in from_loaded], args)
+            writes = [writes[i] for i in to_written]
+            writes = [
+                w[None] if s.sharing.is_per_replica else w for s, w in zip(written_slots, writes, strict=True)
+            ]
+            outs = [o if same else o[None] for o, same in zip(outs, out_same, strict=True)]
+            token = [jnp.zeros((), jnp.int8)] if self._needs_token else []
+            return writes, [sums[i] for i in to_sums], outs, token
+
+        is_joined = self._topology.peers is not None and program.has_collectives
+        out_same = [single or same for same in program.same_outputs]
+        groups = program_state.written.slots, program_state.read.slots
+        placed = self._topology.on_replicas(
+            in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,
+            in_specs=(
+                *(
+                    [_ROW if s.sharing.is_per_replica or is_late[id(s)] else _WHOLE for s in g]
+                    for g in groups
+                ),
+                _WHOLE,
+                [_ROW if row else _WHOLE for row in given],
+                [_ROW if row else _WHOLE for row in kept],
+            ),
+            out_specs=(
+                [_ROW if s.sharing.is_per_replica else _WHOLE for s in written_slots],
+                _WHOLE,
+                [_WHOLE if same else _ROW for same in out_same],
+                _WHOLE,
+            ),
+        )
+        if not any(is_late.values()):
+            return placed
+
+        def with_rows(written: Sequence[Any], read: Sequence[Any], *others: Any) -> Any:
+            assert layouts is not None
+            state = (
+                [layouts.in_rows(v) if is_late[id(s)] else v for s, v in zip(slots, values, strict=True)]
+                for slots, values in zip(groups, (written, read), strict=True)
+            )
+            return placed(*state, *others)
+
+        return with_rows
+
+    def _shardings_of_results(self) -> Any:
+        topology, program = self._topology, self.program
+        is_whole = [topology.num_replicas == 1 or same for same in program.same_outputs]
+        return (
+            [slot.placement_on(topology) for slot in self.state.written.slots],
+            topology.replicated,
+            [topology.replicated if whole else topology.per_replica for whole in is_whole],
+            topology.replicated,
+        )
+
+    def _split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        given = [v for v, d in zip(values, self._donated_args, strict=True) if d]
+        kept = [v for v, d in zip(values, self._donated_args, strict=True) if not d]
+        return given, kept
+
+    def _join(self, given: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        sources = iter(given), iter(kept)
+        return [next(sources[0] if donated else sources[1]) for donated in self._donated_args]
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Runs the program once.
+
+        Args:
+          args: Arrays: rows [R, ...] where ``is_row``, else whole.
+
+        Returns:
+          The array outputs: whole where proven the same (or R is 1), else rows [R, ...].
+        """
+        given, kept = self._split(args) if self._donates_args else ([], args)
+
+        def execute(written: list[Any], read: list[Any]) -> Any:
+            new, sums, outs, tokens = self.compiled(written, read, self.consts, given, kept)
+            if self.check is not None:
+                self.check(outs.pop())
+            return new, sums, outs, tokens
+
+        return self.state.run(execute, self._donates)

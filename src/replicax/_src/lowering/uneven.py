@@ -1,0 +1,498 @@
+"""Uneven batches: replicas with different shapes run one SPMD program.
+
+Every replica's arrays are padded to the largest shape. The function is traced once per distinct pattern of
+shapes (a variant), the traces are cut at their top-level collectives, and between the cuts each replica
+takes its own variant's piece with ``lax.switch``. Collectives stay outside the switch, so all replicas meet.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.errors import StructureError
+from replicax._src.tracing.capture import Uneven
+from replicax._src.tracing.gathers import Divided, evaluate_gathering
+from replicax._src.tracing.numbering import number_constant, number_of, number_params, number_values
+from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
+from replicax._src.tracing.rewrite import evaluate_inlined
+from replicax._src.tracing.verdict import (
+    has_replica_collective,
+    is_call,
+    is_call_with_collective,
+    is_replica_collective,
+)
+from replicax._src.values import cut, largest_shape, pad
+
+TraceVariant = Callable[[int, Callable[[], Uneven], Sequence[bool] | None], Variant]
+_MAX_ROUNDS = 16
+
+
+def trace_uneven(
+    trace: TraceVariant, variant_of_replica: Sequence[int], rows_of_replica: Sequence[int]
+) -> ReplicaProgram:
+    """Traces all variants of a function, their decisions made jointly.
+
+    Args:
+      trace: Traces one variant, given its number, what makes its ``Uneven``, and the gradients to sum.
+      variant_of_replica: The variant of each replica.
+      rows_of_replica: The local batch size of each replica.
+
+    Raises:
+      StructureError: The variants do not have the same collectives, or return different structures.
+    """
+    known: list[list[tuple[int, ...]]] = []
+    sums: list[bool] | None = None
+    for _ in range(_MAX_ROUNDS):
+        attempts = [
+            _attempt(
+                trace, v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums
+            )
+            for v, first in ((v, variant_of_replica.index(v)) for v in range(max(variant_of_replica) + 1))
+        ]
+        seen = [list(column) for column in zip(*(a.seen for a in attempts), strict=False)]
+        if seen != known:  # some shapes were guessed, and what was computed from them may be wrong
+            known = seen
+            continue
+        variants = [a.result() for a in attempts]
+        _check_equal_counts([len(a.seen) for a in attempts], "exchanges of arrays between replicas")
+        _check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
+        joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
+        if sums == joint or all(v.sums == joint for v in variants):
+            break
+        sums = joint
+    else:
+        raise StructureError(
+            f"The shapes that replicas exchange, or the gradients that they sum, still changed when the replica "
+            f"function was traced {_MAX_ROUNDS} times. Gather arrays of different sizes once, and compute from that."
+        )
+    variants = [_opened(v, len(variant_of_replica)) for v in variants]
+    program = ReplicaProgram(variants, tuple(variant_of_replica))
+    if len({tuple(id(e.slot) for e in v.written) for v in variants}) > 1:
+        raise StructureError(
+            "The replica function assigns other variables, or in another order, depending on the local batch "
+            "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
+        )
+    compare_variants(program)
+    return program
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """One trace of a variant: the variant, or how it failed; and the shapes exchanged until then."""
+
+    variant: Variant | None
+    error: Exception | None
+    seen: list[tuple[int, ...]]
+
+    def result(self) -> Variant:
+        if self.variant is None:
+            assert self.error is not None
+            raise self.error
+        return self.variant
+
+
+def _attempt(
+    trace: TraceVariant, number: int, make_uneven: Callable[[], Uneven], sums: Sequence[bool] | None
+) -> _Attempt:
+    """Traces one variant. While shapes are guessed it may fail where it will not when they are known."""
+    latest: list[Uneven] = []
+
+    def make() -> Uneven:
+        latest[:] = [make_uneven()]
+        return latest[0]
+
+    try:
+        variant = trace(number, make, sums)
+    except Exception as error:
+        return _Attempt(None, error, latest[0].seen if latest else [])
+    return _Attempt(variant, None, variant.seen_shapes)
+
+
+def _opened(variant: Variant, num_replicas: int) -> Variant:
+    """The variant with its collectives at the top level, but for those in scans, loops and conditions."""
+    if not any(is_call_with_collective(eqn) for eqn in variant.jaxpr.eqns):
+        return variant
+    jaxpr, consts = jax_compat.trace(
+        lambda *args: evaluate_inlined(variant.jaxpr, args),
+        [v.aval for v in variant.jaxpr.invars],
+        [(REPLICA_AXIS, num_replicas)],
+    )
+    return variant.with_jaxpr(jaxpr, consts)
+
+
+def _check_equal_counts(counts: Sequence[int], what: str) -> None:
+    if len(set(counts)) > 1:
+        raise StructureError(
+            f"The replica function has {' or '.join(map(str, sorted(set(counts))))} {what}, depending on the "
+            f"replica's local batch size: replicas would wait for each other for ever. Do not branch on "
+            f"x.shape[0] in Python around collectives or optimizer.apply."
+        )
+
+
+def compare_variants(program: ReplicaProgram) -> None:
+    """Notes in ``program`` that a value is the same on all replicas only if it also is the same computation in every
+    variant.
+    """
+    out_numbers, write_numbers = [], []
+    for variant in program.variants:
+        known = number_variant(variant)
+        numbers = [number_of(known, atom) for atom in variant.jaxpr.outvars]
+        out_numbers.append(numbers[: variant.num_arrays])
+        slots = [id(e.slot) for e in variant.written]
+        write_numbers.append(dict(zip(slots, numbers[variant.num_arrays :], strict=True)))
+    for i, column in enumerate(zip(*out_numbers, strict=True)):
+        program.same_outputs[i] &= len(set(column)) == 1
+    for i, index in enumerate(program.written):
+        key = id(program.slots[index])
+        program.same_writes[i] &= len({numbers.get(key) for numbers in write_numbers}) == 1
+
+
+def number_variant(variant: Variant) -> dict[Any, Any]:
+    """The numbers of a variant's values, comparable between variants of one function."""
+    jaxpr = variant.jaxpr
+    args = jaxpr.invars[len(variant.consts) + len(variant.entries) :]
+    return number_values(
+        jaxpr,
+        [
+            *map(number_constant, variant.consts),
+            *(("variable", id(e.slot)) for e in variant.entries),
+            *(("argument", i, tuple(v.aval.shape)) for i, v in enumerate(args)),
+        ],
+    )
+
+
+class UnevenEvaluator:
+    """Evaluates a program of several variants on one replica's padded arrays, inside ``shard_map``.
+
+    What all variants compute alike (an optimizer's update, after the gradients have been summed) is evaluated
+    once, outside of the switch.
+
+    Args:
+      evaluates_all: Every replica evaluates all variants, and takes its own: the compiler may divide what one computes
+        over devices with collectives in which all replicas must meet, such as a permutation, and not in a branch.
+      divided: The slots, by id, whose values are ``Divided``, to be gathered where each variant needs them. All are
+        evaluated then too.
+    """
+
+    def __init__(
+        self, program: ReplicaProgram, evaluates_all: bool = False, divided: Collection[int] = frozenset()
+    ):
+        self._program, self._evaluates_all = program, evaluates_all or bool(divided)
+        self._evaluate = _evaluate_gathering if divided else _evaluate
+        self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if is_cut(e)] for v in program.variants]
+        _check_equal_counts([len(c) for c in self._cuts], "collectives")
+        self._shared = _shared_values(program.variants, self._cuts, divided)
+        first = program.variants[0].jaxpr
+        for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):
+            for a, b in zip(self._cuts[0], cuts, strict=True):
+                _check_same_collective(first.eqns[a], variant.jaxpr.eqns[b])
+
+    def __call__(
+        self, consts: Sequence[Sequence[Any]], state: Sequence[Sequence[Any]], args: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Evaluates this replica's variant.
+
+        Args:
+          consts, state: By variant, in the order of its invars.
+          args: Padded to the largest shapes.
+
+        Returns:
+          Array outputs, padded, and the new values of written variables.
+        """
+        variants = self._program.variants
+        table = jnp.asarray(self._program.variant_of_replica, jnp.int32)
+        choice = table[jax.lax.axis_index(REPLICA_AXIS)]
+        envs: list[dict[Any, Any]] = []
+        for variant, own_consts, own_state in zip(variants, consts, state, strict=True):
+            values = [*own_consts, *own_state, *args]
+            envs.append(dict(zip(variant.jaxpr.invars, values, strict=True)))
+        starts = [0] * len(variants)
+        for cuts in zip(*self._cuts, strict=True):
+            pieces = [_Piece(v.jaxpr, a, b) for v, a, b in zip(variants, starts, cuts, strict=True)]
+            operands = self._run_pieces(choice, envs, pieces)
+            results = jax_compat.bind_equation(variants[0].jaxpr.eqns[cuts[0]], operands)
+            for env, variant, index in zip(envs, variants, cuts, strict=True):
+                env.update(zip(variant.jaxpr.eqns[index].outvars, results, strict=True))
+            starts = [index + 1 for index in cuts]
+        pieces = [_Piece(v.jaxpr, a, len(v.jaxpr.eqns)) for v, a in zip(variants, starts, strict=True)]
+        values = self._run_pieces(choice, envs, pieces)
+        num_arrays = variants[0].num_arrays
+        return values[:num_arrays], values[num_arrays:]
+
+    def _run_pieces(self, choice: Any, envs: list[dict[Any, Any]], pieces: Sequence[_Piece]) -> list[Any]:
+        """Runs the equations between two cuts: the shared ones, then each variant's own in a branch.
+
+        Returns:
+          What the pieces are wanted for, padded to the largest shapes. ``envs`` learn what lives on.
+        """
+        self._run_shared(envs, pieces)
+        own = [
+            [e for e in piece.eqns if not _is_all_shared(e, shared)]
+            for piece, shared in zip(pieces, self._shared, strict=True)
+        ]
+        wanted = list(zip(*(piece.wanted for piece in pieces), strict=True))
+        direct = [all(self._is_shared(n, a) for n, a in enumerate(column)) for column in wanted]
+        in_branch = [column for column, is_direct in zip(wanted, direct, strict=True) if not is_direct]
+        live = [
+            [v for v in piece.live if v not in shared]
+            for piece, shared in zip(pieces, self._shared, strict=True)
+        ]
+        chosen = iter(())
+        if in_branch or any(live):
+            results = self._switch(choice, envs, own, in_branch, live)
+            chosen = iter(results)
+        return [
+            _read(envs[0], column[0]) if is_direct else next(chosen)
+            for column, is_direct in zip(wanted, direct, strict=True)
+        ]
+
+    def _is_shared(self, number: int, atom: Any) -> bool:
+        return not isinstance(atom, jax_compat.Literal) and atom in self._shared[number]
+
+    def _run_shared(self, envs: list[dict[Any, Any]], pieces: Sequence[_Piece]) -> None:
+        """Evaluates what all variants compute alike, and tells every variant's environment."""
+        made: dict[Any, Any] = {}
+        for eqn in pieces[0].eqns:
+            if _is_all_shared(eqn, self._shared[0]):
+                values = jax_compat.bind_equation(eqn, [_read(envs[0], a) for a in eqn.invars])
+                envs[0].update(zip(eqn.outvars, values, strict=True))
+                made.update((self._shared[0][v], x) for v, x in zip(eqn.outvars, values, strict=True))
+        for env, piece, shared in zip(envs[1:], pieces[1:], self._shared[1:], strict=True):
+            for eqn in piece.eqns:
+                env.update((v, made[shared[v]]) for v in eqn.outvars if shared.get(v) in made)
+
+    def _switch(
+        self,
+        choice: Any,
+        envs: list[dict[Any, Any]],
+        eqns: Sequence[Sequence[Any]],
+        wanted: Sequence[Sequence[Any]],
+        live: Sequence[Sequence[Any]],
+    ) -> list[Any]:
+        """Runs each variant's equations in a branch of its own; the values of ``wanted``, padded."""
+        wanted_shapes = [_largest([a.aval for a in column]) for column in wanted]
+        is_paired = _can_pair(live)
+        if is_paired:
+            live_shapes = [_largest([v.aval for v in column]) for column in zip(*live, strict=True)]
+        else:  # each variant's values travel in places of their own, zeros in the others'
+            live_shapes = [(v.aval.shape, v.aval.dtype) for own in live for v in own]
+        firsts = [0 if is_paired else sum(len(other) for other in live[:n]) for n in range(len(live))]
+
+        def branch(number: int) -> Callable[[], list[Any]]:
+            def evaluate() -> list[Any]:
+                env = dict(envs[number])
+                needed = [*(column[number] for column in wanted), *live[number]]
+                is_ours = choice == number if self._evaluates_all else None
+                self._evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed, is_ours)
+                results = [
+                    _padded(_read(env, column[number]), shape, dtype)
+                    for column, (shape, dtype) in zip(wanted, wanted_shapes, strict=True)
+                ]
+                carried = [] if is_paired else [jnp.zeros(shape, dtype) for shape, dtype in live_shapes]
+                first, count = firsts[number], len(live[number])
+                carried[first : first + count] = [
+                    _padded(_read(env, v), *live_shapes[first + i]) for i, v in enumerate(live[number])
+                ]
+                return results + carried
+
+            return evaluate
+
+        branches = [branch(number) for number in range(len(envs))]
+        if self._evaluates_all:
+            results = [
+                jax.lax.select_n(choice, *column) for column in zip(*(b() for b in branches), strict=True)
+            ]
+        else:
+            results = jax.lax.switch(choice, branches)
+        carried = results[len(wanted) :]
+        for env, own, first in zip(envs, live, firsts, strict=True):
+            env.update(zip(own, carried[first : first + len(own)], strict=True))
+        return results[: len(wanted)]
+
+
+def _shared_values(
+    variants: Sequence[Variant], cuts: Sequence[Sequence[int]], apart: Collection[int]
+) -> list[dict[Any, tuple[Any, int]]]:
+    """Finds what all variants compute alike, between the same cuts, and not from the slots with the ids ``apart``.
+
+    (A value that one variant computes before a collective and another after it is no such value: it must be there
+    when each of them needs it.)
+
+    Returns:
+      For each variant the values, and for each what it has in common with that of the others.
+    """
+    known = [number_variant(v) for v in variants]
+    # An equation that is a cut counts to the piece before it.
+    pieces = [
+        {v: bisect.bisect_left(own, i) for i, eqn in enumerate(variant.jaxpr.eqns) for v in eqn.outvars}
+        for variant, own in zip(variants, cuts, strict=True)
+    ]
+    places = [
+        {v: (number, piece.get(v, -1)) for v, number in numbers.items()}
+        for numbers, piece in zip(known, pieces, strict=True)
+    ]
+    shared = set.intersection(*(set(own.values()) for own in places))
+    shared -= {
+        places[0][var]
+        for entry, var in zip(variants[0].entries, variants[0].state_vars, strict=True)
+        if id(entry.slot) in apart
+    }
+    while True:
+        lost = {
+            own[v]
+            for variant, own, cut in zip(variants, places, map(set, cuts), strict=True)
+            for i, eqn in enumerate(variant.jaxpr.eqns)
+            if i not in cut and not all(_is_literal(a) or own.get(a) in shared for a in eqn.invars)
+            for v in eqn.outvars
+            if v in own
+        }
+        if not lost & shared:
+            return [{v: place for v, place in own.items() if place in shared} for own in places]
+        shared -= lost
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jax_compat.Literal)
+
+
+def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:
+    """Whether all variants evaluate an equation alike; what has only an effect stays with its replica."""
+    return bool(eqn.outvars) and all(v in shared for v in eqn.outvars)
+
+
+def _evaluate(
+    jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any], is_ours: Any = None
+) -> None:
+    """Evaluates some of the equations of a jaxpr; ``env`` learns at least those of their results that are needed.
+
+    Args:
+      is_ours: Where every replica evaluates all variants: whether this one is the replica's own. Others print nothing,
+        but in loops.
+    """
+    del jaxpr, needed
+    for eqn in eqns:
+        args = [_read(env, a) for a in eqn.invars]
+        if is_ours is not None and _prints(eqn):
+            results = _shown_if(is_ours, eqn, args)
+        else:
+            results = jax_compat.bind_equation(eqn, args)
+        env.update(zip(eqn.outvars, results, strict=True))
+
+
+def _prints(eqn: Any) -> bool:
+    if is_call(eqn):
+        return any(map(_prints, jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])[0].eqns))
+    return is_print(eqn)
+
+
+def _shown_if(is_ours: Any, eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a print, or a call in which one stands; prints only if ``is_ours``."""
+    if is_print(eqn):
+        return jax.lax.cond(is_ours, lambda *a: jax_compat.bind_equation(eqn, a), lambda *_: [], *args)
+    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+    env = dict(zip(inner.invars, args[len(args) - len(inner.invars) :], strict=True))
+    env |= dict(zip(inner.constvars, consts, strict=True))
+    _evaluate(inner, inner.eqns, env, inner.outvars, is_ours)
+    return [_read(env, a) for a in inner.outvars]
+
+
+def _evaluate_gathering(
+    jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any], is_ours: Any = None
+) -> None:
+    """The same, where values may be ``Divided``. Programs that print are not evaluated so."""
+    del is_ours
+    made = {v for eqn in eqns for v in eqn.outvars}
+    used = dict.fromkeys(a for eqn in eqns for a in eqn.invars if not _is_literal(a) and a not in made)
+    results = dict.fromkeys(a for a in needed if not _is_literal(a) and a in made)
+    piece = jax_compat.rebuild(jaxpr, invars=list(used), outvars=list(results), eqns=list(eqns))
+    args = [env[v] if isinstance(env[v], Divided) else _read(env, v) for v in used]
+    env.update(zip(results, evaluate_gathering(piece, args), strict=True))
+
+
+class _Piece:
+    """The equations of one variant between two cuts.
+
+    Attributes:
+      wanted: What it is evaluated for: the operands of the collective after it, or the results.
+      live: Values that it makes and that later pieces need.
+    """
+
+    def __init__(self, jaxpr: Any, start: int, stop: int):
+        is_last = stop == len(jaxpr.eqns)
+        self.eqns = jaxpr.eqns[start:stop]
+        self.wanted = list(jaxpr.outvars if is_last else jaxpr.eqns[stop].invars)
+        self.live = [] if is_last else _live_across(jaxpr, start, stop)
+
+
+def is_cut(eqn: Any) -> bool:
+    """Whether replicas meet in an equation, or inside of it."""
+    return is_replica_collective(eqn) or any(
+        has_replica_collective(jax_compat.inner_jaxpr(s)[0]) is not None for s in jax_compat.sub_jaxprs(eqn)
+    )
+
+
+def _check_same_collective(a: Any, b: Any) -> None:
+    shapes = [[v.aval.shape for v in eqn.invars] for eqn in (a, b)]
+    if a.primitive.name == b.primitive.name and shapes[0] == shapes[1]:
+        if not jax_compat.sub_jaxprs(a) or number_params(a) == number_params(b):
+            return
+        raise StructureError(
+            f"The scan, loop or condition at {jax_compat.equation_line(a)} has a collective inside and computes "
+            f"something else for another local batch size (it uses x.shape[0], perhaps): it can only be one for all "
+            f"replicas. Compute what depends on the local batch size before it."
+        )
+    raise StructureError(
+        f"The collective at {jax_compat.equation_line(a)} is {a.primitive.name} of shapes {shapes[0]} for one "
+        f"local batch size and {b.primitive.name} of shapes {shapes[1]} for another. Replicas can only "
+        f"exchange arrays of equal shapes: reduce over the batch first (for example jnp.sum(x, axis=0)), or "
+        f"use all_gather, which accepts different sizes. A collective inside a scan or loop cannot have "
+        f"operands that depend on the batch."
+    )
+
+
+def _live_across(jaxpr: Any, start: int, stop: int) -> list[Any]:
+    """Values made by the equations before ``stop``, since ``start``, that are needed after ``stop``."""
+    made = [v for eqn in jaxpr.eqns[start:stop] for v in eqn.outvars]
+    needed = {
+        a for eqn in jaxpr.eqns[stop + 1 :] for a in eqn.invars if not isinstance(a, jax_compat.Literal)
+    }
+    needed.update(a for a in jaxpr.outvars if not isinstance(a, jax_compat.Literal))
+    return [v for v in made if not jax_compat.is_drop_var(v) and v in needed]
+
+
+def _can_pair(live: Sequence[Sequence[Any]]) -> bool:
+    kinds = [[(v.aval.dtype, len(v.aval.shape)) for v in own] for own in live]
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def _largest(avals: Sequence[Any]) -> tuple[tuple[int, ...], Any]:
+    ranks = {len(a.shape) for a in avals}
+    if len(ranks) > 1:
+        raise StructureError(f"Replicas return arrays of different ranks: shapes {[a.shape for a in avals]}.")
+    dtypes = {a.dtype for a in avals}
+    if len(dtypes) > 1:
+        raise StructureError(f"Replicas return arrays of different dtypes: {sorted(map(str, dtypes))}.")
+    return largest_shape([a.shape for a in avals]), avals[0].dtype
+
+
+def _padded(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    value = jnp.asarray(value)
+    if jax_compat.is_typed_key(value.dtype):
+        return value
+    return pad(value.astype(dtype), shape)
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    if isinstance(atom, jax_compat.Literal):
+        return atom.val
+    value = env[atom]
+    return value.whole() if isinstance(value, Divided) else cut(value, atom.aval.shape)

@@ -1,0 +1,148 @@
+"""Uneven batches with variables that replicas divide: where these are gathered when replicas have different shapes.
+
+A gather needs all replicas, so it may not stand in a branch that only some of them take. It becomes a cut between
+branches, as any collective is (``uneven.py``): each replica computes up to the equation that needs the variable, all
+gather it, each goes on. Gathers in a loop cannot be cut out of it, and replicas that would gather different things
+(other variables, or multiples of one by their number of rows) must not meet: there each replica evaluates all variants,
+gathers among them, and takes its own. But callbacks into Python would then be called for all variants: such programs
+gather where they begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.errors import StructureError
+from replicax._src.lowering.uneven import UnevenEvaluator, is_cut
+from replicax._src.tracing.gathers import Divided, evaluate_gathering
+from replicax._src.tracing.numbering import number_constant, number_of, number_params
+from replicax._src.tracing.program import ReplicaProgram, Variant, shows_how_often
+from replicax._src.tracing.verdict import has_replica_collective
+
+
+def evaluate_uneven_gathering(
+    program: ReplicaProgram,
+    consts: Sequence[Sequence[Any]],
+    state: Sequence[Sequence[Any]],
+    args: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """What ``UnevenEvaluator`` gives, where some of the state is ``Divided``. Inside ``shard_map``."""
+    cut = _cut_at_gathers(program, state)
+    if cut is None and any(shows_how_often(variant.jaxpr) for variant in program.variants):
+        pieces = {id(value): value for values in state for value in values if isinstance(value, Divided)}
+        whole = {key: value.whole() for key, value in pieces.items()}
+        gathered = [[whole.get(id(value), value) for value in values] for values in state]
+        return UnevenEvaluator(program)(consts, gathered, args)
+    if cut is None:
+        divided = {
+            id(entry.slot)
+            for variant, values in zip(program.variants, state, strict=True)
+            for entry, value in zip(variant.entries, values, strict=True)
+            if isinstance(value, Divided)
+        }
+        return UnevenEvaluator(program, divided=divided)(consts, state, args)
+    evaluate, more = cut
+    return evaluate(
+        [[*new, *own] for new, own in zip(more, consts, strict=True)],
+        [list(map(_in_pieces, values)) for values in state],
+        args,
+    )
+
+
+def _cut_at_gathers(
+    program: ReplicaProgram, state: Sequence[Sequence[Any]]
+) -> tuple[UnevenEvaluator, list[list[Any]]] | None:
+    """The program of pieces, with gathers between branches, and its further constants; None where these cannot stand
+    there.
+    """
+    num_replicas = len(program.variant_of_replica)
+    variants = [
+        _with_gathers(variant, values, num_replicas)
+        for variant, values in zip(program.variants, state, strict=True)
+    ]
+    for before, after in zip(program.variants, variants, strict=True):
+        if _num_in_loops(after) > _num_in_loops(before):
+            return None
+    given = [_pieces_given(*each) for each in zip(variants, state, strict=True)]
+    if any(other != given[0] for other in given[1:]):
+        return None
+    try:
+        evaluate = UnevenEvaluator(ReplicaProgram(variants, program.variant_of_replica))
+    except StructureError:  # they gather more often, or something of another shape
+        return None
+    more = [
+        len(after.consts) - len(before.consts)
+        for before, after in zip(program.variants, variants, strict=True)
+    ]
+    return evaluate, [variant.consts[:count] for variant, count in zip(variants, more, strict=True)]
+
+
+def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) -> Variant:
+    """The variant of one replica's pieces, with gathers among its equations."""
+    first = len(variant.consts)
+    divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Divided)}
+
+    def evaluated(*arrays: Any) -> list[Any]:
+        given = [
+            dataclasses.replace(divided[i], pieces=array) if i in divided else array
+            for i, array in enumerate(arrays)
+        ]
+        return evaluate_gathering(variant.jaxpr, given, recomputes_gathers=False)
+
+    avals = [
+        jax_compat.abstractify(divided[i].pieces) if i in divided else var.aval
+        for i, var in enumerate(variant.jaxpr.invars)
+    ]
+    jaxpr, consts = jax_compat.trace(evaluated, avals, [(REPLICA_AXIS, num_replicas)])
+    return variant.with_jaxpr(jaxpr, consts)
+
+
+def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
+    """Of each collective, by operand, which pieces it is given, comparable between variants; None: what is not of
+    pieces.
+
+    Their shapes do not tell: pieces of two variables may have the same, and so has one that was divided by the number
+    of rows.
+    """
+    consts = zip(variant.jaxpr.invars, variant.consts, strict=False)
+    numbers = {var: number_constant(value) for var, value in consts}
+    entries = zip(variant.state_vars, variant.entries, values, strict=True)
+    pieces = {
+        var: ("variable", id(entry.slot)) for var, entry, value in entries if isinstance(value, Divided)
+    }
+    numbers.update(pieces)
+    given: list[list[Any]] = []
+    for eqn in variant.jaxpr.eqns:
+        is_of_pieces = [not isinstance(a, jax_compat.Literal) and a in pieces for a in eqn.invars]
+        if is_cut(eqn):
+            given.append(
+                [pieces[a] if is_one else None for a, is_one in zip(eqn.invars, is_of_pieces, strict=True)]
+            )
+        elif eqn.primitive.name == "optimization_barrier":  # gathers are tied by it to what differs
+            moved = {new: pieces[a] for a, new in zip(eqn.invars, eqn.outvars, strict=True) if a in pieces}
+            pieces.update(moved)
+            numbers.update(moved)
+        elif any(is_of_pieces):
+            is_known = all(isinstance(a, jax_compat.Literal) or a in numbers for a in eqn.invars)
+            operands = (
+                [number_of(numbers, a) for a in eqn.invars] if is_known else [object()]
+            )  # like no other
+            base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
+            made = {var: (base, i) for i, var in enumerate(eqn.outvars)}
+            pieces.update(made)
+            numbers.update(made)
+    return given
+
+
+def _num_in_loops(variant: Variant) -> int:
+    """How many equations have collectives inside."""
+    subs = [list(map(jax_compat.inner_jaxpr, jax_compat.sub_jaxprs(eqn))) for eqn in variant.jaxpr.eqns]
+    return sum(any(has_replica_collective(inner) is not None for inner, _ in inners) for inners in subs)
+
+
+def _in_pieces(value: Any) -> Any:
+    return value.pieces if isinstance(value, Divided) else value

@@ -1,0 +1,183 @@
+"""Operations that XLA's partitioner computes wrongly where it divides them: what they take and give is made whole.
+
+All were seen on CPU with jax 0.10, most of them as silent wrong numbers:
+
+- A scatter over rows that are padded and on several devices each, such as the gradient of an embedding, counts the
+  padding in; one into an array that logical devices divide writes elsewhere. One into rows that are padded, such as the
+  gradient of a sort over the batch, aborts the process; so does one into more or fewer rows than the batch has, if
+  their number does not divide.
+- The gradient of every n-th row, a pad between rows.
+- The gradient of a pooling whose windows overlap where the array is cut.
+- The gradient of the kernel of a convolution by groups, such as a depthwise one, if each row is on several devices; and
+  of one that slides over the rows.
+- A reduction over the rows by anything but a sum, a product, a maximum or a minimum, such as ``bitwise_xor`` or a
+  function of the user's in ``jax.lax.reduce``, does not compile: the collectives have no such.
+
+What is divided cannot be seen in a program before it is compiled: the rules are for all that may be.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.tracing.markers import logical_p
+from replicax._src.tracing.program import ReplicaProgram, Variant
+from replicax._src.tracing.verdict import Verdict
+
+Rule = Callable[[Any], bool]
+"""Whether an equation would be computed wrongly."""
+
+
+# --- the rules ----------------------------------------------------------------------------------------------
+
+
+def rule_of_batches(num_rows: int, topology: Topology, *, is_padded: bool) -> Rule:
+    """For programs of a whole batch, the rows of which are split over the replicas.
+
+    Args:
+      is_padded: The rows do not divide.
+    """
+    is_on_several = topology.num_logical_devices > 1
+
+    def is_wrong(eqn: Any) -> bool:
+        if _is_scatter(eqn):
+            operand, _, updates = (atom.aval.shape for atom in eqn.invars)
+            if _may_have_rows(operand, num_rows):
+                return is_padded
+            if _may_have_rows(updates, num_rows):  # into a table
+                return is_padded and is_on_several
+            return True  # into some of the rows, or more
+        if eqn.primitive.name == "pad":
+            return _spreads_rows(eqn, num_rows)
+        if _is_pooling(eqn):
+            sizes = eqn.invars[1].aval.shape
+            return num_rows in sizes and eqn.params["window_dimensions"][sizes.index(num_rows)] > 1
+        if eqn.primitive.name == "conv_general_dilated" and is_on_several:
+            return eqn.params["batch_group_count"] > 1 or _slides_over(eqn, num_rows)
+        return _has_no_collective(eqn)
+
+    return is_wrong
+
+
+def is_wrong_in_replicas(eqn: Any) -> bool:
+    """The rule for programs of one replica, whose logical devices may divide any dim."""
+    if _is_pooling(eqn):
+        sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+        return any(size > stride for size, stride in zip(sizes, strides, strict=True))
+    return _is_scatter(eqn) or _has_no_collective(eqn)
+
+
+def _may_have_rows(shape: Sequence[int], num_rows: int) -> bool:
+    """Whether an array may be one of rows, perhaps reshaped, and not one such as a table."""
+    return any(size > 0 and size % num_rows == 0 for size in shape)
+
+
+def _is_scatter(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("scatter")
+
+
+def _is_pooling(eqn: Any) -> bool:
+    """The gradient of a maximum or minimum over windows: of (cotangents, what was pooled)."""
+    return eqn.primitive.name in ("select_and_scatter_add", "select_and_gather_add")
+
+
+def _has_no_collective(eqn: Any) -> bool:
+    """True for a reduction that devices cannot do together, each a part."""
+    name = eqn.primitive.name
+    if name in ("reduce_and", "reduce_or"):
+        return eqn.invars[0].aval.dtype != bool
+    return name in ("reduce", "reduce_xor")
+
+
+def _spreads_rows(eqn: Any, num_rows: int) -> bool:
+    """True for a pad between the entries of a dim, where no other dim may have the rows."""
+    sizes = eqn.invars[0].aval.shape
+    return any(
+        interior > 0 and not _may_have_rows(sizes[:dim] + sizes[dim + 1 :], num_rows)
+        for dim, (_, _, interior) in enumerate(eqn.params["padding_config"])
+    )
+
+
+def _slides_over(eqn: Any, num_rows: int) -> bool:
+    batch, feature, *spatial = eqn.params["dimension_numbers"].lhs_spec
+    sizes = eqn.invars[0].aval.shape
+    return num_rows in [sizes[dim] for dim in spatial] and num_rows not in (sizes[batch], sizes[feature])
+
+
+def has_wrong(jaxpr: Any, is_wrong: Rule) -> bool:
+    """Whether a program has an operation to which a rule applies, at any depth."""
+    return any(is_wrong(eqn) or _is_around_wrong(eqn, is_wrong) for eqn in jaxpr.eqns)
+
+
+def _is_around_wrong(eqn: Any, is_wrong: Rule) -> bool:
+    return any(has_wrong(jax_compat.inner_jaxpr(inner)[0], is_wrong) for inner in jax_compat.sub_jaxprs(eqn))
+
+
+# --- the change ---------------------------------------------------------------------------------------------
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], is_wrong: Rule, whole: Callable[[Any], Any]) -> list[Any]:
+    """Evaluates a jaxpr without constvars, in a trace; to what a rule applies takes whole arrays, and gives such.
+
+    Args:
+      whole: Makes an array whole on each device.
+    """
+    values = dict(zip(jaxpr.invars, args, strict=True))
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jax_compat.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        operands, params, is_whole = [value_of(atom) for atom in eqn.invars], None, is_wrong(eqn)
+        if is_whole:
+            operands = list(map(whole, operands))
+        elif _is_around_wrong(eqn, is_wrong):
+            params = {name: _changed(param, is_wrong, whole) for name, param in eqn.params.items()}
+        results = jax_compat.bind_equation(eqn, operands, params)
+        values.update(zip(eqn.outvars, map(whole, results) if is_whole else results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any]) -> Any:
+    """A parameter of an equation with the same done to the functions in it."""
+    if isinstance(param, (tuple, list)) and any(map(jax_compat.is_jaxpr, param)):
+        return type(param)(_changed(each, is_wrong, whole) for each in param)
+    if not jax_compat.is_jaxpr(param):
+        return param
+    return jax_compat.retraced(param, lambda inner, args: evaluate(inner, args, is_wrong, whole))
+
+
+def in_replicas(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
+    """A program of replicas that have several devices each, with such operations whole on each of them."""
+    if topology.num_logical_devices == 1:
+        return program
+    changed = copy.copy(program)
+    changed.variants = [_whole_variant(variant, topology) for variant in program.variants]
+    return changed
+
+
+def _whole_variant(variant: Variant, topology: Topology) -> Variant:
+    if not has_wrong(variant.jaxpr, is_wrong_in_replicas):
+        return variant
+
+    def whole(value: Any) -> Any:
+        return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))
+
+    jaxpr, consts = jax_compat.trace(
+        lambda *args: evaluate(variant.jaxpr, args, is_wrong_in_replicas, whole),
+        [var.aval for var in variant.jaxpr.invars],
+        [(REPLICA_AXIS, topology.num_replicas)],
+    )
+    return dataclasses.replace(
+        variant,
+        jaxpr=jaxpr,
+        consts=[*consts, *variant.consts],
+        input_verdicts=[Verdict.SAME] * len(consts) + variant.input_verdicts,
+    )

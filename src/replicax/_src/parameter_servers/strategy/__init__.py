@@ -1,0 +1,1 @@
+"""``ParameterServerStrategy``: functions traced for workers and servers."""

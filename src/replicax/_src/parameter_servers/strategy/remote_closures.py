@@ -1,0 +1,253 @@
+"""``Closures``: a call of a function as a closure that workers run; a function is traced once for arguments of a
+kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context
+from replicax._src.cluster.progress import compiling
+from replicax._src.errors import UnsupportedError
+from replicax._src.framework import is_variable, use_imported
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.programs.closure import place_closure
+from replicax._src.parameter_servers.programs.elements import Elements, PerWorkerInput, taking_from
+from replicax._src.parameter_servers.programs.programs import WorkerProgram
+from replicax._src.parameter_servers.programs.random_keys import taking_data
+from replicax._src.parameter_servers.strategy.remote_running import run_on_replicas
+from replicax._src.parameter_servers.strategy.worker_function import WorkerFunction, tracing_lock
+from replicax._src.tracing import key, side_effects
+from replicax._src.tracing.arguments import ClosureCheck, as_arguments
+from replicax._src.tracing.cache import (
+    FunctionPrograms,
+    Leaf,
+    ProgramCache,
+    array_leaf,
+    jax_state,
+    static_leaf,
+)
+from replicax._src.tracing.modules import open_modules
+from replicax._src.tracing.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedClosure:
+    """A call of a function, ready to be sent.
+
+    Attributes:
+      traced: The function.
+      arguments: The arrays among the arguments, and those that the function closes over.
+      sources: What it takes elements from, in the order of the program's iterators.
+      named: Names of those ``arguments`` that travel once, by position.
+      leaves: All arguments, and what the function closes over; none if it closes over no arrays.
+    """
+
+    traced: WorkerFunction
+    arguments: Sequence[np.ndarray]
+    sources: Sequence[PerWorkerInput]
+    named: Mapping[int, str]
+    leaves: Sequence[Any] = ()
+
+    @property
+    def name(self) -> str:
+        return self.traced.name
+
+    @property
+    def programs(self) -> dict[str, str]:
+        """Digests of the workers' programs, by signature of the elements."""
+        return self.traced.programs
+
+    @property
+    def constants(self) -> dict[str, np.ndarray]:
+        """What travels once, by name."""
+        if not self.named:
+            return self.traced.constants
+        return self.traced.constants | {name: self.arguments[n] for n, name in self.named.items()}
+
+    @property
+    def iterators(self) -> list[str]:
+        """What the workers call that which it takes elements from."""
+        return [source.resource for source in self.sources]
+
+    @property
+    def round_key(self) -> str | None:
+        """What closures have in common whose gradients are averaged."""
+        return self.traced.first.round_key
+
+    def program(self, digest: str) -> WorkerProgram:
+        """A worker's program."""
+        return self.traced.program(digest)
+
+    def make(self, signature: str) -> str:
+        """Makes the program for elements of other shapes, or for fewer. Returns its digest."""
+        return self.traced.make(signature, self.leaves)
+
+    def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
+        """What the function returns, of the worker's results for elements of a signature; None: of the first one's."""
+        return self.traced.closure(signature).assemble(arrays)
+
+
+@final
+class Closures:
+    """Makes closures of functions, and keeps what it has traced.
+
+    Args:
+      strategy: Its ``slots`` are used.
+      session: Where the variables are.
+    """
+
+    def __init__(self, strategy: Any, session: Session):
+        self._strategy, self._session = strategy, session
+        self._slots = SlotTable(1)  # of cross-replica code
+        self._cache: ProgramCache[WorkerFunction] = ProgramCache()
+
+    def prepare(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        is_replica_function: bool = False,
+        num_averaged: int | None = None,
+    ) -> PreparedClosure:
+        """A call of ``fn``, traced for workers; its variables are on the servers then.
+
+        Args:
+          is_replica_function: Whether it is called in replica context.
+          num_averaged: Of how many closures the gradients are averaged for an update; None: each pushes its own.
+        """
+        use_imported()
+        fn = key.unwrap(fn)
+        lifted = key.lifted_cells(fn)
+        nest = (tuple(args), dict(kwargs or {}), lifted)
+        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
+        leaves = as_arguments(leaves, tree)
+        programs = self._cache.programs_of(fn)
+        described, arrays, sources = _describe(leaves, programs)
+        signature = (
+            tree,
+            tuple(described),
+            _pattern(sources),
+            is_replica_function,
+            num_averaged,
+            jax_state(),
+        )
+        traced = programs.get(signature)
+        if traced is None or not traced.is_valid():
+            _check_no_modules(nest[:2])
+            num_replicas = self._strategy.num_replicas_in_sync
+            with tracing_lock, compiling(key.name_of(fn), num_replicas):
+                traced = self._traced(fn, tree, described, sources, is_replica_function, num_averaged)
+            programs.put(signature, described, traced)
+            if getattr(fn, "replicax_family", None) is None:  # of ours, for each variable
+                self._cache.report_trace(fn, described)
+        named: dict[int, str] = {}
+        if lifted:
+            traced.check_closure(leaves)
+            num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(lifted, is_leaf=_is_leaf)))
+            named = traced.names_of(arrays, num_lifted)
+        return PreparedClosure(traced, arrays, traced.sources_of(sources), named, leaves if lifted else ())
+
+    def _traced(
+        self,
+        fn: Callable[..., Any],
+        tree: Any,
+        described: Sequence[Leaf],
+        sources: Sequence[PerWorkerInput],
+        is_replica_function: bool,
+        num_averaged: int | None,
+    ) -> WorkerFunction:
+        given = [leaf.aval() for leaf in described if leaf.kind != "static"]
+        with_keys, avals = taking_data(lambda *arrays: arrays, given)
+
+        def call(tracers: list[Any], elements: Elements) -> Any:
+            arrays, inputs = iter(with_keys(*tracers)), iter(sources)
+
+            def thawed(leaf: Leaf) -> Any:
+                if leaf.kind != "static":
+                    return next(arrays)
+                if not _is_of_source(leaf):
+                    return leaf.thaw()
+                source = next(inputs)
+                return source if source.is_iterator else elements.take(source)
+
+            nest = jax.tree_util.tree_unflatten(tree, [thawed(leaf) for leaf in described])
+            args, kwargs, cells = nest
+            with context.Scope(self._strategy), taking_from(elements), attempt():
+                if is_replica_function:
+                    return run_on_replicas(self._strategy, key.with_cells(fn, cells), args, kwargs)
+                return key.with_cells(fn, cells)(*args, **kwargs)
+
+        name = key.name_of(fn)
+        slot_of, num_replicas = self._slots.slot_of, self._strategy.num_replicas_in_sync
+        with side_effects.reported(fn) as attempt:
+            return WorkerFunction(
+                name,
+                self._session,
+                lambda offer: place_closure(
+                    call, avals, name, self._session, slot_of, offer, num_averaged, num_replicas
+                ),
+                sources,
+                functools.partial(ClosureCheck, tree, described),
+            )
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return is_variable(leaf) or isinstance(leaf, PerWorkerInput)
+
+
+def _check_no_modules(nest: Any) -> None:
+    if open_modules(nest)[1] is not None:
+        raise UnsupportedError(
+            "An nnx module is an argument of a function for workers, which could not update it. Pass the module's state as "
+            "arrays (nnx.split), or keep it in variables made in strategy.scope()."
+        )
+
+
+def _is_of_source(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, tuple) and leaf.value[0] is PerWorkerInput
+
+
+def _describe(
+    leaves: Sequence[Any], programs: FunctionPrograms
+) -> tuple[list[Leaf], list[np.ndarray], list[PerWorkerInput]]:
+    """What each leaf of the arguments is; the arrays; and what each worker has its own of."""
+    described: list[Leaf] = []
+    arrays: list[np.ndarray] = []
+    sources: list[PerWorkerInput] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, PerWorkerInput):
+            described.append(Leaf("static", value=(PerWorkerInput, leaf.described)))
+            sources.append(leaf)
+        elif key.is_array(leaf):
+            described.append(array_leaf(leaf))
+            arrays.append(_sendable(leaf, described[-1].dtype))
+        elif type(leaf) is float and programs.is_varying(position, leaf):
+            described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
+            arrays.append(np.asarray(leaf, jnp.result_type(float)))
+        else:
+            described.append(static_leaf(leaf))
+    return described, arrays, sources
+
+
+def _sendable(array: Any, dtype: Any) -> np.ndarray:
+    """An array of the arguments as it travels; of typed random keys their data."""
+    if not isinstance(dtype, np.dtype):
+        return np.asarray(jax.random.key_data(array))
+    # It may be written before it is sent: itself, or what it is a view of.
+    is_theirs = isinstance(array, np.ndarray) and (array.flags.writeable or array.base is not None)
+    with np.errstate(over="ignore"):  # what does not fit is found later, if it is used
+        return (np.array if is_theirs else np.asarray)(array, dtype)
+
+
+def _pattern(sources: Sequence[PerWorkerInput]) -> tuple[int, ...]:
+    """Which of them are the same one."""
+    return tuple(sources.index(source) for source in sources)

@@ -1,0 +1,146 @@
+"""``strategy.run`` with parameter servers: the replicas of one worker, in the function that is being traced for it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+
+from replicax._src import context
+from replicax._src.collectives.in_replica import OneReplica
+from replicax._src.context import ReplicaContext
+from replicax._src.devices.topology import Topology
+from replicax._src.errors import CrossReplicaContextError
+from replicax._src.options import RunOptions
+from replicax._src.parameter_servers.programs.events import Events
+from replicax._src.parameter_servers.programs.replicas import Observers, PlacedReplicas
+from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
+from replicax._src.tracing import key
+from replicax._src.tracing.arguments import ClosureCheck, as_arguments, used_by
+from replicax._src.tracing.cache import array_leaf, static_leaf
+from replicax._src.tracing.capture import current_capture
+from replicax._src.values import Mirrored, PerReplica, is_value
+
+log = logging.getLogger("replicax")
+
+
+def run_on_replicas(
+    strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs a replica function in the function that is being traced."""
+    if strategy.num_replicas_in_sync > 1:
+        return _run_on_several(strategy, fn, args, kwargs)
+    replica = ReplicaContext(strategy, None, OneReplica())
+    with context.replica_context(strategy, replica):
+        return fn(*args, **kwargs)
+
+
+def run_as_one(strategy: Any, fn: Callable[..., Any], batch: Any) -> Any:
+    """Calls ``fn`` of a whole batch, in the function that is being traced: what one device computes, on all of a
+    worker's.
+
+    Args:
+      batch: A nest of arrays [rows, ...], or of what each replica has of them.
+    """
+    capture = current_capture()
+    assert capture is not None
+    events = capture.observer
+    assert isinstance(events, Events)
+    topology = Topology.elsewhere(strategy.num_replicas_in_sync)
+    events.num_replicas = topology.num_replicas
+
+    def spread(array: Any) -> Any:
+        is_even = array.ndim and array.shape[0] % topology.num_replicas == 0
+        return jax.lax.with_sharding_constraint(array, topology.per_replica) if is_even else array
+
+    return fn(jax.tree_util.tree_map(spread, strategy.gather(batch, axis=0)))
+
+
+def _run_on_several(
+    strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    capture = current_capture()
+    assert capture is not None
+    events = capture.observer
+    assert isinstance(events, Events)
+    nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
+    leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_value)
+    leaves = as_arguments(leaves, tree)
+    topology = Topology.elsewhere(
+        strategy.num_replicas_in_sync, is_cpu=strategy.session.platforms == ("cpu",)
+    )
+    described, arrays = [], []
+    for leaf in leaves:
+        if isinstance(leaf, (PerReplica, Mirrored)):
+            described.append(describe_distributed(leaf, strategy, topology.num_replicas))
+            arrays.append(leaf.stored)
+        elif key.is_array(leaf):
+            described.append(array_leaf(leaf))
+            arrays.append(leaf)
+        else:
+            described.append(static_leaf(leaf))
+    observers = Observers()
+    program, rows = trace_replicas(
+        strategy, topology, fn, tree, described, slot_of=strategy.slots.slot_of, observe=observers.observe
+    )
+    jaxprs = [variant.jaxpr for variant in program.variants]
+    ClosureCheck(tree, described, lambda: used_by(jaxprs, len(arrays)))(leaves)
+    is_row = [leaf.kind == "row" for leaf in described if leaf.kind != "static"]
+    placed = PlacedReplicas(program, key.name_of(fn), observers, topology, rows, is_row)
+    return results_of(placed.program, topology).wrap(placed(capture, events, arrays))
+
+
+@final
+class RemoteRunner:
+    """``Strategy.run`` with parameter servers: a part of the function for workers that is being traced.
+
+    Anywhere else the function is run in this process, on the servers' variables.
+
+    Args:
+      run_here: Runs a replica function in this process, given its arguments.
+      is_coordinator: Whether this process is one, and computing not its work.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        run_here: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
+        *,
+        is_coordinator: bool,
+    ):
+        self._strategy, self._run_here, self._is_coordinator = strategy, run_here, is_coordinator
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
+    ) -> Any:
+        """Runs ``fn`` once per replica; see ``Strategy.run``."""
+        del options
+        capture = current_capture()
+        if capture is None:
+            if self._is_coordinator:
+                _say_it_runs_here(key.name_of(fn))
+            return self._run_here(fn, args, kwargs)
+        if not context.in_replica_function():
+            capture.use_strategy(self._strategy)  # an rx.function learns of it, and is run here
+        if context.in_replica_function() or not isinstance(capture.observer, Events):
+            raise CrossReplicaContextError(
+                "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do that work in the "
+                "replica function, or after run."
+            )
+        return run_on_replicas(self._strategy, key.unwrap(fn), args, kwargs)
+
+    def owned(self, array: Any) -> Any:
+        """Remembers nothing: arguments of workers are copies."""
+        return array
+
+
+@functools.cache
+def _say_it_runs_here(name: str) -> None:
+    log.warning(
+        "strategy.run of %s was called outside of a scheduled function: it runs in this process, the coordinator. To run it "
+        "on the workers give a function that calls it to ClusterCoordinator.schedule.",
+        name,
+    )

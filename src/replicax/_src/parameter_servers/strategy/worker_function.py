@@ -1,0 +1,228 @@
+"""``WorkerFunction``: a function for workers, traced: its programs, by platform and by the shapes of what it takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.jax_compat import default_platform
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.programs.closure import RemoteClosure
+from replicax._src.parameter_servers.programs.elements import Offer, PerWorkerInput
+from replicax._src.parameter_servers.programs.programs import WorkerProgram
+from replicax._src.parameter_servers.programs.worker import SMALL_BYTES, name_of
+from replicax._src.tracing.arguments import ClosureCheck
+from replicax._src.user_code import UNKNOWN, user_line_of
+from replicax._src.variables.server_arrays import ServerArray
+
+tracing_lock = threading.RLock()
+"""Held while a function for workers is traced: an update is traced with variables that say they have a shard's shape.
+"""
+_MAX_SIGNATURES = 32
+_COMPARED_BYTES = 256 << 10  # at once, so that they stay near the processor
+
+
+@final
+class WorkerFunction:
+    """A function with arguments of certain kinds, and its closures, by the shapes of the elements that it takes.
+
+    Attributes:
+      first: The closure of the elements that the iterators said.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        trace: Callable[[Offer | None], RemoteClosure],
+        sources: Sequence[PerWorkerInput],
+        check_closure: Callable[[Callable[[], Collection[int]]], ClosureCheck],
+    ):
+        self.name = name
+        self._programs: dict[str, str] = {}
+        self._session, self._trace, self._sources = session, trace, sources
+        self._closures: dict[str, RemoteClosure] = {}
+        self._ends: dict[str, str] = {}  # by signature, why the function cannot do with so few elements
+        self._of_digest: dict[str, WorkerProgram] = {}
+        self._platforms = frozenset(platforms_of_workers(session))
+        self.constants: dict[str, np.ndarray] = {}
+        self._found: dict[RemoteClosure, Any] = {}
+        self._lifted: dict[int, tuple[np.ndarray, str | None]] = {}
+        self._layout = session.layout
+        self.first = self._add(None)
+        self._check_of_used = functools.partial(check_closure, self._used_arguments)
+        self.check_closure = self._check_of_used()
+
+    def _used_arguments(self) -> set[int]:
+        programs = self._of_digest.values()
+        inputs = [given for program in programs for given in program.inputs]
+        inputs += [given for program in programs for lookup in program.lookups for given in lookup.inputs]
+        return {given.index for given in inputs if given.kind == "argument"}
+
+    @property
+    def programs(self) -> dict[str, str]:
+        """The digests of the workers' programs, by signature of the elements, for all platforms that workers have by
+        now.
+        """
+        return self.programs_for(platforms_of_workers(self._session))
+
+    def programs_for(self, platforms: Collection[str]) -> dict[str, str]:
+        """The same for some platforms, and those for which there are programs."""
+        if not self._platforms.issuperset(platforms):
+            with tracing_lock:
+                self._platforms = self._platforms.union(platforms)
+                self._programs = {
+                    signature: self._export(closure) for signature, closure in self._closures.items()
+                }
+        return self._programs
+
+    def _export(self, closure: RemoteClosure) -> str:
+        program = closure.export(sorted(self._platforms))
+        self._of_digest[program.digest] = program
+        return program.digest
+
+    def program(self, digest: str) -> WorkerProgram:
+        """The worker's program."""
+        return self._of_digest[digest]
+
+    def is_valid(self) -> bool:
+        """Whether the arrays that it uses are where they were: an optimizer may have been given more copies of its
+        own.
+        """
+        layout = self._session.layout
+        if layout != self._layout:
+            if any(_where(c.arrays) != where for c, where in self._found.items()):
+                return False
+            self._layout = layout
+        return True
+
+    def sources_of(self, arguments: Sequence[PerWorkerInput]) -> list[PerWorkerInput]:
+        """What a call with these arguments takes elements from, in the order of the program's iterators."""
+        replaced = {id(traced): now for traced, now in zip(self._sources, arguments, strict=True)}
+        return [replaced.get(id(source), source) for source in self.first.elements.sources]
+
+    def names_of(self, arrays: Sequence[np.ndarray], num_lifted: int) -> dict[int, str]:
+        """Names for those of the last ``num_lifted`` arrays that are large, and as they were the last time."""
+        names: dict[int, str] = {}
+        for position in range(len(arrays) - num_lifted, len(arrays)):
+            array = arrays[position]
+            if array.nbytes <= SMALL_BYTES:
+                continue
+            before, name = self._lifted.get(position, (None, None))
+            if before is None or not _is_alike(before, array):
+                self._lifted[position] = array, None
+                continue
+            if name is None:
+                name = name_of(before)
+                self._lifted[position] = before, name
+            names[position] = name
+        return names
+
+    def closure(self, signature: str | None) -> RemoteClosure:
+        """That of elements of a signature; None: the first one."""
+        return self.first if signature is None else self._closures[signature]
+
+    def make(self, signature: str, leaves: Sequence[Any] = ()) -> str:
+        """Traces the function for elements of other shapes, or for fewer. Returns the digest of the worker's program.
+
+        Args:
+          leaves: Of a call whose function closes over arrays. They are checked if this program is the first to use
+            them.
+
+        Raises:
+          InvalidArgumentError: There have been too many.
+          NarrowingError: See ``check_closure``.
+          OutOfRangeError: It needs an element that is missing.
+        """
+        with tracing_lock:
+            self.programs_for(platforms_of_workers(self._session))
+            return self._programs.get(signature) or self._made(signature, leaves)
+
+    def _made(self, signature: str, leaves: Sequence[Any]) -> str:
+        if signature in self._ends:
+            raise OutOfRangeError(self._ends[signature])
+        if len(self._closures) >= _MAX_SIGNATURES:
+            raise InvalidArgumentError(
+                f"{self.name} has met elements of {len(self._closures)} different shapes, and is compiled for each: the next has "
+                f"{signature}. Pad what varies to a few sizes, in the dataset."
+            )
+        elements = self.first.elements
+        offer = Offer(
+            elements.sources,
+            dict(zip(sorted(elements.taken), map(_leaves, json.loads(signature)), strict=True)),
+        )
+        try:
+            self._add(offer, signature, leaves)
+        except OutOfRangeError as error:
+            while len(self._ends) >= _MAX_SIGNATURES:
+                del self._ends[next(iter(self._ends))]
+            self._ends[signature] = str(error)
+            raise
+        except Exception as error:
+            if (line := user_line_of(error)) != UNKNOWN:
+                error.add_note(
+                    f"(At {line}, when {self.name} was traced once more: for elements of other shapes, or for those that are left.)"
+                )
+            raise
+        return self._programs[signature]
+
+    def _add(
+        self, offer: Offer | None, signature: str | None = None, leaves: Sequence[Any] = ()
+    ) -> RemoteClosure:
+        closure = self._trace(offer)
+        if offer is not None and not offer.is_short and closure.returns != self.first.returns:
+            raise UnsupportedError(
+                f"{self.name} returns something else for elements of other shapes ({signature}): {closure.returns} in place of "
+                f"{self.first.returns}. Return arrays whose number does not depend on shapes; for a number of rows "
+                "jnp.int32(x.shape[0])."
+            )
+        if offer is not None and (closure.round_key is None) != (self.first.round_key is None):
+            raise UnsupportedError(
+                f"{self.name} applies gradients for some elements only, and not for others ({signature}: shapes and dtypes, null "
+                "after the last element). Schedule another function where none are applied."
+            )
+        self._session.keep_programs(closure, closure.updates)
+        key = signature or closure.elements.signature
+        digest = self._export(closure)
+        if leaves:
+            self.check_closure = self._check_of_used()
+            self.check_closure(leaves)
+        self._closures[key] = closure
+        self._programs[key] = digest
+        self._found[closure] = _where(closure.arrays)
+        self._layout = self._session.layout
+        self.constants |= closure.constants
+        return closure
+
+
+def platforms_of_workers(session: Session) -> Collection[str]:
+    """Those that have been met; before that this process's."""
+    return session.worker_platforms or (default_platform(),)
+
+
+def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays of one shape and dtype have the same bytes; sooner said if they have not."""
+    if one.ctypes.data == other.ctypes.data:  # an array of JAX, seen twice
+        return True
+    these, those = (np.ravel(array).view(np.uint8) for array in (one, other))
+    parts = (slice(start, start + _COMPARED_BYTES) for start in range(0, len(these), _COMPARED_BYTES))
+    return all(np.array_equal(these[part], those[part]) for part in parts)
+
+
+def _where(arrays: Sequence[ServerArray]) -> list[Any]:
+    return [(array.pieces, dict(array.copies)) for array in arrays]
+
+
+def _leaves(described: Any) -> tuple[jax.ShapeDtypeStruct, ...] | None:
+    """Of one element of a signature; None if it is missing."""
+    if described is None:
+        return None
+    return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in described)

@@ -1,0 +1,188 @@
+"""Arguments of functions that are traced: tensors of other libraries as arrays, 64-bit arrays as JAX has them.
+
+Classes of other libraries are known by their methods, or by their names: no library is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.migrate.tensorflow_code import OF_VARIABLE, is_variable
+from replicax._src.narrowing import names_of, narrowed_at
+from replicax._src.tracing.cache import Leaf
+
+_ROOTS = ("args", "kwargs", "closure")
+
+
+def paths_of(tree: Any, *, has_modules: bool = False) -> list[str]:
+    """Returns what messages call the leaves of ``(args, kwargs, cells)``, or of what ``open_modules`` made of it."""
+    if not has_modules:
+        return names_of(tree, _ROOTS)
+    *_, rest, state = tree.children()
+    return [*names_of(rest, _ROOTS), *(f"modules{path}" for path in state.unflatten(range(state.num_leaves)))]
+
+
+def _closure_of(tree: Any, has_modules: bool) -> range:
+    """Where the leaves of ``cells`` are among all."""
+    stop = tree.num_leaves
+    if has_modules:
+        *_, tree, state = tree.children()
+        stop -= state.num_leaves
+    return range(stop - sum(child.num_leaves for child in tree.children()[2:]), stop)
+
+
+def as_arguments(leaves: Sequence[Any], tree: Any, *, has_modules: bool = False) -> Sequence[Any]:
+    """Returns the leaves of ``(args, kwargs, cells)`` as programs take them.
+
+    Those of the cells, the closure, are left to ``ClosureCheck``, which knows the program.
+
+    Raises:
+      InvalidArgumentError: One has to be made an array by the user: see ``_as_array``.
+      UnsupportedError: One is a ``tf.Variable``.
+      NarrowingError: A number does not fit into the dtype that JAX gives its array.
+    """
+    if not any(map(_needs_a_look, map(type, leaves))):
+        return leaves
+    names = functools.partial(paths_of, tree, has_modules=has_modules)
+    if any(map(_may_be_foreign, map(type, leaves))):
+        leaves = [
+            _as_array(leaf, lambda i=i: names()[i]) if _may_be_foreign(type(leaf)) else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+    closure = _closure_of(tree, has_modules)
+    return narrowed_at((*range(closure.start), *range(closure.stop, len(leaves))), leaves, names)
+
+
+@final
+class ClosureCheck:
+    """Checks 64-bit arrays that a function closes over: those that its program uses, each array once.
+
+    An array that is used for its shape only is not checked. A program is called with other arrays of the same shapes,
+    so the check belongs to the calls, which must not look at the numbers of an array that they know.
+
+    Args:
+      tree: The structure of ``(args, kwargs, cells)``, whose leaves are ``described``.
+      used: Returns which of the arrays among the leaves the program uses, by their numbers.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        described: Sequence[Leaf],
+        used: Callable[[], Collection[int]],
+        *,
+        has_modules: bool = False,
+    ):
+        closure = _closure_of(tree, has_modules)
+        arrays = [i for i, leaf in enumerate(described) if leaf.kind != "static"]
+        self._positions = [arrays[n] for n in used() if arrays[n] in closure] if closure else []
+        self._names = functools.partial(paths_of, tree, has_modules=has_modules)
+        self._checked: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+
+    def __call__(self, leaves: Sequence[Any]) -> None:
+        """Looks at the leaves of a call.
+
+        Raises:
+          NarrowingError: A number does not fit into the dtype that JAX gives its array.
+        """
+        for i in self._positions:
+            leaf = leaves[i]
+            if self._checked.get(id(leaf)) is not leaf:
+                narrowed_at((i,), leaves, self._names)
+                if isinstance(leaf, np.ndarray):  # NumPy's scalars have no weak references, and cost little
+                    self._checked[id(leaf)] = leaf
+
+
+def used_by(jaxprs: Sequence[Any], num_arrays: int) -> set[int]:
+    """Which of the last ``num_arrays`` operands at least one of the programs uses."""
+    used = (jax_compat.without_dead_code(jaxpr)[1] for jaxpr in jaxprs)
+    return {i for flags in used for i, is_used in enumerate(flags[len(flags) - num_arrays :]) if is_used}
+
+
+@functools.lru_cache(maxsize=512)
+def _needs_a_look(kind: type) -> bool:
+    return issubclass(kind, np.ndarray | np.generic) or _may_be_foreign(kind)
+
+
+@functools.lru_cache(maxsize=512)
+def _may_be_foreign(kind: type) -> bool:
+    """True if objects of a class may be tensors of another library than NumPy and JAX."""
+    # What has __jax_array__ JAX knows itself: variables of replicax, Keras and flax, and values of strategies.
+    if issubclass(kind, np.ndarray | np.generic | jax.Array | jax_compat.Tracer) or _has(
+        kind, "__jax_array__"
+    ):
+        return False
+    return _has(kind, "__array__") or _has(kind, "__dlpack__")
+
+
+def _as_array(value: Any, name: Callable[[], str]) -> Any:
+    """Returns a tensor of another library as a NumPy array, or as a JAX array if its device needs that.
+
+    On CPUs nothing is copied: the array shares the tensor's memory.
+
+    Args:
+      value: Of a class that may be foreign. What has no shape and dtype, or holds text, is returned as it is.
+      name: Returns what errors call it.
+
+    Raises:
+      UnsupportedError: It is a ``tf.Variable``.
+      InvalidArgumentError: It is a variable of another library, or rows that are elsewhere or labelled, and has to be
+        converted by the user.
+    """
+    kind = type(value)
+    remedy = _remedy(kind)
+    if remedy is not None:
+        if is_variable(value):
+            raise UnsupportedError(f"{name()} is a tf.Variable, which is no array: {remedy}")
+        library = kind.__module__.partition(".")[0]
+        raise InvalidArgumentError(f"{name()} is a {kind.__name__} of {library}, which is no array: {remedy}")
+    if not (_has(value, "shape") and _has(value, "dtype")):
+        return value
+    try:
+        array = np.asarray(value) if _has(kind, "__array__") else np.from_dlpack(value)
+    except Exception as error:  # of a GPU, or of a dtype that NumPy lacks, as torch.bfloat16
+        try:
+            return jax.dlpack.from_dlpack(value)
+        except Exception:
+            raise InvalidArgumentError(
+                f"{name()} is a {kind.__module__}.{kind.__name__} that cannot be made an array: {error} Pass an array, or a tensor "
+                "on this process's devices whose gradient is not recorded (torch: x.detach())."
+            ) from error
+    return array if array.dtype.kind in "biufcV" else value
+
+
+_READ = {
+    ("h5py", "Dataset"): "dataset[start:stop]",
+    ("zarr", "Array"): "array[start:stop]",
+    ("netCDF4", "Variable"): "variable[start:stop]",
+    ("tensorstore", "TensorStore"): "store[start:stop].read().result()",
+}
+"""Arrays of other libraries that lie in storage, and how rows of them are read."""
+
+
+@functools.lru_cache(maxsize=512)
+def _remedy(kind: type) -> str | None:
+    """Returns what to write in place of an object of a class; None if it can be taken as an array."""
+    names = {(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__}
+    if ("tensorflow", "Variable") in names:
+        return OF_VARIABLE
+    read = next((_READ[name] for name in names if name in _READ), None)
+    if read is not None:
+        return (
+            f"its rows are in storage, and each call would read them all. Read those that it needs: {read}."
+        )
+    if any(library == "pandas" for library, _ in names):
+        return "its rows have labels and its columns may have different dtypes. Pass .to_numpy(), or a dict of arrays."
+    return None
+
+
+def _has(value: Any, name: str) -> bool:
+    return getattr(value, name, None) is not None

@@ -1,0 +1,219 @@
+"""The cache of programs: by what a function is, and by the signature of its arguments.
+
+Also says once, with the reason, when a function is traced again and again.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.tracing import key
+
+log = logging.getLogger("replicax")
+_TRACES_BEFORE_WARNING = 5
+_MAX_VERSIONS = 16  # of one function, with other closures or globals
+T = TypeVar("T")
+
+
+class Leaf(NamedTuple):
+    """How one leaf of the arguments enters a program.
+
+    Attributes:
+      kind: "row" (PerReplica: device r holds row r), "whole" (the same on all), or "static".
+      shape, dtype, weak_type: As the program's function sees it (padded, where shapes differ).
+      shapes: By replica, where they differ.
+      value: What a static leaf is: see ``static_leaf``.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    weak_type: bool = False
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    value: Any = None
+
+    def aval(self, replica_id: int = 0) -> Any:
+        """The abstract array that the replica's program takes."""
+        shape = self.shape if self.shapes is None else self.shapes[replica_id]
+        return jax_compat.shaped(shape, self.dtype, self.weak_type)
+
+    def thaw(self) -> Any:
+        """The static leaf itself."""
+        return self.value[1] if isinstance(self.value, tuple) else self.value.content
+
+    def __str__(self) -> str:
+        if self.kind == "static":
+            return repr(self.value[1]) if isinstance(self.value, tuple) else repr(self.value)
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def array_leaf(array: Any) -> Leaf:
+    """The leaf of an array that all replicas see alike."""
+    dtype = array.dtype
+    if isinstance(dtype, np.dtype):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return Leaf("whole", tuple(array.shape), dtype, bool(getattr(array, "weak_type", False)))
+
+
+def static_leaf(value: Any) -> Leaf:
+    """The leaf of a Python value that is a constant of the program.
+
+    Numbers and strings by type and value (``1``, ``1.0`` and ``True`` are different programs), other objects by
+    identity.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return Leaf("static", value=(type(value), value))
+    return Leaf("static", value=_ById(value))
+
+
+class _ById:
+    """An object compared by identity; held weakly where Python can."""
+
+    __slots__ = ("_id", "_kind", "_reference")
+
+    def __init__(self, content: Any):
+        self._id = id(content)
+        self._kind = type(content).__name__
+        try:
+            self._reference: Callable[[], Any] = weakref.ref(content)
+        except TypeError:
+            self._reference = lambda: content
+
+    @property
+    def content(self) -> Any:
+        return self._reference()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other._id == self._id and other.content is self.content
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __repr__(self) -> str:
+        return f"a {self._kind}"
+
+
+class FunctionPrograms(Generic[T]):
+    """The programs of one function, by signature."""
+
+    def __init__(self) -> None:
+        self.anchors: Any = None
+        self.shallow: dict[Any, T] = {}  # by a signature that is quick to make; the runner's affair
+        self._programs: dict[Any, tuple[T, Any]] = {}
+        self._traced_floats: set[int] = set()
+        self._static_floats: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def get(self, signature: Any) -> T | None:
+        """The program for ``signature``, if there is one."""
+        found = self._programs.get(signature)
+        return None if found is None else found[0]
+
+    def note_new_structure(self, error: Exception, tree: Any) -> None:
+        """Says, when the function fails, that earlier arguments had another structure, which it may have been
+        written for.
+        """
+        earlier = [signature[0] for signature in self._programs]
+        if earlier and tree not in earlier:
+            now, before = (
+                str(each.children()[0]).removeprefix("PyTreeDef")[1:-1] for each in (tree, earlier[-1])
+            )
+            if now != before:
+                error.add_note(
+                    f"(The structure of the arguments has changed: args was {before}, and is {now} in this call.)"
+                )
+
+    def put(self, signature: Any, described: Sequence[Leaf], program: T) -> None:
+        """Keeps a program until an object in its signature is gone."""
+        objects = [leaf.thaw() for leaf in described if isinstance(leaf.value, _ById)]
+        anchors = key.Anchors(objects, lambda: self._programs.pop(signature, None))
+        self._programs[signature] = (program, anchors)
+        for position, leaf in enumerate(described):
+            if isinstance(leaf.value, tuple) and leaf.value[0] is float:
+                self._static_floats.setdefault(position, leaf.value[1])
+
+    def is_varying(self, position: int, value: float) -> bool:
+        """Whether a Python float has had two values at this place: then it is an input, not a constant."""
+        if position in self._traced_floats:
+            return True
+        if self._static_floats.setdefault(position, value) == value:
+            return False
+        self._traced_floats.add(position)
+        return True
+
+
+class ProgramCache(Generic[T]):
+    """The programs of all functions that one owner runs."""
+
+    def __init__(self) -> None:
+        self._functions: dict[Any, FunctionPrograms[T]] = {}
+        self._versions: dict[Any, collections.deque[Any]] = {}
+        self._num_traces: dict[Any, int] = {}
+        self._last: dict[Any, tuple[Any, Sequence[Leaf]]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(programs) for programs in self._functions.values())
+
+    def programs_of(self, fn: Callable[..., Any]) -> FunctionPrograms[T]:
+        """The programs of what ``fn`` is now."""
+        fn_key = key.function_key(fn)
+        programs = self._functions.get(fn_key)
+        if programs is None:
+            objects: list[Any] = []
+            key.function_key(fn, objects)
+            programs = FunctionPrograms[T]()
+            self._functions[fn_key] = programs
+            self._forget_old_versions(fn, fn_key)
+            programs.anchors = key.Anchors(objects, lambda: self._functions.pop(fn_key, None))
+        return programs
+
+    def _forget_old_versions(self, fn: Callable[..., Any], fn_key: Any) -> None:
+        # A program holds its variables; where a variable itself is in the key nothing else would let go of both.
+        versions = self._versions.setdefault(family_of(fn), collections.deque())
+        versions.append(fn_key)
+        if len(versions) > _MAX_VERSIONS:
+            self._functions.pop(versions.popleft(), None)
+
+    def report_trace(self, fn: Callable[..., Any], described: Sequence[Leaf]) -> None:
+        """Counts a trace of ``fn``; warns once when there are many."""
+        code = family_of(fn)
+        count = self._num_traces[code] = self._num_traces.get(code, 0) + 1
+        old = self._last.get(code)
+        if count <= _TRACES_BEFORE_WARNING:
+            self._last[code] = (key.function_key(fn), list(described))
+        if count == _TRACES_BEFORE_WARNING and old is not None:
+            log.warning(
+                "%s has been traced %d times, which is slow; the last time because %s. Pass what changes as an array "
+                "argument, and make models and other objects once, outside the loop.",
+                getattr(fn, "__qualname__", fn),
+                count,
+                _reason(old, self._last[code]),
+            )
+
+
+def _reason(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) -> str:
+    found = key.difference(old[0], new[0])
+    if found is not None:
+        return found
+    changed = [f"{a} became {b}" for a, b in zip(old[1], new[1], strict=False) if a != b]
+    return "; ".join(changed[:3]) or "the structure of the arguments changed"
+
+
+def jax_state() -> Any:
+    """What of JAX's configuration changes the avals of arguments; what changes code, jit watches itself."""
+    return jax.config.read("jax_enable_x64")
+
+
+def family_of(fn: Callable[..., Any]) -> Any:
+    """What functions share that are made again and again at one place: their code. Where it is ours, they say what."""
+    return getattr(fn, "replicax_family", None) or getattr(fn, "__code__", type(fn))

@@ -1,0 +1,422 @@
+"""Capture: finds the variables that a function reads and writes while JAX traces it.
+
+The first read of a variable binds a placeholder in the outermost trace of the function, so that it
+becomes an input of the program even when the read happens inside a scan, a condition or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.errors import TapeError, TraceError, VariableError
+from replicax._src.tracing.markers import (
+    aggregate_p,
+    gradient_p,
+    placeholder_p,
+    region_p,
+    watch_p,
+)
+from replicax._src.tracing.slots import Sharing, Slot
+from replicax._src.user_code import user_line
+
+if TYPE_CHECKING:
+    from replicax._src.tracing.tape import GradientTape
+
+
+planning: contextvars.ContextVar[bool] = contextvars.ContextVar("replicax_planning", default=False)
+"""Whether functions are traced for a plan: variables that have no value yet are taken as they will be."""
+
+
+class Uneven:
+    """What the trace of one variant of an uneven step knows of the other replicas.
+
+    A step whose replicas have different shapes is traced once per distinct pattern of shapes (a variant).
+    Shapes inside the function that the replicas exchange are learnt by tracing again: ``seen`` of one round
+    is ``known`` of the next.
+
+    Attributes:
+      variant_of_replica: The variant that each replica runs.
+      known: For each exchange, the shape in each variant, as far as earlier rounds have learnt them.
+      rows: The local batch size of this variant.
+      seen: The shapes of this variant's exchanges, in order.
+    """
+
+    def __init__(
+        self,
+        variant_of_replica: Sequence[int],
+        known: Sequence[Sequence[tuple[int, ...]]] | None,
+        rows: int,
+    ):
+        self.rows = rows
+        self.variant_of_replica = tuple(variant_of_replica)
+        self.known = known
+        self.seen: list[tuple[int, ...]] = []
+
+    def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes of the array exchanged now, by replica; this replica's own is ``shape``."""
+        self.seen.append(shape)
+        if self.known is None or len(self.seen) > len(self.known):
+            return [shape] * len(self.variant_of_replica)
+        by_variant = self.known[len(self.seen) - 1]
+        return [by_variant[v] for v in self.variant_of_replica]
+
+
+class Entry:
+    """What one trace knows of one variable."""
+
+    __slots__ = ("current", "index", "line", "slot", "written")
+
+    def __init__(self, slot: Slot, index: int, current: Any):
+        self.slot = slot
+        self.index = index
+        self.current = current
+        self.written = False
+        self.line = ""
+
+
+class Observer(Protocol):
+    """Looks on while a function is traced, where its assignments become messages to parameter servers."""
+
+    def read(self, entry: Entry) -> Any:
+        """The value of a variable as the function shall see it: marked, so that the read can be found again."""
+        ...
+
+    def written(self, entry: Entry) -> None:
+        """A variable has been assigned its current value."""
+
+
+class Branch:
+    """What one branch of ``rx.cond`` has assigned so far: the value and the user's line, by ``id`` of variable."""
+
+    def __init__(self, trace: Any):
+        self.trace = trace
+        self.writes: dict[int, tuple[Any, Any, str]] = {}
+
+
+class Capture:
+    """The variables of a function that is being traced.
+
+    Attributes:
+      slot_of: Gives the slot of a variable (the strategy's table).
+      num_replicas: R in a replica function, None in a cross-replica function.
+      uneven: Where replicas have different shapes: what is known of the other replicas.
+      entries: By ``id`` of the variable, in the order of discovery.
+      tapes: The tapes that are recording now.
+      unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
+      on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
+      checks: Called before anything is stored, each with an array of the program; None where there can be none.
+      observer: Of reads and assignments, but for those in scans, conditions of JAX and other inner traces.
+      created: Variables that were created while this was the outermost capture: the name and the user's line of each.
+    """
+
+    def __init__(
+        self,
+        slot_of: Callable[[Any], Slot],
+        num_replicas: int | None,
+        *,
+        uneven: Uneven | None = None,
+        unconnected: frozenset[tuple[int, int]] = frozenset(),
+        on_strategy: Callable[[Any], None] | None = None,
+    ):
+        self.slot_of = slot_of
+        self.num_replicas = num_replicas
+        self.uneven = uneven
+        self.unconnected = unconnected
+        self.on_strategy = on_strategy
+        self.entries: dict[int, Entry] = {}
+        self.tapes: list[GradientTape] = []
+        self.num_gradients = 0
+        self.num_aggregated_reads = 0
+        self.on_aggregate: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], None] | None = None
+        self.observer: Observer | None = None
+        self.checks: list[tuple[Callable[[Any], None], Any]] | None = None
+        self.read_in_inner_trace = False
+        self.created: list[str] = []
+        self.trace: Any = None
+        self._tape_traces: dict[int, Any] = {}
+        self._branches: list[Branch] = []
+        self._forgotten = contextlib.ExitStack()
+        self._is_remembered = False  # an inner function has read a variable since JAX was last made to forget
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """To be entered first thing in the traced function: remembers its trace, becomes current."""
+        with jax_compat.take_current_trace() as trace:
+            self.trace = trace
+        _stack().append(self)
+        try:
+            with self._forgotten:
+                yield
+        finally:
+            _stack().pop()
+
+    def _forget_inner_traces(self) -> None:
+        """Makes JAX trace anew the functions (jit, scan, checkpoint) that have read a variable in this trace.
+
+        What JAX remembers of them holds the values read then, and a tape opened since has not seen the reads.
+        """
+        if self._is_remembered:
+            self._is_remembered = False
+            self._forgotten.enter_context(jax_compat.forgetting_inner_traces())
+
+    def use_strategy(self, strategy: Any) -> None:
+        """``run`` of ``strategy`` is called in this (cross-replica) function."""
+        if self.on_strategy is not None:
+            self.on_strategy(strategy)
+
+    @property
+    def is_replica(self) -> bool:
+        return self.num_replicas is not None
+
+    def is_in_inner_trace(self) -> bool:
+        """Whether JAX is inside a scan, condition, grad, … of the function (or branch) being traced."""
+        home = self._branches[-1].trace if self._branches else self.trace
+        with jax_compat.take_current_trace() as trace:
+            return trace is not home
+
+    @property
+    def is_in_branch(self) -> bool:
+        """Whether a branch of ``rx.cond`` is being traced."""
+        return bool(self._branches)
+
+    @contextlib.contextmanager
+    def branch(self) -> Iterator[Branch]:
+        """Inside, assignments are kept apart: for the branches of ``rx.cond``, each traced by itself."""
+        with jax_compat.take_current_trace() as trace:
+            branch = Branch(trace)
+        self._branches.append(branch)
+        try:
+            yield branch
+        finally:
+            self._branches.pop()
+
+    def read(self, variable: Any) -> Any:
+        """The variable's value at this point of the function, as one replica (or all) see it."""
+        entry = self._entry(variable)
+        with jax_compat.take_current_trace() as trace:
+            is_inner = trace is not self.trace
+        if is_inner:
+            self.read_in_inner_trace = self._is_remembered = True
+        for branch in reversed(self._branches):
+            if id(variable) in branch.writes:
+                return branch.writes[id(variable)][1]
+        for tape in self.tapes:
+            tape.record_read(variable, entry.current)
+        if self.observer is None or self.is_in_inner_trace():
+            return entry.current
+        return self.observer.read(entry)
+
+    def write(self, variable: Any, value: Any, line: str | None = None) -> None:
+        """Makes ``value`` the variable's value from here on; ``line`` is the user's line if not the caller's.
+
+        Raises:
+          TraceError: In a scan, condition or other inner trace, from which the value would leak.
+          VariableError: Shape differs from the variable's.
+        """
+        entry = self._entry(variable)
+        slot = entry.slot
+        if self.is_in_inner_trace():
+            raise TraceError(
+                f"Variable {slot.name!r} is assigned at {user_line()} inside a function that JAX traces on its "
+                f"own (a scan, loop, condition, jax.grad, jax.vmap or jax.jit), and the value cannot leave it. "
+                f"Return the value and assign it outside; for a condition use rx.cond, which threads "
+                f"assignments through."
+            )
+        value = jnp.asarray(value)
+        expected = slot.shape if self.is_replica else self.raw_shape(slot)
+        if tuple(value.shape) != tuple(expected):
+            raise VariableError(
+                f"Variable {slot.name!r} has shape {tuple(expected)}; a value of shape {tuple(value.shape)} "
+                f"cannot be assigned to it (at {user_line()})."
+            )
+        value = jax.lax.convert_element_type(value, slot.dtype)
+        if self.tapes or self._is_held_by_another(entry, value):
+            # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
+            value = _detached(value)
+        line = line or user_line()
+        if self._branches:
+            self._branches[-1].writes[id(variable)] = (variable, value, line)
+            return
+        entry.current = value
+        entry.written = True
+        entry.line = line
+        if self.observer is not None:
+            self.observer.written(entry)
+        self._forget_inner_traces()
+
+    def sharing_of(self, variable: Any) -> Sharing:
+        """How the replicas share a variable."""
+        return self._entry(variable).slot.sharing
+
+    def raw_shape(self, slot: Slot) -> tuple[int, ...]:
+        """The shape of the value as ``read`` gives it in this kind of function."""
+        entry = self.entries.get(id(slot.variable))
+        return tuple(entry.current.shape) if entry is not None else slot.shape
+
+    def _is_held_by_another(self, entry: Entry, value: Any) -> bool:
+        return any(other.current is value for other in self.entries.values() if other is not entry)
+
+    def _entry(self, variable: Any) -> Entry:
+        entry = self.entries.get(id(variable))
+        if entry is None:
+            slot = self.slot_of(variable)
+            shape = slot.shape
+            if not self.is_replica and slot.sharing.is_per_replica:
+                shape = (slot.num_replicas, *shape)
+            with jax_compat.set_current_trace(self.trace):
+                value = placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=slot.dtype)
+            entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
+        return entry
+
+    def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes, by replica, of an array of which this replica's has ``shape``."""
+        if self.uneven is None:
+            return [shape] * (self.num_replicas or 1)
+        return self.uneven.shapes_of_all_replicas(shape)
+
+    def begin_recording(self, tape: GradientTape, tape_id: int) -> None:
+        """Marks in the trace where a tape starts to record."""
+        self._forget_inner_traces()
+        with jax_compat.take_current_trace() as trace:
+            self._tape_traces[tape_id] = trace
+        region_p.bind(tape=tape_id, begins=True)
+        self.tapes.append(tape)
+
+    def end_recording(self, tape: GradientTape, tape_id: int) -> None:
+        """Marks in the trace where a tape stops to record."""
+        self.tapes.remove(tape)
+        region_p.bind(tape=tape_id, begins=False)
+
+    def watch(self, tape_id: int, value: Any) -> None:
+        """Marks in the trace that a tape watches an array from here on."""
+        watch_p.bind(value, tape=tape_id)
+
+    def gradient(
+        self,
+        tape_id: int,
+        targets: list[Any],
+        seeds: list[Any],
+        sources: list[Any],
+        derived: Sequence[bool],
+        watched: Sequence[Any],
+    ) -> tuple[list[Any], set[int]]:
+        """Leaves the marker of a ``tape.gradient`` in the trace.
+
+        Args:
+          derived: For each source, whether it counts only if it was computed from ``watched`` values.
+
+        Returns:
+          The gradients by ``sources``, and the positions that an earlier trace found unconnected.
+
+        Raises:
+          TapeError: In another trace than the one in which the tape was opened.
+        """
+        with jax_compat.take_current_trace() as trace:
+            if trace is not self._tape_traces.get(tape_id):
+                raise TapeError(
+                    f"tape.gradient at {user_line()} is called in another scan, loop, condition, jax.grad or "
+                    f"jax.jit than its tape was opened in. Open the tape in the function that calls gradient."
+                )
+        ordinal, self.num_gradients = self.num_gradients, self.num_gradients + 1
+        targets = [target for target in targets if jnp.issubdtype(target.dtype, jnp.inexact)]
+        if not targets:
+            return [None] * len(sources), set(range(len(sources)))
+        seeds = [
+            jax.lax.convert_element_type(jnp.broadcast_to(seed, target.shape), target.dtype)
+            for seed, target in (zip(seeds, targets, strict=True) if seeds else ())
+        ]
+        out = gradient_p.bind(
+            *targets,
+            *seeds,
+            *sources,
+            *watched,
+            tape=tape_id,
+            num_targets=len(targets),
+            num_seeds=len(seeds),
+            num_sources=len(sources),
+            derived=tuple(derived),
+            ordinal=ordinal,
+        )
+        return out, {i for i in range(len(sources)) if (ordinal, i) in self.unconnected}
+
+    def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced.
+
+        Which ones have been is known when the whole function is.
+        """
+        applied = list(aggregate_p.bind(*gradients)) if gradients else []
+        if self.on_aggregate is not None:
+            self.on_aggregate(names, gradients, applied)
+        return applied
+
+    @contextlib.contextmanager
+    def aggregated_reads(self) -> Iterator[None]:
+        """Reads of SUMMED variables give the sum over replicas (``metric.result()``)."""
+        self.num_aggregated_reads += 1
+        try:
+            yield
+        finally:
+            self.num_aggregated_reads -= 1
+
+
+def _detached(value: Any) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jax.lax.stop_gradient(value)
+    return value
+
+
+_LOCAL = threading.local()
+
+
+def _stack() -> list[Capture]:
+    try:
+        return _LOCAL.stack
+    except AttributeError:
+        _LOCAL.stack = []
+        return _LOCAL.stack
+
+
+def current_capture() -> Capture | None:
+    """The capture of the innermost function that is being traced in this thread."""
+    stack = _stack()
+    return stack[-1] if stack else None
+
+
+def note_created(name: str) -> None:
+    """Tells the outermost function that is being traced that it creates a variable."""
+    outermost = next((capture for capture in _stack() if capture is not None), None)
+    if outermost is not None:
+        outermost.created.append(f"{name!r} at {user_line()}")
+
+
+def created_again(variable: str) -> VariableError:
+    """The error of a function that creates a variable although it is not traced for the first time."""
+    return VariableError(
+        f"Variable {variable} would be created by every call: a function that strategy.run, rx.function or the like runs is "
+        f"traced, and may create variables in its first call only. Create it once, before the function is called:\n"
+        f"    v = rx.Variable(0.0)\n"
+        f"or, where its shape is known only in the function, keep it in an object:\n"
+        f"    if self.v is None:\n"
+        f"        self.v = rx.Variable(np.zeros(x.shape[1:], 'float32'))\n"
+        f"Make layers, metrics, optimizers and seed generators outside of the function too. A value that lasts for one call is "
+        f"an array, not a variable: v = jnp.zeros(())."
+    )
+
+
+@contextlib.contextmanager
+def replaced_capture(capture: Any) -> Iterator[None]:
+    """Makes another capture (or None: plain values) the current one."""
+    stack = _stack()
+    stack.append(capture)
+    try:
+        yield
+    finally:
+        stack.pop()

@@ -1,0 +1,265 @@
+"""``RunOptions(check_finite=True)``: a program that also gives where its first NaN and its first infinity were
+computed.
+
+A value counts where it comes from operands without one: a NaN from operands that are no NaN, an infinity from finite
+operands. An attention mask of -inf is a literal, and does not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.errors import NotFiniteError
+from replicax._src.tracing.program import Output, ReplicaProgram, Variant
+from replicax._src.tracing.verdict import Verdict, is_call
+from replicax._src.user_code import UNKNOWN
+
+_NONE = -1
+_WHAT = ("nan", "infinite")
+
+
+@final
+@dataclass(frozen=True)
+class FiniteCheck:
+    """Raises the error for what a watched program has found.
+
+    Attributes:
+      name: Of the function.
+      results: What each result, then each assigned variable, is called.
+      origins: Where a value comes from, by variant: arguments, variables and equations.
+      variant_of_replica: Which variant each replica runs.
+    """
+
+    name: str
+    results: Sequence[str]
+    origins: Sequence[Sequence[str]]
+    variant_of_replica: Sequence[int]
+
+    def __call__(self, found: Any) -> None:
+        """Waits for what the program has found.
+
+        Args:
+          found: [R, 3]: the first result that is not finite, and the origins of the first NaN and the first infinity;
+            -1: none.
+
+        Raises:
+          NotFiniteError: There is one.
+        """
+        rows = np.asarray(found)
+        bad = [r for r, row in enumerate(rows) if row[0] != _NONE]
+        if not bad:
+            return
+        # Replicas receive from each other what is not finite: the first of all is where it began.
+        begun = [r for r in bad if (rows[r, 1:] != _NONE).any()] or bad
+        first = min(begun, key=lambda r: sorted(i if i != _NONE else np.inf for i in rows[r, 1:]))
+        result, *births = rows[first]
+        known = self.origins[self.variant_of_replica[first]]
+        # In the order of the program: an infinity often is what a NaN was computed from.
+        in_order = sorted(zip(births, _WHAT, strict=True), key=lambda birth: birth[0])
+        told = [
+            f"The first {what} value comes from {known[index]}." for index, what in in_order if index != _NONE
+        ]
+        raise NotFiniteError(
+            f"{self.name}: {self.results[result]} is not finite on replica {first}. {' '.join(told)} The variables keep the values "
+            "that they had before this step."
+        )
+
+
+def watched(
+    program: ReplicaProgram, name: str, arguments: Sequence[str], rows_of_replica: Sequence[int] | None
+) -> tuple[ReplicaProgram, FiniteCheck]:
+    """A program with one more result, which the check takes.
+
+    Args:
+      arguments: What the arrays that it takes are called.
+      rows_of_replica: See ``replica_body``: what a replica without rows computes does not count.
+    """
+    num_replicas = len(program.variant_of_replica)
+    variants, origins = [], []
+    for number, variant in enumerate(program.variants):
+        has_rows = rows_of_replica is None or rows_of_replica[program.variant_of_replica.index(number)] > 0
+        watcher = _Watcher(variant, arguments, has_rows)
+        variants.append(watcher.variant(num_replicas))
+        origins.append(watcher.origins)
+    first = program.variants[0]
+    paths = jax.tree_util.tree_flatten_with_path(
+        jax.tree_util.tree_unflatten(first.tree, range(len(first.outputs))), is_leaf=lambda leaf: leaf is None
+    )[0]
+    is_array = [output.is_array for output in first.outputs]
+    results = [f"result{jax.tree_util.keystr(path)}" for path, i in paths if i is not None and is_array[i]]
+    assigned = [f"the new value of variable {entry.slot.name!r}" for entry in first.written]
+    check = FiniteCheck(name, [*results, *assigned], origins, program.variant_of_replica)
+    return ReplicaProgram(variants, program.variant_of_replica), check
+
+
+@final
+class _Watcher:
+    """Evaluates a variant and follows where values that are not finite come from.
+
+    Attributes:
+      origins: By number.
+    """
+
+    def __init__(self, variant: Variant, arguments: Sequence[str], has_rows: bool):
+        self._variant, self._has_rows = variant, has_rows
+        self.origins: list[str] = []
+        self._numbers: dict[int, int] = {}
+        states = [f"variable {entry.slot.name!r}, before the step" for entry in variant.entries]
+        self._inputs = [*("a constant of the function" for _ in variant.consts), *states, *arguments]
+
+    def variant(self, num_replicas: int) -> Variant:
+        """The variant with one more result, after the others."""
+        variant = self._variant
+        axes = [(REPLICA_AXIS, num_replicas)]
+        jaxpr, consts = jax_compat.trace(
+            lambda *args: self._evaluate(args, num_replicas), [v.aval for v in variant.jaxpr.invars], axes
+        )
+        changed = variant.with_jaxpr(jaxpr, consts)
+        return dataclasses.replace(
+            changed,
+            outputs=[*variant.outputs, Output(True)],
+            out_verdicts=[*variant.out_verdicts, Verdict.REDUCED],
+        )
+
+    def _evaluate(self, args: Sequence[Any], num_replicas: int) -> list[Any]:
+        births = (jnp.int32(_NONE), jnp.int32(_NONE))
+        for what, arg in zip(self._inputs, args, strict=True):
+            births = self._noted(births, [], [arg], self._number(what))
+        outs, births = self._run(self._variant.jaxpr, (), args, births, UNKNOWN)
+        is_bad = [jnp.bool_(False) if not _is_float(out) else ~jnp.isfinite(out).all() for out in outs]
+        first_bad = jnp.int32(_NONE)
+        if is_bad and self._has_rows:
+            stacked = jnp.stack(is_bad)
+            first_bad = jnp.where(stacked.any(), jnp.argmax(stacked), _NONE).astype(jnp.int32)
+        found = jnp.stack([first_bad, *births])
+        found = found[None] if num_replicas == 1 else jax.lax.all_gather(found, REPLICA_AXIS)
+        num_arrays = self._variant.num_arrays
+        return [*outs[:num_arrays], found, *outs[num_arrays:]]
+
+    def _number(self, what: str, key: int | None = None) -> int:
+        if key is not None and key in self._numbers:
+            return self._numbers[key]
+        self.origins.append(what)
+        if key is not None:
+            self._numbers[key] = len(self.origins) - 1
+        return len(self.origins) - 1
+
+    def _noted(self, births: Any, operands: Sequence[Any], results: Sequence[Any], number: int) -> Any:
+        """The births, after an operation."""
+        operands, results = list(filter(_is_float, operands)), list(filter(_is_float, results))
+        if not results:
+            return births
+        kinds = (jnp.isnan, lambda x: ~jnp.isfinite(x)), (jnp.isnan, jnp.isinf)
+        noted = []
+        for birth, of_operands, of_results in zip(births, *kinds, strict=True):
+            is_born = _any(of_results, results) & ~_any(of_operands, operands)
+            noted.append(jnp.where((birth == _NONE) & is_born, jnp.int32(number), birth))
+        return tuple(noted)
+
+    def _run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], births: Any, called_at: str
+    ) -> tuple[list[Any], Any]:
+        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = list(map(read, eqn.invars))
+            line = jax_compat.equation_line(eqn)
+            line = called_at if line == UNKNOWN else line
+            rule = _RULES.get(eqn.primitive.name, _Watcher._call if is_call(eqn) else None)
+            if rule is not None:
+                results, births = rule(self, eqn, operands, births, line)
+            else:
+                results = jax_compat.bind_equation(eqn, operands)
+                backward = " in the backward pass" if jax_compat.is_transposed(eqn) else ""
+                number = self._number(f"{eqn.primitive.name} at {line}{backward}", id(eqn))
+                births = self._noted(births, operands, results, number)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars)), births
+
+    def _call(self, eqn: Any, operands: Sequence[Any], births: Any, line: str) -> tuple[list[Any], Any]:
+        inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+        return self._run(inner, consts, operands[len(operands) - len(inner.invars) :], births, line)
+
+    def _cond(self, eqn: Any, operands: Sequence[Any], births: Any, line: str) -> tuple[list[Any], Any]:
+        index, *rest = operands
+        branches = [
+            self._part(jax_compat.inner_jaxpr(branch), len(rest), line) for branch in eqn.params["branches"]
+        ]
+        index = index.astype(jnp.int32)
+        return _split(jax.lax.switch(index, branches, *rest, *births))
+
+    def _scan(self, eqn: Any, operands: Sequence[Any], births: Any, line: str) -> tuple[list[Any], Any]:
+        num_consts, num_carry = jax_compat.scan_counts(eqn)
+        body, body_consts = jax_compat.inner_jaxpr(eqn.params["jaxpr"])
+        consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+
+        def step(state: Any, xs: Any) -> Any:
+            carried, births = state
+            outs, births = self._run(body, body_consts, [*consts, *carried, *xs], births, line)
+            return (outs[:num_carry], births), outs[num_carry:]
+
+        (carried, births), ys = jax.lax.scan(
+            step,
+            (list(carry), births),
+            operands[num_consts + num_carry :],
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+        )
+        return [*carried, *ys], births
+
+    def _while(self, eqn: Any, operands: Sequence[Any], births: Any, line: str) -> tuple[list[Any], Any]:
+        num_cond, num_body = jax_compat.while_counts(eqn)
+        cond, cond_consts = jax_compat.inner_jaxpr(eqn.params["cond_jaxpr"])
+        body, body_consts = jax_compat.inner_jaxpr(eqn.params["body_jaxpr"])
+        of_cond, of_body = operands[:num_cond], operands[num_cond : num_cond + num_body]
+
+        def goes_on(state: Any) -> Any:
+            return self._run(cond, cond_consts, [*of_cond, *state[0]], state[1], line)[0][0]
+
+        def step(state: Any) -> Any:
+            return self._run(body, body_consts, [*of_body, *state[0]], state[1], line)
+
+        return jax.lax.while_loop(goes_on, step, (list(operands[num_cond + num_body :]), births))
+
+    def _part(self, opened: tuple[Any, list[Any]], num_operands: int, line: str) -> Callable[..., list[Any]]:
+        jaxpr, consts = opened
+
+        def run(*operands: Any) -> list[Any]:
+            outs, births = self._run(jaxpr, consts, operands[:num_operands], operands[num_operands:], line)
+            return [*outs, *births]
+
+        return run
+
+
+_RULES: dict[str, Callable[..., tuple[list[Any], Any]]] = {
+    "cond": _Watcher._cond,
+    "scan": _Watcher._scan,
+    "while": _Watcher._while,
+}
+
+
+def _split(results: Sequence[Any]) -> tuple[list[Any], Any]:
+    return list(results[:-2]), tuple(results[-2:])
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+
+
+def _any(is_so: Callable[[Any], Any], values: Sequence[Any]) -> Any:
+    found = jnp.bool_(False)
+    for value in values:
+        found = found | is_so(value).any()
+    return found

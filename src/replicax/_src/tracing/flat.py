@@ -1,0 +1,157 @@
+"""A jaxpr as one list of operations between numbered values, whose order can be changed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.tracing.verdict import is_call
+from replicax._src.user_code import UNKNOWN
+
+Atom = Any
+"""The number of a value, or a literal of JAX."""
+_REMATERIALISES = frozenset(["remat", "remat2", "checkpoint"])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An equation between numbered values. Calls that were resolved are none: what they do stands here.
+
+    Attributes:
+      line: Of the user's code.
+    """
+
+    eqn: Any
+    operands: Sequence[Atom]
+    results: Sequence[int]
+    line: str
+
+
+@final
+class FlatProgram:
+    """A jaxpr with calls of inner functions resolved.
+
+    Args:
+      consts: The values of its constvars.
+      is_resolved: Which calls; default: all but those of ``jax.checkpoint``, whose borders mean something.
+      is_selected: Which conditions are resolved, too: both branches are computed, and the results of one are taken.
+
+    Attributes:
+      operations: In order.
+      inputs: The numbers of its operands.
+      outputs: What it gives.
+      consts: Values that it holds, by number.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any] = (),
+        is_resolved: Callable[[Any], bool] | None = None,
+        is_selected: Callable[[Any], bool] | None = None,
+    ):
+        self._is_resolved = is_resolved or _is_plain_call
+        self._is_selected = is_selected or _never
+        self._numbers = itertools.count()
+        self.operations: list[Operation] = []
+        self.consts: dict[int, Any] = {}
+        self.inputs = [next(self._numbers) for _ in jaxpr.invars]
+        self.outputs = self._inline(jaxpr, consts, self.inputs)
+
+    def slice(self, wanted: Iterable[Atom], given: Collection[int] = ()) -> list[Operation]:
+        """The operations that compute the values ``wanted``, in order; values that are ``given`` need none."""
+        chosen: set[int] = set()
+        missing = list(wanted)
+        while missing:
+            atom = missing.pop()
+            if isinstance(atom, jax_compat.Literal) or atom in given or atom not in self._producers:
+                continue
+            at = self._producers[atom]
+            if at not in chosen:
+                chosen.add(at)
+                missing += self.operations[at].operands
+        return [self.operations[at] for at in sorted(chosen)]
+
+    @functools.cached_property
+    def _producers(self) -> dict[int, int]:
+        """By number the position of the operation that computes it."""
+        return {number: at for at, each in enumerate(self.operations) for number in each.results}
+
+    def _inline(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], called_at: str = UNKNOWN
+    ) -> list[Atom]:
+        held = [next(self._numbers) for _ in consts]
+        self.consts.update(zip(held, consts, strict=True))
+        env: dict[Any, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *inputs], strict=True))
+
+        def number_of(atom: Any) -> Atom:
+            return atom if isinstance(atom, jax_compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [number_of(atom) for atom in eqn.invars]
+            line = jax_compat.equation_line(eqn)
+            line = called_at if line == UNKNOWN else line
+            if self._is_resolved(eqn):
+                inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+                given = operands[len(operands) - len(inner.invars) :]
+                results: Sequence[Atom] = self._inline(inner, inner_consts, given, line)
+            elif eqn.primitive.name == "cond" and self._is_selected(eqn):
+                results = self._inline_selection(eqn, operands, line)
+            else:
+                results = [next(self._numbers) for _ in eqn.outvars]
+                self.operations.append(Operation(eqn, operands, results, line))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [number_of(atom) for atom in jaxpr.outvars]
+
+    def _inline_selection(self, eqn: Any, operands: Sequence[Atom], line: str) -> list[Atom]:
+        branches = [jax_compat.inner_jaxpr(branch) for branch in eqn.params["branches"]]
+        results = [self._inline(inner, consts, operands[1:], line) for inner, consts in branches]
+        avals = [eqn.invars[0].aval, *(var.aval for var in eqn.outvars for _ in branches)]
+        selection, _ = jax_compat.trace(functools.partial(_selected, len(branches)), avals)
+        columns = itertools.chain(*zip(*results, strict=True))
+        return self._inline(selection, (), [operands[0], *columns], line)
+
+
+def _selected(num_branches: int, index: Any, *results: Any) -> list[Any]:
+    """The results of the branch that ``index`` says, as a condition of JAX takes it; ``results`` has each one of all
+    branches.
+    """
+    if jnp.issubdtype(index.dtype, jnp.integer):
+        index = jax.lax.clamp(0, index, num_branches - 1)
+        index = index.astype(bool) if num_branches == 2 else index
+    starts = range(0, len(results), num_branches)
+    return [jax.lax.select_n(index, *results[start : start + num_branches]) for start in starts]
+
+
+def _never(eqn: Any) -> bool:
+    del eqn
+    return False
+
+
+def _is_plain_call(eqn: Any) -> bool:
+    return is_call(eqn) and eqn.primitive.name not in _REMATERIALISES
+
+
+def read(env: Mapping[int, Any], atom: Atom) -> Any:
+    """The value of an atom, given those of all numbers."""
+    return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+
+
+def numbers_in(operations: Sequence[Operation], atoms: Sequence[Atom] = ()) -> set[int]:
+    """The numbers of all values that operations take, and of ``atoms``."""
+    every = itertools.chain(atoms, *(operation.operands for operation in operations))
+    return {atom for atom in every if not isinstance(atom, jax_compat.Literal)}
+
+
+def run(operations: Sequence[Operation], env: dict[int, Any]) -> None:
+    """Evaluates operations, whose operands are in ``env``, into it."""
+    for operation in operations:
+        operands = [read(env, atom) for atom in operation.operands]
+        env.update(zip(operation.results, jax_compat.bind_equation(operation.eqn, operands), strict=True))

@@ -1,0 +1,75 @@
+"""Warns of a loss that is one replica's mean where an optimizer sums its gradients: they are R times too large."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from replicax._src import jax_compat
+from replicax._src.tracing.verdict import Verdict
+
+log = logging.getLogger("replicax")
+_warned: set[str] = set()
+
+
+def warn_of_local_means(eqns: Sequence[Any], verdicts: Mapping[Any, Verdict], num_replicas: int) -> None:
+    """Warns, once for a line, where gradients of such a loss go to an optimizer as they are.
+
+    Args:
+      eqns: Of a replica function, with the marks of tapes and optimizers.
+      verdicts: Of its values.
+    """
+    made_by = {id(var): eqn for eqn in eqns for var in eqn.outvars}
+
+    def maker(atom: Any, name: str) -> Any:
+        eqn = made_by.get(id(atom))
+        return eqn if eqn is not None and eqn.primitive.name == name else None
+
+    def terms(atom: Any) -> Iterator[Any]:
+        added = maker(atom, "add")
+        if added is None:
+            yield atom
+        else:
+            for each in added.invars:
+                yield from terms(each)
+
+    def is_local_mean(atom: Any) -> bool:
+        divided = maker(atom, "div")
+        if divided is None or not isinstance(divided.invars[1], jax_compat.Literal):
+            return False
+        summed = maker(divided.invars[0], "reduce_sum")
+        if summed is None or 0 not in summed.params["axes"]:
+            return False
+        (operand,) = summed.invars
+        number = math.prod(operand.aval.shape[axis] for axis in summed.params["axes"])
+        has_rows = operand.aval.shape[0] > 1 and verdicts.get(operand) is Verdict.DIFFERS
+        return has_rows and divided.invars[1].val == number
+
+    for aggregate in eqns:
+        if aggregate.primitive.name != "replicax_aggregate":
+            continue
+        markers = {
+            id(m): m for m in (maker(atom, "replicax_gradient") for atom in aggregate.invars) if m is not None
+        }
+        for marker in markers.values():
+            if marker.params["num_seeds"]:
+                continue
+            for atom in (
+                t for target in marker.invars[: marker.params["num_targets"]] for t in terms(target)
+            ):
+                if is_local_mean(atom):
+                    _warn(jax_compat.equation_line(made_by[id(atom)]), num_replicas)
+
+
+def _warn(line: str, num_replicas: int) -> None:
+    if line not in _warned:
+        _warned.add(line)
+        log.warning(
+            "%s: the loss is a mean over the rows of one replica, and the optimizer sums its gradients over %d replicas: they "
+            "are %d times too large. Write rx.nn.compute_average_loss(losses), of one loss for each row, in place of the mean.",
+            line,
+            num_replicas,
+            num_replicas,
+        )

@@ -1,0 +1,283 @@
+"""Lookups: a program that takes some rows of tables, made of one that takes the tables. And the program of which rows.
+
+It is done before gradients are resolved: what is a gradient by a table becomes one by the rows, each of which is there
+once. What needs more of a table than some rows is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.tracing.lookup_rules import Positions, Walk
+from replicax._src.tracing.table_rows import ByRows, NeedsWholeTable, WholeTable
+from replicax._src.user_code import UNKNOWN
+
+_MAX_ROWS = 2**31 - 1
+_STAYS_A_TABLE = frozenset(["convert_element_type", "copy", "stop_gradient", "replicax_read"])
+_OF_LEARNING = frozenset(["replicax_gradient", "replicax_aggregate"])
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an operand of a rewritten program is.
+
+    Attributes:
+      kind: "constant": number ``index`` of the constants. "input": that of the program that was rewritten. "rows": the
+        rows of lookup ``index``, [num_ids, ...]: the unique ones of its ids, then padding, which may be anything.
+        "positions": where in these each of its ids is (int32, [num_ids]); ``num_ids`` for an id that the table does
+        not have.
+    """
+
+    kind: Literal["constant", "input", "rows", "positions"]
+    index: int
+
+
+@dataclass(frozen=True)
+class TableLookup:
+    """All lookups of one table in a program, as one.
+
+    Attributes:
+      table: Position of the table among the operands of the program that was rewritten.
+      jaxpr: Gives the ids (int32, [num_ids]): numbers of rows, or the number of rows where there is none.
+      inputs: Its operands.
+      num_ids: How many these are, equal ones included.
+    """
+
+    table: int
+    jaxpr: Any
+    inputs: tuple[Given, ...]
+    num_ids: int
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """A program in which tables were replaced by their rows.
+
+    Attributes:
+      jaxpr: The rewritten one, without constvars, its marks unresolved as before.
+      consts: Arrays.
+      inputs: The operands of ``jaxpr``: the constants, then those of the original, with rows and positions in place of
+        each table.
+      lookups: Of the tables that were replaced.
+      gradients: For each result that is the gradient of such a table, its number and the lookup's: it has the shape of
+        the rows. Rows that are not there have a gradient of 0.
+      whole: Why other tables are needed whole.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    inputs: tuple[Given, ...]
+    lookups: tuple[TableLookup, ...]
+    gradients: dict[int, int]
+    whole: tuple[WholeTable, ...]
+
+
+def find_lookups(jaxpr: Any, tables: Sequence[int], axis_env: Sequence[tuple[str, int]] = ()) -> Lookups:
+    """Replaces tables of which a program takes only rows.
+
+    With several replicas, all are given the same rows, and each its positions.
+
+    Args:
+      jaxpr: Without constvars, its marks unresolved.
+      tables: Which of its operands are tables: rows are on axis 0.
+      axis_env: The names of axes that it is traced with.
+    """
+    chosen, whole = [], []
+    atoms = [*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars]
+    used = {atom for atom in atoms if not isinstance(atom, jax_compat.Literal)}
+    for table in tables:
+        if jaxpr.invars[table].aval.shape[0] > _MAX_ROWS:
+            whole.append(WholeTable(table, None, "", f"has more than {_MAX_ROWS} rows"))
+        elif jaxpr.invars[table] in used:
+            chosen.append(table)
+    while True:
+        try:
+            return _rewritten(jaxpr, chosen, whole, axis_env)
+        except NeedsWholeTable as found:
+            whole.append(found.why)
+            chosen.remove(found.why.table)
+
+
+def is_looked_up(jaxpr: Any, table: Any) -> bool:
+    """Whether some operation of a program, or of a function in it, takes rows of a variable of it by their numbers."""
+    same = {table}
+    for eqn in jaxpr.eqns:
+        atoms = [atom for atom in eqn.invars if not isinstance(atom, jax_compat.Literal)]
+        if not same.intersection(atoms):
+            continue
+        if eqn.primitive.name == "gather" and eqn.invars[0] in same:
+            return True
+        if eqn.primitive.name in _STAYS_A_TABLE:
+            same.add(eqn.outvars[0])
+        for sub in jax_compat.sub_jaxprs(eqn):
+            inner = jax_compat.inner_jaxpr(sub)[0]
+            given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
+            pairs = [
+                (var, atom)
+                for var, atom in zip(inner.invars, given)
+                if any(atom is a for a in atoms) and atom in same
+            ]
+            if any(is_looked_up(inner, var) for var, _ in pairs):
+                return True
+    return False
+
+
+def _rewritten(
+    jaxpr: Any, tables: Sequence[int], whole: Sequence[WholeTable], axis_env: Sequence[tuple[str, int]]
+) -> Lookups:
+    given = _operands(jaxpr, tables)
+    num_ids = dict.fromkeys(tables, 0)
+    for table, shape in _counted(jaxpr, tables, given, axis_env):
+        num_ids[table] += _size(shape)
+    run = _Run(jaxpr, tables, given, num_ids)
+    traced, consts = jax_compat.trace(run, _avals(jaxpr, tables, given, num_ids), axis_env)
+    inputs = (*(Given("constant", i) for i in range(len(consts))), *given)
+    num_results = len(jaxpr.outvars)
+    lookups = tuple(
+        _lookup(traced, num_results + number, table, inputs, num_ids[table], run.lines.get(table, UNKNOWN))
+        for number, table in enumerate(tables)
+    )
+    program = jax_compat.rebuild(traced, outvars=traced.outvars[:num_results])
+    return Lookups(program, consts, inputs, lookups, run.gradients, tuple(whole))
+
+
+def _operands(jaxpr: Any, tables: Sequence[int]) -> list[Given]:
+    given: list[Given] = []
+    for position in range(len(jaxpr.invars)):
+        if position in tables:
+            number = list(tables).index(position)
+            given += [Given("rows", number), Given("positions", number)]
+        else:
+            given.append(Given("input", position))
+    return given
+
+
+def _avals(jaxpr: Any, tables: Sequence[int], given: Sequence[Given], num_ids: dict[int, int]) -> list[Any]:
+    def aval_of(each: Given) -> Any:
+        if each.kind == "input":
+            return jaxpr.invars[each.index].aval
+        table = tables[each.index]
+        aval = jaxpr.invars[table].aval
+        if each.kind == "positions":
+            return jax_compat.shaped((num_ids[table],), jnp.int32)
+        return jax_compat.shaped((num_ids[table], *aval.shape[1:]), aval.dtype)
+
+    return [aval_of(each) for each in given]
+
+
+def _counted(
+    jaxpr: Any, tables: Sequence[int], given: Sequence[Given], axis_env: Sequence[tuple[str, int]]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The table and the ids' shape of each lookup, in order."""
+    one = dict.fromkeys(tables, 1)
+    run = _Run(jaxpr, tables, given, None)
+    jax_compat.trace(run, _avals(jaxpr, tables, given, one), axis_env)
+    return run.found
+
+
+class _Run:
+    """The rewritten program, to be traced: it gives the results, then the ids of each table.
+
+    Args:
+      num_ids: Of each table; None if they are to be found.
+    """
+
+    def __init__(
+        self, jaxpr: Any, tables: Sequence[int], given: Sequence[Given], num_ids: dict[int, int] | None
+    ):
+        self._jaxpr, self._tables, self._given = jaxpr, tables, given
+        self._num_ids = num_ids
+        self.found: list[tuple[int, tuple[int, ...]]] = []
+        self.gradients: dict[int, int] = {}
+        self.lines: dict[int, str] = {}
+
+    def __call__(self, *args: Any) -> list[Any]:
+        operands: dict[int, Any] = {}
+        flat: dict[int, Any] = {}
+        for each, value in zip(self._given, args, strict=True):
+            if each.kind == "input":
+                operands[each.index] = value
+            elif each.kind == "rows":
+                table = self._tables[each.index]
+                operands[table] = ByRows(table, value, is_gradient=False)
+            else:
+                flat[self._tables[each.index]] = value
+        positions = Positions(None if self._num_ids is None else _slices(flat))
+        num_rows = {table: self._jaxpr.invars[table].aval.shape[0] for table in self._tables}
+        walk = Walk(positions, num_rows)
+        results = walk.evaluate(self._jaxpr, (), [operands[i] for i in range(len(operands))])
+        self.found, self.lines = positions.found, positions.lines
+        ids = {table: [jnp.zeros(0, jnp.int32)] for table in self._tables}
+        for (table, _), each in zip(positions.found, positions.ids, strict=True):
+            ids[table].append(each.reshape(-1))
+        return [*self._plain(results), *(jnp.concatenate(ids[table]) for table in self._tables)]
+
+    def _plain(self, results: Sequence[Any]) -> list[Any]:
+        plain = []
+        for number, result in enumerate(results):
+            if isinstance(result, ByRows):
+                if not result.is_gradient:
+                    raise NeedsWholeTable(WholeTable(result.table, None, "", "is a result"))
+                self.gradients[number] = list(self._tables).index(result.table)
+            plain.append(result.rows if isinstance(result, ByRows) else result)
+        return plain
+
+
+def _slices(flat: dict[int, Any]) -> Any:
+    """Gives the positions of lookups, in order, when sent their table and shape."""
+    starts = dict.fromkeys(flat, 0)
+
+    def take(table: int, shape: tuple[int, ...]) -> Any:
+        start = starts[table]
+        starts[table] = start + _size(shape)
+        return jax.lax.slice(flat[table], (start,), (starts[table],)).reshape(shape)
+
+    return take
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _lookup(
+    traced: Any, output: int, table: int, inputs: Sequence[Given], num_ids: int, line: str
+) -> TableLookup:
+    """The program of the ids alone.
+
+    Raises:
+      NeedsWholeTable: The ids are computed from rows, or from gradients.
+    """
+    sliced = jax_compat.rebuild(
+        traced, outvars=[traced.outvars[output]], eqns=_leading_to(traced, traced.outvars[output])
+    )
+    jaxpr, used = jax_compat.without_dead_code(sliced)
+    kept = tuple(each for each, is_used in zip(inputs, used, strict=True) if is_used)
+    if any(each.kind in ("rows", "positions") for each in kept):
+        raise NeedsWholeTable(
+            WholeTable(table, "gather", line, "is given ids that are computed from rows of a table")
+        )
+    if not _OF_LEARNING.isdisjoint(jax_compat.primitives_of(jaxpr)):
+        raise NeedsWholeTable(
+            WholeTable(table, "gather", line, "is given ids that are computed from gradients")
+        )
+    return TableLookup(table, jaxpr, kept, num_ids)
+
+
+def _leading_to(jaxpr: Any, output: Any) -> list[Any]:
+    """The equations that an output is computed by: none that has an effect only."""
+    needed = {output}
+    chosen = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(var in needed for var in eqn.outvars):
+            chosen.append(eqn)
+            needed.update(a for a in eqn.invars if not isinstance(a, jax_compat.Literal))
+    return chosen[::-1]

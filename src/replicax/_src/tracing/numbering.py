@@ -1,0 +1,87 @@
+"""Value numbering: which values of two traces of one function are the same computation?
+
+Traces for different local batch sizes may hold different Python numbers (``x.shape[0]``) where the
+dataflow alone says "the same on all replicas". Equal numbers mean: same operation, same parameters, same
+operands, down to variables, arguments, and the bytes of constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.tracing.flat import Operation
+from replicax._src.tracing.verdict import is_call, is_replica_collective
+
+
+def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
+    """A hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
+    return _number(jaxpr, inputs)
+
+
+def number_of(numbers: dict[Any, Any], atom: Any) -> Any:
+    """The number of a variable or literal."""
+    return number_constant(atom.val) if isinstance(atom, jax_compat.Literal) else numbers[atom]
+
+
+def number_constant(value: Any) -> Any:
+    """A hashable for a constant: its bytes, or its identity if it is being traced."""
+    if isinstance(value, jax_compat.Tracer):
+        return ("tracer", id(value))
+    if isinstance(value, jax.Array) and jax_compat.is_typed_key(value.dtype):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return ("constant", str(array.dtype), array.shape, hash(array.tobytes()))
+
+
+def number_results(operations: Iterable[Operation], numbers: dict[Any, Any]) -> None:
+    """Adds the results of operations to ``numbers``, which has a hashable for each of their inputs."""
+    for each in operations:
+        operands = tuple(number_of(numbers, atom) for atom in each.operands)
+        base = hash((each.eqn.primitive.name, operands, number_params(each.eqn)))
+        numbers.update((number, (base, position)) for position, number in enumerate(each.results))
+
+
+def _number(jaxpr: Any, inputs: Sequence[Any], *, is_nested: bool = False) -> dict[Any, Any]:
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    num_collectives = 0
+    for eqn in jaxpr.eqns:
+        if is_replica_collective(eqn) and not is_nested:
+            # Replicas meet here, so what each gave does not matter. In a scan or condition it does: there the
+            # equation around it is one for all replicas, and must compute the same for each.
+            base: Any = ("collective", num_collectives)
+            num_collectives += 1
+        else:
+            # Nested tuples would grow with the depth of the computation: keep their hash.
+            operands = tuple(number_of(env, a) for a in eqn.invars)
+            base = hash((eqn.primitive.name, operands, number_params(eqn)))
+        for position, var in enumerate(eqn.outvars):
+            env[var] = (base, position, tuple(var.aval.shape))
+    return env
+
+
+def number_params(eqn: Any) -> Any:
+    """A hashable for the parameters of an equation, jaxprs among them by what they compute."""
+    if is_call(eqn):  # the function that is called is what counts, not its rules for derivatives
+        return _number_param(jax_compat.sub_jaxprs(eqn)[0])
+    return tuple(sorted((name, _number_param(value)) for name, value in eqn.params.items()))
+
+
+def _number_param(value: Any) -> str:
+    if jax_compat.is_jaxpr(value):
+        inner, consts = jax_compat.inner_jaxpr(value)
+        inputs = [("input", i, tuple(v.aval.shape)) for i, v in enumerate(inner.invars)]
+        opened = jax_compat.rebuild(inner, invars=[*inner.constvars, *inner.invars], keep_constvars=False)
+        numbers = _number(opened, [*map(number_constant, consts), *inputs], is_nested=True)
+        return str(hash(tuple(number_of(numbers, a) for a in opened.outvars)))
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(_number_param(v) for v in value) + ")"
+    if callable(value):
+        return str(id(value))
+    if isinstance(value, np.ndarray):
+        return str(number_constant(value))
+    return repr(value)

@@ -1,0 +1,69 @@
+"""What steps and replicas are called in the traces of JAX's profiler, while one is made."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator
+from typing import final
+
+import jax
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import Topology, device_name
+
+
+@final
+class Names:
+    """The names of one trace."""
+
+    def __init__(self) -> None:
+        self._num_steps: collections.Counter[str] = collections.Counter()
+        self._told: set[Topology] = set()
+        self._is_in_step = False
+
+    @contextlib.contextmanager
+    def launch(self, name: str, topology: Topology) -> Iterator[None]:
+        """Around the start of a program: a step, numbered among those of its name, unless it is a part of one."""
+        self._tell_replicas(topology)
+        if self._is_in_step:
+            with jax.profiler.TraceAnnotation(name):
+                yield
+        else:
+            number = self._num_steps[name]
+            self._num_steps[name] += 1
+            with jax.profiler.StepTraceAnnotation(name, step_num=number):
+                yield
+
+    @contextlib.contextmanager
+    def step(self, name: str, number: int) -> Iterator[None]:
+        """Around a step that the user counts."""
+        before, self._is_in_step = self._is_in_step, True
+        try:
+            with jax.profiler.StepTraceAnnotation(name, step_num=number):
+                yield
+        finally:
+            self._is_in_step = before
+
+    def _tell_replicas(self, topology: Topology) -> None:
+        """Which device is which replica's: an event for each, once. Programs of one name run on all of them."""
+        if topology in self._told:
+            return
+        self._told.add(topology)
+        for r in topology.local_replicas:
+            for device in topology.grid[r]:
+                ordinal = jax_compat.local_number(device)
+                with jax.profiler.TraceAnnotation(
+                    f"replica {r}", device=device_name(device), device_ordinal=ordinal
+                ):
+                    pass
+
+
+# Those of the trace that is being made; None almost always.
+current: Names | None = None
+
+
+def set_current(names: Names | None) -> None:
+    """The names of the trace that begins, None when it has ended."""
+    global current
+    current = names

@@ -1,0 +1,477 @@
+"""Rewrite: evaluates a traced function with its marks resolved: tapes to ``jax.vjp``, gradients to sums.
+
+A tape's gradient is found by slicing: of the equations that the tape recorded, those that depend on a
+source and lead to the target are evaluated inside ``jax.vjp``, once, and everything else as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.errors import ReplicaxError, UnsupportedError
+from replicax._src.tracing.local_means import warn_of_local_means
+from replicax._src.tracing.verdict import Verdict, analyse, is_call_with_collective
+
+_MARKERS = frozenset({"replicax_gradient", "replicax_tape", "replicax_watch", "replicax_aggregate"})
+_RECORDING_MARKERS = frozenset({"replicax_tape", "replicax_watch"})
+SumGradients = Callable[[Sequence[Any]], list[Any]]
+
+
+class Rewriter:
+    """Resolves the marks of one traced function while evaluating it.
+
+    Attributes:
+      unconnected: (ordinal of a gradient, position of a source) on which the target does not depend.
+      sums: For each aggregated leaf, in order: must it be summed over replicas?
+      is_empty (argument): This replica has no rows in this step.
+      num_replicas (argument): Over which gradients are summed; from two on, a loss that is one replica's mean is warned
+        of.
+    """
+
+    def __init__(
+        self,
+        sum_gradients: SumGradients,
+        forced_sums: Sequence[bool] | None = None,
+        *,
+        is_empty: bool = False,
+        num_replicas: int = 1,
+    ):
+        self._is_empty, self._num_replicas = is_empty, num_replicas
+        self._sum_gradients = sum_gradients
+        self._forced_sums = forced_sums
+        self._contains: dict[int, tuple[Any, bool]] = {}
+        self.unconnected: set[tuple[int, int]] = set()
+        self.sums: list[bool] = []
+
+    def evaluate(self, jaxpr: Any, args: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:
+        """The outputs of ``jaxpr`` (no constvars) for ``args``, whose verdicts are ``verdicts``."""
+        if not self.has_marker(jaxpr):
+            return jax_compat.eval_jaxpr(jaxpr, args)
+        _, known = analyse(jaxpr, verdicts)
+        if self._num_replicas > 1:
+            warn_of_local_means(jaxpr.eqns, known, self._num_replicas)
+        return _Body(self, jaxpr, dict(zip(jaxpr.invars, args, strict=True)), known).run()
+
+    def has_marker(self, jaxpr: Any) -> bool:
+        """Whether a mark stands in ``jaxpr``, at any depth."""
+        known = self._contains.get(id(jaxpr))
+        if known is None:
+            answer = any(
+                eqn.primitive.name in _MARKERS
+                or any(self.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn))
+                for eqn in jaxpr.eqns
+            )
+            known = self._contains[id(jaxpr)] = (jaxpr, answer)
+        return known[1]
+
+    def of_no_rows(self, gradients: list[Any]) -> list[Any]:
+        """On a replica without rows, gradients with 0 where layers that divide by the number of rows gave nan."""
+        if not self._is_empty:
+            return gradients
+        return [jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)) for g in gradients]
+
+    def aggregate(self, values: list[Any], verdicts: list[Verdict]) -> list[Any]:
+        """Sums over replicas the gradients that are not reduced already."""
+        start = len(self.sums)
+        self.sums.extend(verdict is not Verdict.REDUCED for verdict in verdicts)
+        decided = self.sums if self._forced_sums is None else self._forced_sums
+        chosen = [i for i in range(len(values)) if decided[start + i]]
+        results = list(values)
+        shares = self.of_no_rows([values[i] for i in chosen])
+        with jax.named_scope("sum_gradients"):
+            totals = self._sum_gradients(shares)
+        for i, total in zip(chosen, totals, strict=True):
+            results[i] = total
+        return results
+
+
+def _atom_key(atom: Any) -> Any:
+    # A scalar constant used as a source becomes one Literal object, shared by all its uses.
+    return id(atom) if isinstance(atom, jax_compat.Literal) else atom
+
+
+class _Body:
+    """The evaluation of one jaxpr with marks."""
+
+    def __init__(self, rewriter: Rewriter, jaxpr: Any, env: dict[Any, Any], verdicts: Mapping[Any, Verdict]):
+        self.rewriter = rewriter
+        self.jaxpr = jaxpr
+        self.eqns = jaxpr.eqns
+        self.env = env
+        self.verdicts = verdicts
+        self.recorded = _recorded_equations(self.eqns)
+
+    def run(self) -> list[Any]:
+        slices = {
+            index: _slice_of(self.eqns, index, eqn)
+            for index, eqn in enumerate(self.eqns)
+            if eqn.primitive.name == "replicax_gradient"
+        }
+        done: set[int] = set()
+        for index in slices:
+            self._run_up_to(index, slices[index], done)
+        self._run_up_to(len(self.eqns), (), done)
+        return [self._read(self.env, a) for a in self.jaxpr.outvars]
+
+    def _run_up_to(self, stop: int, sliced: Sequence[int], done: set[int]) -> None:
+        """Evaluates the equations before ``stop``; those of the slice wait for the gradient at ``stop``."""
+        waiting = set(sliced) - done
+        delayed: list[int] = []
+        missing = {v for i in waiting for v in self.eqns[i].outvars}
+        for index in range(stop):
+            if index in done or index in waiting:
+                continue
+            eqn = self.eqns[index]
+            if any(not isinstance(a, jax_compat.Literal) and a in missing for a in eqn.invars):
+                delayed.append(index)
+                missing.update(eqn.outvars)
+            else:
+                self._evaluate(eqn, self.env)
+                done.add(index)
+        if stop == len(self.eqns):
+            return
+
+        def settle(evaluated: list[list[Any]]) -> None:
+            for index, outputs in zip(sliced, evaluated, strict=True):
+                self.env.update(zip(self.eqns[index].outvars, outputs, strict=True))
+            for index in delayed:
+                self._evaluate(self.eqns[index], self.env)
+            done.update(waiting, delayed, [stop])
+
+        results = self._differentiate(self.eqns[stop], sliced, self.env, settle)
+        self.env.update(zip(self.eqns[stop].outvars, results, strict=True))
+
+    def _differentiate(
+        self,
+        marker: Any,
+        sliced: Sequence[int],
+        env: Mapping[Any, Any],
+        settle: Callable[[list[list[Any]]], None] | None = None,
+    ) -> list[Any]:
+        """The gradients of a marker.
+
+        Args:
+          sliced: The equations of its slice.
+          settle: Given the outputs of these, makes known all that stands before the marker.
+        """
+        operands = _Operands.of(marker)
+        keys = [_atom_key(s) for s in operands.sources]
+        unique = list(dict.fromkeys(keys))
+        atom_of = dict(zip(keys, operands.sources, strict=True))
+        recorded = self.recorded.get(marker.params["tape"], frozenset())
+        watched_at = _watch_positions(self.eqns, marker.params["tape"])
+        computed = {var for index in sliced for var in self.eqns[index].outvars}
+        connected, chain = _connected(self.eqns, sliced, recorded, watched_at, operands)
+
+        def forward(source_values: list[Any]) -> tuple[list[Any], list[list[Any]]]:
+            given = dict(zip(unique, source_values, strict=True))
+            overlay: dict[Any, Any] = {}
+            inner = _Chain(overlay, env)
+            primals: list[list[Any]] = []
+            waiting = sorted(unique, key=lambda key: watched_at.get(key, -1))
+
+            def activate_before(index: float) -> None:
+                # A source counts from where it is watched on; what used it before used a constant.
+                while waiting and watched_at.get(waiting[0], -1) < index:
+                    key = waiting.pop(0)
+                    if key not in computed:
+                        overlay[key] = given.pop(key)
+                    elif key in overlay:
+                        overlay[key] = overlay[key] + given.pop(key)
+
+            for index in sliced:
+                activate_before(index)
+                eqn = self.eqns[index]
+                with _explained(eqn):
+                    outputs = self._outputs(eqn, inner, detached=index not in chain)
+                primals.append(outputs)
+                for var, value in zip(eqn.outvars, outputs, strict=True):
+                    is_leaf = var in given and var not in waiting
+                    overlay[var] = value + given.pop(var) if is_leaf else value
+            activate_before(float("inf"))
+            return [jnp.asarray(self._read(inner, t), t.aval.dtype) for t in operands.targets], primals
+
+        # A source that the slice itself computes enters as a zero added to it: it is a leaf and a step on
+        # the way to other sources at once.
+        values = [
+            jnp.zeros(atom_of[key].aval.shape, atom_of[key].aval.dtype)
+            if key in computed
+            else self._read(env, atom_of[key])
+            for key in unique
+        ]
+        _, pull_back, primals = jax.vjp(forward, values, has_aux=True)
+        if settle is not None:
+            settle(primals)
+        if operands.seeds:
+            cotangents = [self._read(env, a) for a in operands.seeds]
+        else:
+            cotangents = [jnp.ones(a.aval.shape, a.aval.dtype) for a in operands.targets]
+        (gradients,) = pull_back(cotangents)
+        by_key = dict(zip(unique, gradients, strict=True))
+        reached = _reached(self.eqns, recorded, watched_at, operands.watched)
+        for position, (key, is_derived) in enumerate(zip(keys, marker.params["derived"], strict=True)):
+            if key not in connected or (is_derived and key not in reached):
+                self.rewriter.unconnected.add((marker.params["ordinal"], position))
+        return self.rewriter.of_no_rows([by_key[key] for key in keys])
+
+    def _evaluate(self, eqn: Any, env: dict[Any, Any]) -> None:
+        env.update(zip(eqn.outvars, self._outputs(eqn, env), strict=True))
+
+    def _outputs(self, eqn: Any, env: Mapping[Any, Any], detached: bool = False) -> list[Any]:
+        name = eqn.primitive.name
+        if name in _RECORDING_MARKERS:
+            return []
+        if name == "replicax_gradient":  # an inner tape on the path of an outer one
+            index = next(i for i, e in enumerate(self.eqns) if e is eqn)
+            return self._differentiate(eqn, _slice_of(self.eqns, index, eqn), env)
+        args = [self._read(env, a) for a in eqn.invars]
+        if detached:
+            args = [_stop_gradient(a) for a in args]
+        verdicts = [self._verdict(a) for a in eqn.invars]
+        if name == "replicax_aggregate":
+            return self.rewriter.aggregate(args, verdicts)
+        if any(self.rewriter.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn)):
+            return _evaluate_nested(self.rewriter, eqn, args, verdicts)
+        return jax_compat.bind_equation(eqn, args)
+
+    def _verdict(self, atom: Any) -> Verdict:
+        return Verdict.SAME if isinstance(atom, jax_compat.Literal) else self.verdicts[atom]
+
+    def _read(self, env: Mapping[Any, Any], atom: Any) -> Any:
+        if isinstance(atom, jax_compat.Literal):
+            return env.get(id(atom), atom.val)
+        return env[atom]
+
+
+class _Chain(Mapping):
+    """One mapping before another, without copying either."""
+
+    def __init__(self, first: Mapping[Any, Any], second: Mapping[Any, Any]):
+        self._first = first
+        self._second = second
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._first[key] if key in self._first else self._second[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._first or key in self._second
+
+    def __iter__(self):
+        return iter({**self._first, **self._second})
+
+    def __len__(self) -> int:
+        return len({**self._first, **self._second})
+
+
+class _Operands(NamedTuple):
+    """The operands of the marker of a ``tape.gradient``."""
+
+    targets: Sequence[Any]
+    seeds: Sequence[Any]
+    sources: Sequence[Any]
+    watched: Sequence[Any]
+
+    @classmethod
+    def of(cls, marker: Any) -> _Operands:
+        counts = [marker.params[name] for name in ("num_targets", "num_seeds", "num_sources")]
+        ends = list(itertools.accumulate(counts))
+        atoms = list(marker.invars)
+        return cls(atoms[: ends[0]], atoms[ends[0] : ends[1]], atoms[ends[1] : ends[2]], atoms[ends[2] :])
+
+
+def _watch_positions(eqns: Sequence[Any], tape: int) -> dict[Any, int]:
+    """Where ``tape.watch`` first named each array."""
+    positions: dict[Any, int] = {}
+    for index, eqn in enumerate(eqns):
+        if eqn.primitive.name == "replicax_watch" and eqn.params["tape"] == tape:
+            positions.setdefault(_atom_key(eqn.invars[0]), index)
+    return positions
+
+
+def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """For each tape, the indices of the equations that it recorded."""
+    recording: dict[int, set[int]] = {}
+    open_tapes: set[int] = set()
+    for index, eqn in enumerate(eqns):
+        if eqn.primitive.name == "replicax_tape":
+            tape = eqn.params["tape"]
+            recording.setdefault(tape, set())
+            (open_tapes.add if eqn.params["begins"] else open_tapes.discard)(tape)
+            continue
+        for tape in open_tapes:
+            recording[tape].add(index)
+    return {tape: frozenset(indices) for tape, indices in recording.items()}
+
+
+def _slice_of(eqns: Sequence[Any], stop: int, marker: Any) -> list[int]:
+    """The equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
+    operands = _Operands.of(marker)
+    depends = {_atom_key(a) for a in operands.sources}
+    forward: list[int] = []
+    for index in range(stop):
+        eqn = eqns[index]
+        if eqn.primitive.name not in _RECORDING_MARKERS and any(_atom_key(a) in depends for a in eqn.invars):
+            forward.append(index)
+            depends.update(eqn.outvars)
+    needed = {_atom_key(a) for a in operands.targets}
+    chosen: list[int] = []
+    for index in reversed(forward):
+        if any(var in needed for var in eqns[index].outvars):
+            chosen.append(index)
+            needed.update(_atom_key(a) for a in eqns[index].invars)
+    return chosen[::-1]
+
+
+def _connected(
+    eqns: Sequence[Any],
+    sliced: Sequence[int],
+    recorded: frozenset[int],
+    watched_at: Mapping[Any, int],
+    operands: _Operands,
+) -> tuple[set[Any], set[int]]:
+    """The sources from which a chain of recorded, differentiable equations leads to a target; and these equations.
+
+    The others of the slice need no derivative: what integers or a stop_gradient follow, or was not recorded.
+    """
+    needed = {_atom_key(t) for t in operands.targets}
+    found = set(needed)
+    chain: set[int] = set()
+    for index in reversed(sliced):
+        eqn = eqns[index]
+        if index in recorded and _passes_gradients(eqn, needed):
+            chain.add(index)
+            keys = [_atom_key(a) for a in eqn.invars]
+            needed.update(keys)
+            found.update(key for key in keys if watched_at.get(key, -1) < index)
+    return {key for key in map(_atom_key, operands.sources) if key in found}, chain
+
+
+def _reached(
+    eqns: Sequence[Any], recorded: frozenset[int], watched_at: Mapping[Any, int], watched: Sequence[Any]
+) -> set[Any]:
+    """The values that recorded, differentiable equations compute from watched ones."""
+    if not watched:
+        return set()
+    reached = {_atom_key(a) for a in watched}
+    for index in sorted(recorded):
+        eqn = eqns[index]
+        keys = [_atom_key(a) for a in eqn.invars]
+        if any(k in reached and watched_at.get(k, -1) < index for k in keys):
+            reached.update(v for v in eqn.outvars if _passes_gradients(eqn, {v}))
+    return reached
+
+
+def _passes_gradients(eqn: Any, wanted: set[Any]) -> bool:
+    """Whether derivatives go through an equation to one of the ``wanted`` outputs."""
+    if eqn.primitive.name == "stop_gradient":
+        return False
+    return any(v in wanted and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+
+
+@contextlib.contextmanager
+def _explained(eqn: Any) -> Iterator[None]:
+    """Says where an operation stands that JAX cannot differentiate."""
+    try:
+        yield
+    except ReplicaxError:
+        raise
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"The operation at {jax_compat.equation_line(eqn)} stands between a source and the target of a gradient, "
+            f"and JAX has no derivative for it: {error}. Put jax.lax.stop_gradient around it if no gradient shall "
+            f"flow through it; for a maximum over replicas use all_gather and jnp.max."
+        ) from error
+
+
+def _stop_gradient(value: Any) -> Any:
+    if isinstance(value, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(value.dtype, jnp.inexact):
+        return jax.lax.stop_gradient(value)
+    return value
+
+
+def evaluate_inlined(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    """The outputs of ``jaxpr``, whose marks are resolved, with the calls in it that replicas meet in opened up.
+
+    To cut a trace at its collectives, all of them must stand at its top level. What a call means besides its
+    body (recompute on the way back, a derivative of one's own) has had its effect by then.
+    """
+    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(a) for a in eqn.invars]
+        if is_call_with_collective(eqn):
+            inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+            outputs = evaluate_inlined(inner, operands[len(operands) - len(inner.invars) :], inner_consts)
+        else:
+            outputs = jax_compat.bind_equation(eqn, operands)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _evaluate_nested(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]) -> list[Any]:
+    """Evaluates an equation in whose sub-jaxprs marks stand."""
+    name = eqn.primitive.name
+    if name in ("scan", "while", "cond"):
+        return jax_compat.bind_equation(eqn, args, _resolved_params(rewriter, eqn, args, verdicts))
+    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+    args, verdicts = args[len(args) - len(inner.invars) :], verdicts[len(args) - len(inner.invars) :]
+
+    def evaluate(*values: Any) -> list[Any]:
+        return _evaluate_closed(rewriter, inner, consts, values, verdicts)
+
+    if name in ("remat", "checkpoint", "remat2"):
+        return list(jax.checkpoint(evaluate, policy=eqn.params.get("policy"))(*args))
+    return evaluate(*args)  # jit and its kin: inlined
+
+
+def _evaluate_closed(
+    rewriter: Rewriter, inner: Any, consts: Sequence[Any], values: Sequence[Any], verdicts: Sequence[Verdict]
+) -> list[Any]:
+    _, known = analyse(inner, verdicts)
+    env = dict(zip(inner.invars, values, strict=True)) | dict(zip(inner.constvars, consts, strict=True))
+    return _Body(rewriter, inner, env, known).run()
+
+
+def _resolved_params(
+    rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]
+) -> dict[str, Any]:
+    """The parameters of a scan, while or cond with the marks in its sub-jaxprs resolved."""
+
+    def resolve(closed: Any, verdicts: Sequence[Verdict]) -> Any:
+        inner, consts = jax_compat.inner_jaxpr(closed)
+
+        def evaluate(*values: Any) -> list[Any]:
+            return _evaluate_closed(rewriter, inner, consts, values, verdicts)
+
+        return jax.make_jaxpr(evaluate)(*[v.aval for v in inner.invars])
+
+    params = dict(eqn.params)
+    name = eqn.primitive.name
+    conservative = [v if v.is_same else Verdict.DIFFERS for v in verdicts]
+    if name == "cond":
+        params["branches"] = tuple(resolve(b, conservative[1:]) for b in params["branches"])
+    elif name == "scan":
+        num_consts, num_carry = jax_compat.scan_counts(eqn)
+        carry = [Verdict.DIFFERS] * num_carry
+        params["jaxpr"] = resolve(
+            params["jaxpr"], [*conservative[:num_consts], *carry, *conservative[num_consts + num_carry :]]
+        )
+    else:
+        num_cond, num_body = jax_compat.while_counts(eqn)
+        carry = [Verdict.DIFFERS] * (len(verdicts) - num_cond - num_body)
+        params["cond_jaxpr"] = resolve(params["cond_jaxpr"], [*conservative[:num_cond], *carry])
+        params["body_jaxpr"] = resolve(
+            params["body_jaxpr"], [*conservative[num_cond : num_cond + num_body], *carry]
+        )
+    return params

@@ -1,0 +1,212 @@
+"""Row-parallel: may an optimizer's update of a table be run on some of its rows, or on a shard, only?
+
+Every value of the update either has the table's rows on axis 0, row i of it computed from row i of others, or is
+independent of them. An operation that fits neither mixes rows, and the update is not row-parallel.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.tracing.flat import FlatProgram, Operation
+from replicax._src.tracing.rows.rules import ELEMENTWISE
+from replicax._src.tracing.verdict import is_call
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Why an update is not row-parallel.
+
+    Attributes:
+      primitive: The operation that mixes rows.
+      line: Of the user's code.
+      why: What it does, for people.
+    """
+
+    primitive: str
+    line: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.primitive} {self.why} ({self.line})"
+
+
+class _Kind(enum.Enum):
+    """ROWS: has rows on axis 0. EVEN: depends on none, and is the same all along axis 0. FIXED: depends on none."""
+
+    ROWS = "rows"
+    EVEN = "even"
+    FIXED = "fixed"
+
+
+class _MixesRows(Exception):
+    def __init__(self, mixing: Mixing):
+        super().__init__(str(mixing))
+        self.mixing = mixing
+
+
+def mixed_values(
+    operations: Sequence[Operation], with_rows: Collection[int], wanted: Collection[Any] = ()
+) -> dict[int, Mixing]:
+    """The values that come of several rows of one, at the operation that mixes them; none further on.
+
+    Args:
+      with_rows: The numbers of the inputs that have rows.
+      wanted: Results that have rows: those are among them that come of none, and are not the same for all.
+    """
+    kinds = dict.fromkeys(with_rows, _Kind.ROWS)
+    mixed: dict[int, Mixing] = {}
+    for operation in operations:
+        given = [
+            _of_shape(var.aval.shape)  # of an input that has no rows
+            if isinstance(atom, jax_compat.Literal) or atom not in kinds
+            else kinds[atom]
+            for var, atom in zip(operation.eqn.invars, operation.operands, strict=True)
+        ]
+        try:
+            found = _apply(operation.eqn, given, operation.line)
+        except _MixesRows as error:
+            found = [_of_shape(var.aval.shape) for var in operation.eqn.outvars]
+            mixed.update(dict.fromkeys(operation.results, error.mixing))
+        kinds.update(zip(operation.results, found, strict=True))
+        numbering = Mixing(operation.eqn.primitive.name, operation.line, "tells rows apart by their number")
+        mixed.update((n, numbering) for n in operation.results if n in wanted and kinds[n] is _Kind.FIXED)
+    return mixed
+
+
+def rows_of(value: Any, ids: Any) -> Any:
+    """The rows of a table, or a shard; for numbers that it does not have, any."""
+    return jnp.take(value, ids, axis=0, mode="clip")
+
+
+def with_rows(value: Any, ids: Any, rows: Any) -> Any:
+    """A table with other rows; those of numbers that it does not have are left out."""
+    ids = jnp.where(ids < 0, value.shape[0], ids)  # NumPy's -1 is the last row
+    return value.at[ids].set(rows, mode="drop")
+
+
+# --- operation by operation ---------------------------------------------------------------------------
+
+
+def _kinds_of_results(jaxpr: Any, consts: Sequence[Any], kinds: Sequence[_Kind]) -> list[_Kind]:
+    program = FlatProgram(jaxpr, consts, is_call)
+    env: dict[int, _Kind] = {number: _of_shape(np.shape(value)) for number, value in program.consts.items()}
+    env.update(zip(program.inputs, kinds, strict=True))
+
+    def kind_of(atom: Any) -> _Kind:
+        return _of_shape(np.shape(atom.val)) if isinstance(atom, jax_compat.Literal) else env[atom]
+
+    for operation in program.operations:
+        found = _apply(operation.eqn, [kind_of(a) for a in operation.operands], operation.line)
+        env.update(zip(operation.results, found, strict=True))
+    return [kind_of(a) for a in program.outputs]
+
+
+def _apply(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name == "optimization_barrier":
+        return list(kinds)
+    if name == "cond":
+        return _cond(eqn, kinds, line)
+    if eqn.effects and _Kind.ROWS in kinds:
+        raise _mixes(eqn, line, "calls back into Python, or has another effect")
+    if _keeps_rows(eqn, kinds):
+        return [_Kind.ROWS if _Kind.ROWS in kinds else _Kind.EVEN] * count
+    if _Kind.ROWS not in kinds:
+        return [_of_shape(var.aval.shape) for var in eqn.outvars]
+    raise _mixes(eqn, line, "combines rows, or is not known to keep them apart")
+
+
+def _keeps_rows(eqn: Any, kinds: Sequence[_Kind]) -> bool:
+    """Whether row i of the results is computed from row i of the operands, or from what is the same for all rows."""
+    name = eqn.primitive.name
+    if name == "iota":
+        return eqn.params["dimension"] != 0
+    if name == "broadcast_in_dim" and _Kind.ROWS not in kinds:
+        return 0 not in eqn.params["broadcast_dimensions"]
+    if not kinds or _Kind.FIXED in kinds:
+        return False
+    return name in ELEMENTWISE or (name in _KEEPS_AXIS_0 and _KEEPS_AXIS_0[name](eqn))
+
+
+def _cond(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
+    # Their operands are those after the predicate, a scalar.
+    branches = map(jax_compat.inner_jaxpr, eqn.params["branches"])
+    columns = zip(*(_kinds_of_results(*branch, kinds[1:]) for branch in branches), strict=True)
+    return [_either(eqn, set(column), line) for column in columns]
+
+
+def _either(eqn: Any, kinds: set[_Kind], line: str) -> _Kind:
+    if kinds == {_Kind.ROWS, _Kind.FIXED} or len(kinds) == len(_Kind):
+        raise _mixes(eqn, line, "gives rows in one branch, and in another what is no row")
+    for kind in (_Kind.ROWS, _Kind.FIXED):
+        if kind in kinds:
+            return kind
+    return _Kind.EVEN
+
+
+def _of_shape(shape: Sequence[int]) -> _Kind:
+    """Of a value that depends on no rows. Operations broadcast scalars and dims of size 1."""
+    return _Kind.FIXED if shape and shape[0] != 1 else _Kind.EVEN
+
+
+def _mixes(eqn: Any, line: str, why: str) -> _MixesRows:
+    return _MixesRows(Mixing(eqn.primitive.name, line, why))
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def _is_apart(name: str) -> Callable[[Any], bool]:
+    """It works along the dim, or dims, that parameter ``name`` says."""
+
+    def check(eqn: Any) -> bool:
+        dims = eqn.params[name]
+        return 0 not in (dims if isinstance(dims, (tuple, list)) else (dims,))
+
+    return check
+
+
+def _reshape(eqn: Any) -> bool:
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    return eqn.params.get("dimensions") is None and before[:1] == after[:1] and bool(before) and before[0] > 0
+
+
+def _broadcast(eqn: Any) -> bool:
+    dims = eqn.params["broadcast_dimensions"]
+    return dims[:1] == (0,) and _shape(eqn.invars[0])[0] == _shape(eqn.outvars[0])[0]
+
+
+def _slice(eqn: Any) -> bool:
+    strides = eqn.params["strides"]
+    is_whole = _shape(eqn.invars[0])[0] == _shape(eqn.outvars[0])[0]
+    return is_whole and (strides is None or strides[0] == 1)
+
+
+_KEEPS_AXIS_0: dict[str, Callable[[Any], bool]] = {
+    "argmax": _is_apart("axes"),
+    "argmin": _is_apart("axes"),
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _is_apart("dimension"),
+    "cumsum": _is_apart("axis"),
+    "reduce_and": _is_apart("axes"),
+    "reduce_max": _is_apart("axes"),
+    "reduce_min": _is_apart("axes"),
+    "reduce_or": _is_apart("axes"),
+    "reduce_prod": _is_apart("axes"),
+    "reduce_sum": _is_apart("axes"),
+    "reshape": _reshape,
+    "rev": _is_apart("dimensions"),
+    "slice": _slice,
+    "split": _is_apart("axis"),
+    "squeeze": _is_apart("dimensions"),
+    "transpose": lambda eqn: tuple(eqn.params["permutation"])[:1] == (0,),
+}

@@ -1,0 +1,264 @@
+"""The plan of a program by rows: which values are completed, that is summed over the replicas, and when.
+
+All that a step sums over its batch is summed in as few rounds as its operations depend on one another: gradients, loss
+and metrics together, as a rule, in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.tracing.flat import Atom, FlatProgram, Operation, read
+from replicax._src.tracing.rows.layout import Layout, Rows, RowSplit, Shared
+from replicax._src.tracing.rows.rules import Applied, Incomplete, NotByRowsError, apply, refused
+
+SumOverReplicas = Callable[[Sequence[Any]], Sequence[Any]]
+_ADDITIONS = frozenset(["add", "add_any"])
+
+
+@final
+class RowsPlan:
+    """A program over a whole batch, as each replica runs it on its rows.
+
+    Args:
+      program: The program.
+      layouts: How its operands lie.
+      split: Which rows each replica has.
+      is_body: It is the body of a loop: its results lie as they come, parts of sums and extremes included, and whole
+        values that it adds to parts of a sum become parts of it.
+
+    Attributes:
+      num_rounds: How many times the replicas wait for each other.
+      completed_inputs: The positions of operands that it needs whole.
+      layouts: How the results lie.
+
+    Raises:
+      NotByRowsError: It cannot be split.
+    """
+
+    def __init__(
+        self,
+        program: FlatProgram,
+        layouts: Sequence[Layout],
+        split: RowSplit,
+        *,
+        is_body: bool = False,
+    ):
+        self._split, self._is_body = split, is_body
+        self._program = program
+        self._inputs = tuple(layouts)
+        self._completed: set[int] = set()
+        while not self._is_settled():
+            pass
+        # What was known to be a sum at first need not be one where what it is computed from is completed.
+        self._completed = {n for n in self._completed if self._layouts[n] is not Shared.WHOLE}
+        self.num_rounds = max((self._rounds[n] + 1 for n in self._completed), default=0)
+        self.completed_inputs = [i for i, n in enumerate(program.inputs) if n in self._completed]
+
+    def _is_settled(self) -> bool:
+        """Goes through the program; False if more values than known have to be completed, which changes what follows.
+
+        (What is completed anyway is used whole: else a gradient that is clipped would be summed twice.)
+        """
+        program = self._program
+        known = set(self._completed)
+        self._layouts: dict[int, Layout] = dict(zip(program.inputs, self._inputs, strict=True))
+        self._layouts.update(dict.fromkeys(program.consts, Shared.WHOLE))
+        self._rounds = dict.fromkeys(self._layouts, 0)
+        self._applied: list[tuple[int, Operation, Applied]] = []
+        for operation in program.operations:
+            applied = self._apply(operation)
+            number = max((self._round_of(atom) for atom in operation.operands), default=0)
+            self._applied.append((number, operation, applied))
+            for result, layout in zip(operation.results, applied.layouts, strict=True):
+                self._layouts[result], self._rounds[result] = layout, number
+        self.layouts = [self._layout_of(atom) for atom in program.outputs]
+        if not self._is_body:
+            if any(isinstance(layout, Rows) for layout in self.layouts):
+                raise NotByRowsError("a result of the step has a row for each row of the batch")
+            for atom in program.outputs:
+                self._complete(atom)
+        return self._completed == known
+
+    def _apply(self, operation: Operation) -> Applied:
+        while True:
+            try:
+                layouts = [self._layout_of(atom) for atom in operation.operands]
+                rule = _scan if operation.eqn.primitive.name == "scan" else apply
+                return _checked(operation.eqn, rule(operation.eqn, layouts, self._split))
+            except Incomplete as wanted:
+                is_sum = all(layout in (Shared.WHOLE, Shared.SUM) for layout in layouts)
+                if self._is_body and is_sum and operation.eqn.primitive.name in _ADDITIONS:
+                    return _added_up(operation.eqn, layouts, self._split)
+                for i in wanted.numbers:
+                    self._complete(operation.operands[i])
+            except NotByRowsError as error:
+                error.line = error.line or operation.line
+                raise
+
+    def _complete(self, atom: Atom) -> None:
+        if self._layout_of(atom) is not Shared.WHOLE:
+            self._completed.add(atom)
+
+    def _layout_of(self, atom: Atom) -> Layout:
+        if isinstance(atom, jax_compat.Literal) or atom in self._completed:
+            return Shared.WHOLE
+        return self._layouts[atom]
+
+    def _round_of(self, atom: Atom) -> int:
+        if isinstance(atom, jax_compat.Literal):
+            return 0
+        return self._rounds[atom] + (atom in self._completed and self._layouts[atom] is not Shared.WHOLE)
+
+    # --- in the program of a replica ------------------------------------------------------------------
+
+    def evaluate(self, args: Sequence[Any], sum_over_replicas: SumOverReplicas) -> list[Any]:
+        """Runs it on one replica, under the axis ``replica``.
+
+        Args:
+          args: What the replica has of the operands.
+          sum_over_replicas: Sums arrays of this replica with those of the others.
+
+        Returns:
+          What it has of the results.
+        """
+        env: dict[int, Any] = dict(zip(self._program.inputs, args, strict=True)) | self._program.consts
+        by_round = sorted(self._applied, key=lambda applied: applied[0])  # (keeps the order within a round)
+        remaining = iter(by_round)
+        upcoming = next(remaining, None)
+        for number in range(self.num_rounds + 1):
+            while upcoming is not None and upcoming[0] == number:
+                _, operation, applied = upcoming
+                operands = [read(env, atom) for atom in operation.operands]
+                env.update(zip(operation.results, applied.evaluate(operands), strict=True))
+                upcoming = next(remaining, None)
+            self._sum(env, number, sum_over_replicas)
+        return [read(env, atom) for atom in self._program.outputs]
+
+    def _sum(self, env: dict[int, Any], number: int, sum_over_replicas: SumOverReplicas) -> None:
+        """Completes what the round has computed."""
+        due = sorted(n for n in self._completed if self._rounds[n] == number)
+        sums = [n for n in due if self._layouts[n] is Shared.SUM]
+        env.update(zip(sums, sum_over_replicas([env[n] for n in sums]), strict=True))
+        for n in due:
+            if self._layouts[n] is not Shared.SUM:
+                env[n] = _extreme(env[n], self._layouts[n])
+
+
+def _checked(eqn: Any, applied: Applied) -> Applied:
+    """Truth values cannot be summed: their contraction is an "or"."""
+    for var, layout in zip(eqn.outvars, applied.layouts, strict=True):
+        if layout is Shared.SUM and jnp.issubdtype(var.aval.dtype, jnp.bool_):
+            raise refused(eqn, "combines truth values of all rows")
+    return applied
+
+
+def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    """The sum of whole values and of parts of a sum, as parts of a sum."""
+    parts = [Shared.SUM] * len(layouts)
+    applied = apply(eqn, parts, split)
+    return Applied(
+        applied.layouts, lambda args: applied.evaluate(list(map(split.converted, args, layouts, parts)))
+    )
+
+
+def _extreme(value: Any, kind: Layout) -> Any:
+    """The largest or smallest of all replicas; nan if there is one, which XLA's own maximum over replicas drops."""
+    combine = jnp.max if kind is Shared.MAX else jnp.min
+    if value.dtype == bool:
+        return _extreme(value.astype(jnp.int32), kind).astype(bool)
+    return combine(jax.lax.all_gather(value, REPLICA_AXIS), axis=0)
+
+
+# --- loops --------------------------------------------------------------------------------------------
+
+
+def _scan(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    """A loop whose steps need nothing of the other replicas; a sum that it adds up is summed after it."""
+    if all(layout is Shared.WHOLE for layout in layouts) or eqn.effects:
+        return apply(eqn, layouts, split)
+    extremes = [i for i, layout in enumerate(layouts) if layout in (Shared.MAX, Shared.MIN)]
+    if extremes:
+        raise Incomplete(extremes)
+    num_consts, num_carry = jax_compat.scan_counts(eqn)
+    consts, given = list(layouts[:num_consts]), list(layouts[num_consts : num_consts + num_carry])
+    xs = [_without_leading_dim(eqn, layout) for layout in layouts[num_consts + num_carry :]]
+    body = FlatProgram(*jax_compat.inner_jaxpr(eqn.params["jaxpr"]))
+    carry = given
+    while True:
+        plan = _plan_of_body(eqn, body, [*consts, *carry, *xs], layouts, split)
+        grown = [_joined(eqn, *pair) for pair in zip(carry, plan.layouts[:num_carry], strict=True)]
+        if grown == carry:
+            break
+        carry = grown
+
+    def evaluate(args: Sequence[Any]) -> list[Any]:
+        held, first, slices = _parted(args, num_consts, num_carry)
+        first = [split.converted(*three) for three in zip(first, given, carry, strict=True)]
+
+        def step(state: Any, x: Any) -> Any:
+            results = plan.evaluate([*held, *state, *x], _no_sum)
+            lay = zip(results[:num_carry], plan.layouts[:num_carry], carry, strict=True)
+            return [split.converted(*three) for three in lay], results[num_carry:]
+
+        last, ys = jax.lax.scan(
+            step,
+            first,
+            slices,
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*last, *ys]
+
+    return Applied([*carry, *map(_with_leading_dim, plan.layouts[num_carry:])], evaluate)
+
+
+def _plan_of_body(
+    eqn: Any, body: FlatProgram, inside: Sequence[Layout], outside: Sequence[Layout], split: RowSplit
+) -> RowsPlan:
+    plan = RowsPlan(body, inside, split, is_body=True)
+    incomplete = [i for i in plan.completed_inputs if outside[i] is Shared.SUM]
+    if incomplete:
+        raise Incomplete(incomplete)
+    if plan.num_rounds:
+        raise refused(eqn, "needs a sum over the batch in every step of a loop")
+    return plan
+
+
+def _parted(args: Sequence[Any], num_consts: int, num_carry: int) -> tuple[list[Any], list[Any], list[Any]]:
+    end = num_consts + num_carry
+    return list(args[:num_consts]), list(args[num_consts:end]), list(args[end:])
+
+
+def _no_sum(values: Sequence[Any]) -> Sequence[Any]:
+    assert not values
+    return values
+
+
+def _joined(eqn: Any, before: Layout, after: Layout) -> Layout:
+    """How a value lies that a loop carries: as it goes in, and comes out."""
+    if before == after:
+        return before
+    others = {before, after} - {Shared.WHOLE}
+    if len(others) == 1 and not others & {Shared.MAX, Shared.MIN}:
+        return others.pop()
+    raise refused(eqn, "carries a value that is split by rows in one step and summed in another")
+
+
+def _without_leading_dim(eqn: Any, layout: Layout) -> Layout:
+    if not isinstance(layout, Rows):
+        return layout
+    if layout.dim == 0:
+        raise refused(eqn, "goes over the rows of the batch one by one")
+    return Rows(layout.dim - 1, layout.unit)
+
+
+def _with_leading_dim(layout: Layout) -> Layout:
+    return Rows(layout.dim + 1, layout.unit) if isinstance(layout, Rows) else layout

@@ -1,0 +1,269 @@
+"""GradientTape: records nothing while it is open; leaves marks in the trace that ``rewrite`` resolves."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.errors import InvalidArgumentError, TapeError
+from replicax._src.framework import is_variable
+from replicax._src.options import UnconnectedGradients
+from replicax._src.tracing.capture import current_capture
+from replicax._src.user_code import user_line
+
+log = logging.getLogger("replicax")
+_ids = itertools.count()
+_warned: set[str] = set()
+_NOT_RECORDED = "differentiable sources are variables and arrays of a floating or complex dtype"
+
+
+class GradientTape:
+    """Differentiates what is computed while it is open, as ``tf.GradientTape`` does.
+
+    Works inside ``Strategy.run``, ``rx.function`` and ``rx.value_and_grad``, in which functions are traced:
+    the forward pass is computed once, and the derivative is ``jax.vjp``'s. Trainable variables are watched
+    when they are read; arrays must be watched with ``watch``. Does not communicate: gradients are the
+    replica's own; an optimizer's ``apply`` sums them over replicas.
+
+    Args:
+      persistent: ``gradient`` may be called more than once.
+      watch_accessed_variables: Watch trainable variables as they are read.
+
+    Raises:
+      TapeError: It is opened where nothing is traced.
+
+    Source: TensorFlow, ``tf.GradientTape``. One difference: with ``RunOptions(eager=True)`` the tape records
+    the operations that run.
+
+    >>> import jax.numpy as jnp, replicax as rx
+    >>> def square(x):
+    ...     with rx.GradientTape() as tape:
+    ...         tape.watch(x)
+    ...         y = x * x
+    ...     return tape.gradient(y, x)
+    >>> float(rx.get_strategy().run(square, args=(jnp.float32(3.0),)))
+    6.0
+    """
+
+    def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True):
+        self._persistent = persistent
+        self._watches_variables = watch_accessed_variables
+        self._capture: Any = None
+        self._is_recording = False
+        self._was_used = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._id = next(_ids)
+        self._reads: dict[int, tuple[Any, list[Any]]] = {}
+        self._watched: dict[int, Any] = {}
+
+    def __enter__(self) -> GradientTape:
+        capture = current_capture()
+        if capture is None:
+            raise TapeError(
+                "GradientTape was opened where nothing is traced, so there is nothing to record. Open it in a "
+                "function that strategy.run or rx.function runs, or use rx.value_and_grad(fn)."
+            )
+        self._capture = capture
+        self._start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._is_recording:
+            self._stop()
+
+    def _start(self) -> None:
+        if self._is_recording:
+            raise TapeError("The tape is already recording.")
+        self._capture.begin_recording(self, self._id)
+        self._is_recording = True
+
+    def _stop(self) -> None:
+        self._capture.end_recording(self, self._id)
+        self._is_recording = False
+
+    @contextlib.contextmanager
+    def stop_recording(self) -> Iterator[None]:
+        """What is computed inside is a constant for this tape."""
+        if not self._is_recording:
+            raise TapeError("stop_recording was called on a tape that is not recording.")
+        self._stop()
+        try:
+            yield
+        finally:
+            self._start()
+
+    def reset(self) -> None:
+        """Forgets all that was recorded."""
+        was_recording = self._is_recording
+        if was_recording:
+            self._stop()
+        self._reset()
+        if was_recording:
+            self._start()
+
+    def watch(self, tensor: Any) -> None:
+        """Makes arrays (or variables, or a nest of both) sources of gradients.
+
+        Raises:
+          InvalidArgumentError: A leaf is neither an array nor a variable.
+        """
+        for leaf in _leaves(tensor):
+            if getattr(leaf, "dtype", None) is None:
+                raise InvalidArgumentError(
+                    f"tape.watch got {leaf!r}, a {type(leaf).__name__}; {_NOT_RECORDED}. For a number use "
+                    f"jnp.float32(number) and compute with that."
+                )
+            if jax_compat.is_untyped_constant(leaf):
+                raise InvalidArgumentError(
+                    f"tape.watch got the constant {leaf}, whose dtype is Python's: each use of it is another constant. "
+                    f"Give it a dtype, for example jnp.float32(number)."
+                )
+            if id(leaf) not in self._watched and self._is_recording and not is_variable(leaf):
+                self._capture.watch(self._id, leaf)
+            self._watched[id(leaf)] = leaf
+
+    def watched_variables(self) -> tuple[Any, ...]:
+        """The variables read so far that the tape watches, in the order of their first read."""
+        return tuple(v for v, _ in self._reads.values() if self._is_watched_variable(v))
+
+    def record_read(self, variable: Any, value: Any) -> None:
+        """The capture tells of each read of a variable; different values of one variable add up."""
+        _, values = self._reads.setdefault(id(variable), (variable, []))
+        if not any(seen is value for seen in values):
+            values.append(value)
+
+    def _is_watched_variable(self, variable: Any) -> bool:
+        if id(variable) in self._watched:
+            return True
+        return self._watches_variables and bool(getattr(variable, "trainable", False))
+
+    def _readings(self, source: Any) -> list[Any]:
+        """The arrays whose gradients, added, are the gradient of ``source``."""
+        if is_variable(source):
+            is_read = id(source) in self._reads and self._is_watched_variable(source)
+            values = self._reads[id(source)][1] if is_read else []
+        else:
+            values = [source] if isinstance(source, jax.Array) else []
+        return [v for v in values if jnp.issubdtype(v.dtype, jnp.inexact)]
+
+    def _watched_values(self) -> list[Any]:
+        """The arrays from which everything that the tape can differentiate by is computed."""
+        values = [leaf for leaf in self._watched.values() if not is_variable(leaf)]
+        for variable, readings in self._reads.values():
+            if self._is_watched_variable(variable):
+                values += readings
+        return values
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+    ) -> Any:
+        """The derivative of ``target`` (summed, where it has several elements) by each source.
+
+        Args:
+          target: An array, or a nest of arrays, whose gradients add up.
+          sources: Variables, watched arrays, arrays computed from these, or a nest of such.
+          output_gradients: Nest like ``target``: what to weigh its elements with; ones by default.
+          unconnected_gradients: NONE: a source on which the target does not depend gives None; ZERO: zeros.
+
+        Returns:
+          A nest like ``sources`` of arrays of the sources' shapes, this replica's own.
+
+        Raises:
+          TapeError: A second call on a tape that is not persistent, or a call in another trace than the
+            tape's (inside a scan or jit that began after the tape was opened).
+        """
+        unconnected = UnconnectedGradients.parse(unconnected_gradients)
+        capture = self._capture
+        if output_gradients is None and capture is not None and capture.is_replica:
+            _warn_of_vectors(target)
+        if capture is None:
+            raise TapeError("tape.gradient was called before the tape was opened with `with`.")
+        if self._was_used and not self._persistent:
+            raise TapeError(
+                "A non-persistent GradientTape can only be used to compute one set of gradients. Use "
+                "GradientTape(persistent=True) to call tape.gradient again."
+            )
+        if self._is_recording and not self._persistent:
+            self._stop()  # as TensorFlow: computing the gradient is not recorded
+            with contextlib.ExitStack() as resume:
+                resume.callback(self._start)
+                return self._gradient(capture, target, sources, output_gradients, unconnected)
+        return self._gradient(capture, target, sources, output_gradients, unconnected)
+
+    def _gradient(
+        self, capture: Any, target: Any, sources: Any, seeds: Any, unconnected: UnconnectedGradients
+    ) -> Any:
+        self._was_used = True
+        leaves, tree = jax.tree_util.tree_flatten(sources, is_leaf=is_variable)
+        readings = [self._readings(leaf) for leaf in leaves]
+        targets = [jnp.asarray(t) for t in _leaves(target)]
+        seed_leaves = _seeds(seeds, target, len(targets))
+        flat = [value for values in readings for value in values]
+        derived = [
+            not is_variable(leaf) and id(leaf) not in self._watched
+            for leaf, values in zip(leaves, readings, strict=True)
+            for _ in values
+        ]
+        watched = self._watched_values() if any(derived) else []
+        gradients, missing = (
+            capture.gradient(self._id, targets, seed_leaves, flat, derived, watched) if flat else ([], set())
+        )
+        results = []
+        position = 0
+        for leaf, values in zip(leaves, readings, strict=True):
+            span = range(position, position + len(values))
+            position += len(values)
+            connected = [gradients[i] for i in span if i not in missing]
+            if connected:
+                total = connected[0]
+                for extra in connected[1:]:
+                    total = total + extra
+                results.append(total)
+            elif unconnected is UnconnectedGradients.ZERO:
+                results.append(jnp.zeros(jnp.shape(leaf), leaf.dtype))
+            else:
+                results.append(None)
+        return jax.tree_util.tree_unflatten(tree, results)
+
+
+def _warn_of_vectors(target: Any) -> None:
+    """Warns, once for a line, of losses that were not averaged: the gradient is that of their sum."""
+    shape = next((shape for leaf in _leaves(target) if np.prod(shape := np.shape(leaf)) > 1), None)
+    line = user_line()
+    if shape is not None and line not in _warned:
+        _warned.add(line)
+        log.warning(
+            "%s: the target of tape.gradient has shape %s, and its gradient is that of the sum of its elements. For the mean "
+            "over the global batch write loss = rx.nn.compute_average_loss(losses); for the sum, jnp.sum(losses).",
+            line,
+            list(shape),
+        )
+
+
+def _leaves(nest: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves(nest, is_leaf=is_variable)
+
+
+def _seeds(seeds: Any, target: Any, num_targets: int) -> list[Any]:
+    if seeds is None:
+        return []
+    flat = jax.tree_util.tree_leaves(seeds)
+    if len(flat) != num_targets:
+        raise InvalidArgumentError(
+            f"output_gradients has {len(flat)} leaves and target has {num_targets}; they must be nests alike."
+        )
+    return flat

@@ -1,0 +1,179 @@
+"""Cuts a replica program before its updates: the end of it, which computes from what is the same on all replicas.
+
+Behind the sums of the gradients every replica would compute alike what an optimizer assigns. That part needs no
+replicas: it can be evaluated once, on whole arrays, however these lie over the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicax._src import jax_compat
+from replicax._src.tracing.capture import Entry
+from replicax._src.tracing.program import Output, ReplicaProgram, Variant
+from replicax._src.tracing.slots import Slot
+from replicax._src.tracing.verdict import Verdict, analyse, has_replica_collective, is_replica_collective
+
+_UNPACKS = frozenset(["convert_element_type", "dynamic_slice", "reshape", "slice", "split", "squeeze"])
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The end of a program.
+
+    Attributes:
+      jaxpr: From the values of ``read`` and what replicas hand over to those of ``written``.
+      read, written: Variables.
+      num_handed: How many arrays replicas hand over: the last results of the program before it.
+    """
+
+    jaxpr: Any
+    read: list[Slot]
+    written: list[Slot]
+    num_handed: int
+
+
+def cut_before_updates(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
+    """The program up to its updates, and these; None where replicas with different shapes end differently, or none ends
+    so.
+    """
+    differing = [
+        program.slots[i] for i, same in zip(program.written, program.same_writes, strict=True) if not same
+    ]
+    halves = [_cut(variant, set(map(id, differing))) for variant in program.variants]
+    first = halves[0][1]
+    if not first.written:
+        return None
+    for _, other in halves[1:]:
+        is_alike = other.read == first.read and other.written == first.written
+        if not is_alike or str(other.jaxpr) != str(first.jaxpr):
+            return None
+    return ReplicaProgram([variant for variant, _ in halves], program.variant_of_replica), first
+
+
+def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
+    """Cuts one variant.
+
+    Args:
+      differing: The slots that replicas assign different values, by id: perhaps only because their rows are.
+    """
+    jaxpr, num_consts, num_arrays = variant.jaxpr, len(variant.consts), variant.num_arrays
+    _, verdicts = analyse(jaxpr, variant.input_verdicts)
+    writes = list(zip(variant.written, jaxpr.outvars[num_arrays:], strict=True))
+    of_replicas = [
+        var for entry, var in writes if entry.slot.sharing.is_per_replica or id(entry.slot) in differing
+    ]
+    live = _live(jaxpr)
+    ending = _ending(live, verdicts, _variables([*jaxpr.outvars[:num_arrays], *of_replicas]))
+    state = jaxpr.invars[num_consts : num_consts + len(variant.entries)]
+    ending = _without_unpacking(ending, set(state))
+    made = {var for eqn in ending for var in eqn.outvars}
+    slots = {var: entry.slot for var, entry in zip(state, variant.entries, strict=True)}
+
+    used = dict.fromkeys(a for eqn in ending for a in _variables(eqn.invars) if a not in made)
+    read = [var for var in used if var in slots]
+    handed = [var for var in used if var not in slots]
+    late = [(entry, var) for entry, var in writes if _is_variable(var) and var in made]
+    early = [(entry, var) for entry, var in writes if not (_is_variable(var) and var in made)]
+    updates = Updates(
+        jax_compat.rebuild(jaxpr, invars=[*read, *handed], outvars=[var for _, var in late], eqns=ending),
+        [slots[var] for var in read],
+        [entry.slot for entry, _ in late],
+        len(handed),
+    )
+
+    in_ending = set(map(id, ending))
+    eqns = [eqn for eqn in live if id(eqn) not in in_ending]
+    outvars = [*jaxpr.outvars[:num_arrays], *handed, *(var for _, var in early)]
+    needed = {a for eqn in eqns for a in _variables(eqn.invars)} | set(_variables(outvars))
+    kept = _kept_entries(variant, state, needed, {id(entry) for entry, _ in early})
+    invars = [
+        *jaxpr.invars[:num_consts],
+        *(state[i] for i, _ in kept),
+        *jaxpr.invars[num_consts + len(state) :],
+    ]
+    verdict_of = dict(zip(map(id, variant.written), variant.write_verdicts, strict=True))
+    return (
+        dataclasses.replace(
+            variant,
+            jaxpr=jax_compat.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns),
+            entries=[entry for _, entry in kept],
+            outputs=[*variant.outputs, *[Output(True)] * len(handed)],
+            out_verdicts=[*variant.out_verdicts, *[Verdict.SAME] * len(handed)],
+            write_verdicts=[verdict_of[id(entry)] for entry, _ in early],
+            input_verdicts=[verdicts[var] for var in invars],
+        ),
+        updates,
+    )
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """The equations that the results need: those that they do not need may look different for each shape."""
+    needed, live = set(_variables(jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            live.append(eqn)
+            needed.update(_variables(eqn.invars))
+    return live[::-1]
+
+
+def _ending(eqns: Sequence[Any], verdicts: dict[Any, Verdict], results: Sequence[Any]) -> list[Any]:
+    """The equations whose operands are the same on all replicas, and whose results only such equations and variables
+    take.
+
+    Args:
+      results: What the program before them has to give.
+    """
+    needed, ending = set(results), []
+    for eqn in reversed(eqns):
+        operands = _variables(eqn.invars)
+        are_same = all(verdicts[a].is_same for a in operands)
+        is_late = are_same and needed.isdisjoint(eqn.outvars) and not eqn.effects and not _meets(eqn)
+        if is_late:
+            ending.append(eqn)
+        else:
+            needed.update(operands)
+    return ending[::-1]
+
+
+def _without_unpacking(ending: Sequence[Any], state: set[Any]) -> list[Any]:
+    """Without the equations that only take arrays out of a buffer in which they were summed: cut, it would have to move
+    again.
+    """
+    rest: list[Any] = []
+    made: set[Any] = set()
+    for eqn in ending:
+        if eqn.primitive.name in _UNPACKS and (made | state).isdisjoint(_variables(eqn.invars)):
+            continue
+        rest.append(eqn)
+        made.update(eqn.outvars)
+    return rest
+
+
+def _meets(eqn: Any) -> bool:
+    inner = [jax_compat.inner_jaxpr(sub)[0] for sub in jax_compat.sub_jaxprs(eqn)]
+    return is_replica_collective(eqn) or any(has_replica_collective(jaxpr) is not None for jaxpr in inner)
+
+
+def _kept_entries(
+    variant: Variant, state: Sequence[Any], needed: set[Any], early: set[int]
+) -> list[tuple[int, Entry]]:
+    """The entries that the program up to the updates still has, with their positions: those read or written by it."""
+    kept = []
+    for i, entry in enumerate(variant.entries):
+        if state[i] in needed or id(entry) in early:
+            copy = Entry(entry.slot, entry.index, entry.current)
+            copy.written, copy.line = id(entry) in early, entry.line
+            kept.append((i, copy))
+    return kept
+
+
+def _is_variable(atom: Any) -> bool:
+    return not isinstance(atom, jax_compat.Literal)
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if _is_variable(atom)]

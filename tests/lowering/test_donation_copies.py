@@ -1,0 +1,141 @@
+"""Donation copies what somebody else holds, once, and nothing else."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax._src.lowering import held_state, spmd
+from replicax._src.strategies import running
+
+
+@pytest.fixture(params=["one_device", "mirrored_2"])
+def strategy(request):
+    return (
+        rx.OneDeviceStrategy("cpu:0")
+        if request.param == "one_device"
+        else rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    )
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """A list that gets an entry for each array that is copied because somebody else holds it."""
+    found = []
+
+    def counting(original):
+        def copy(value, sharding):
+            found.extend(value if isinstance(value, list) else [value])
+            return original(value, sharding)
+
+        return copy
+
+    for module, name in ((spmd, "own_copy"), (running, "own_copy"), (held_state, "own_copies")):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
+    return found
+
+
+def training(strategy):
+    """A step of a Keras model with an ``rx.Variable``, and its variables."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+        count = rx.Variable(0.0)
+    x = strategy.replicate(np.ones((2, 3), np.float32))
+
+    def step(x):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(jnp.sum(model(x) ** 2, axis=-1))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        count.assign_add(1.0)
+        return loss
+
+    def run():
+        return strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)
+
+    run()  # which takes the variables over
+    return run, [count, *model.variables, *optimizer.variables]
+
+
+def test_a_training_loop_that_prints_losses_copies_nothing(strategy, copies):
+    run, _ = training(strategy)
+    copies.clear()
+    for number in range(5):
+        print(number, float(run()))
+    assert copies == []
+
+
+def test_values_that_are_read_and_let_go_are_not_copied(strategy, copies):
+    run, variables = training(strategy)
+    copies.clear()
+    for _ in range(3):
+        for variable in variables:
+            float(jnp.sum(variable.value))
+            str(variable)
+        run()
+    assert copies == []
+
+
+def test_each_value_that_is_kept_is_copied_once(strategy, copies):
+    run, variables = training(strategy)
+    copies.clear()
+    count, kernel, *_ = variables
+    kept = [count.value, kernel.value, kernel.value]  # one array, read twice
+    before = [np.array(value) for value in kept]
+    run()
+    assert len(copies) == 2
+    for _ in range(3):
+        run()
+    assert len(copies) == 2
+    for value, expected in zip(kept, before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_train_on_batch_copies_what_is_kept_only(strategy, copies):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    rows = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
+    for _ in range(2):
+        model.train_on_batch(*rows)
+
+    def copied_weights():
+        return [value.shape for value in copies if value.ndim]  # Keras resets metrics to new scalars
+
+    copies.clear()
+    for _ in range(3):
+        print(float(model.train_on_batch(*rows)))
+    assert copied_weights() == []
+    kept = model.layers[0].kernel.value
+    before = np.array(kept)
+    for _ in range(3):
+        model.train_on_batch(*rows)
+    assert copied_weights() == [(3, 4)]
+    np.testing.assert_array_equal(kept, before)
+
+
+def test_state_that_is_donated_is_copied_if_it_is_kept(strategy, copies):
+    options = rx.RunOptions(donate_args=(0,))
+
+    def step(state):
+        return {"w": state["w"] + 1}
+
+    state = strategy.run(step, args=(strategy.replicate({"w": np.zeros(3, np.float32)}),), options=options)
+    copies.clear()
+    for _ in range(3):
+        state = strategy.run(step, args=(state,), options=options)
+    assert copies == []
+    (kept,) = strategy.experimental_local_results(state["w"])[:1]
+    state = strategy.run(step, args=(state,), options=options)
+    assert len(copies) == 1
+    assert kept.tolist() == [4, 4, 4]
+
+
+def test_references_are_counted_in_one_place():
+    folder = Path(rx.__file__).parent
+    users = [file.name for file in folder.rglob("*.py") if "getrefcount" in file.read_text()]
+    assert users == ["holders.py"]

@@ -1,0 +1,282 @@
+"""Tensors of other libraries as arguments: stand-ins here, the real ones in tests/peers."""
+
+import functools
+
+import h5py
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from in_memory_servers import in_memory_strategy
+from replicax._src import narrowing
+from replicax._src.tracing.arguments import _may_be_foreign
+from replicax.coordinator import ClusterCoordinator
+from replicax.errors import InvalidArgumentError, NarrowingError
+
+
+class Shaped:
+    """A shape, and a dtype that NumPy does not know."""
+
+    def __init__(self, array):
+        self._array = np.asarray(array)
+
+    @property
+    def shape(self):
+        return list(self._array.shape)
+
+    @property
+    def dtype(self):
+        return f"other.{self._array.dtype}"
+
+
+class Tensor(Shaped):
+    """As tensors of TensorFlow and torch: also a conversion."""
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array
+
+
+class OnlyDlpack(Shaped):
+    """As tensors of a library that knows nothing of NumPy."""
+
+    def __dlpack__(self, **options):
+        return jnp.asarray(self._array).__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return jnp.asarray(self._array).__dlpack_device__()
+
+
+class OutOfReach(OnlyDlpack):
+    """As tensors of a dtype that NumPy lacks, or on a GPU."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("not on this device.")
+
+
+class Recorded(Tensor):
+    """As torch.nn.Parameter."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+
+
+def class_like(library, name):
+    """A class that another library might have, with everything that a tensor has."""
+    return type(name, (Tensor,), {"__module__": f"{library}.of.theirs"})
+
+
+REFUSED = {
+    "h5py.Dataset": (class_like("h5py", "Dataset"), "dataset[start:stop]"),
+    "zarr.Array": (class_like("zarr", "Array"), "array[start:stop]"),
+    "netCDF4.Variable": (class_like("netCDF4", "Variable"), "variable[start:stop]"),
+    "tensorstore.TensorStore": (class_like("tensorstore", "TensorStore"), "store[start:stop].read()"),
+    "pandas.DataFrame": (class_like("pandas", "DataFrame"), ".to_numpy()"),
+    "pandas.Series": (class_like("pandas", "Series"), ".to_numpy()"),
+}
+
+
+@pytest.fixture(scope="module")
+def coordinator():
+    with in_memory_strategy(workers=1, ps=1) as strategy, ClusterCoordinator(strategy) as coordinator:
+        yield coordinator
+
+
+def in_run(strategy, options=None):
+    def call(fn, *args):
+        result = strategy.run(fn, args=args, options=options)
+        return strategy.experimental_local_results(result)[0]
+
+    return call
+
+
+def in_function(wrapped):
+    return lambda fn, *args: wrapped(fn)(*args)
+
+
+CALLS = {
+    "run_mirrored": lambda coordinator: in_run(rx.MirroredStrategy(["cpu:0", "cpu:1"])),
+    "run_one_device": lambda coordinator: in_run(rx.OneDeviceStrategy("cpu:0")),
+    "run_default": lambda coordinator: in_run(rx.get_strategy()),
+    "function": lambda coordinator: in_function(functools.cache(rx.function)),
+    "scheduled": lambda coordinator: lambda fn, *args: coordinator.schedule(fn, args=args).fetch(60),
+    "value_and_grad": lambda coordinator: lambda fn, *args: rx.value_and_grad(fn)(*args)[0],
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request, coordinator):
+    return CALLS[request.param](coordinator)
+
+
+@pytest.fixture(params=[Tensor, OnlyDlpack, OutOfReach])
+def kind(request):
+    return request.param
+
+
+def test_a_tensor_is_an_input(call, kind):
+    def total(batch):
+        assert isinstance(batch["x"], jax.core.Tracer)
+        return jnp.sum(batch["x"])
+
+    assert [float(call(total, {"x": kind(np.full(3, i, np.float32))})) for i in range(3)] == [0, 3, 6]
+
+
+def test_new_tensors_make_no_new_program(kind):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    traced = []
+
+    def total(x, y):
+        traced.append("run")
+        return jnp.sum(x) + y
+
+    @rx.function
+    def step(x):
+        traced.append("function")
+        return jnp.sum(x)
+
+    for number in range(3):
+        x = kind(np.full(3, number, np.float32))
+        strategy.run(total, args=(x,), kwargs={"y": x})
+        step(x)
+    assert sorted(traced) == ["function", "run"]
+
+
+def test_a_tensor_is_an_array_in_eager_mode_and_in_plans(kind):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    x = kind(np.arange(4, dtype=np.float32))
+    result = strategy.run(lambda x: x + 1, args=(x,), options=rx.RunOptions(eager=True))
+    assert strategy.experimental_local_results(result)[0].tolist() == [1, 2, 3, 4]
+    plan = strategy.plan(lambda x: x + 1, (x,))
+    assert [(argument.name, tuple(argument.shape)) for argument in plan.arrays] == [("args[0]", (4,))]
+
+
+def test_a_tensor_beside_donated_state_does_not_take_its_place():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    state = strategy.replicate(jnp.ones(3))
+    options = rx.RunOptions(donate_args=(1,))
+    result = strategy.run(lambda x, s: s + x, args=(Tensor(np.float32(2)), state), options=options)
+    assert strategy.experimental_local_results(result)[0].tolist() == [3, 3, 3]
+    message(rx.errors.DonatedError, lambda: state.array, "donate")
+
+
+class Wide(OnlyDlpack):
+    """Keeps its 64 bits."""
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [Tensor, Wide])
+def test_64_bits_of_a_tensor_are_checked(call, kind):
+    ids = kind(np.array([1, 2**40]))
+    message(NarrowingError, lambda: call(lambda ids: jnp.sum(ids * 1.0), ids), "1099511627776")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_array_is_refused_with_what_to_write(call, name):
+    kind, says = REFUSED[name]
+    message(InvalidArgumentError, lambda: call(lambda x: 1.0, kind(np.ones(2))), "args[0]", says)
+
+
+def test_a_tensor_whose_gradient_is_recorded_is_refused(call):
+    message(
+        InvalidArgumentError, lambda: call(lambda x: 1.0, Recorded(np.ones(2))), "requires grad", "detach()"
+    )
+
+
+def test_the_real_h5py_dataset_is_refused(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        rows = file.create_dataset("rows", data=np.ones(3))
+        message(
+            InvalidArgumentError,
+            lambda: rx.function(lambda x: x)(rows),
+            "Dataset of h5py",
+            "dataset[start:stop]",
+        )
+
+
+# --- closures -----------------------------------------------------------------------------------------
+
+
+with_closures_as_inputs = pytest.mark.parametrize(
+    "call", [name for name in CALLS if name != "value_and_grad"], indirect=True
+)
+
+
+def adding_the_first_of(array):
+    return lambda x: x + array[0]
+
+
+def test_an_array_of_which_a_function_uses_the_shape_alone_may_hold_any_number(call):
+    ids = np.array([1, 2**40])
+    assert float(call(lambda x: x + len(ids) + jnp.sum(jnp.ones_like(ids)), jnp.float32(1))) == 5
+
+
+@with_closures_as_inputs
+@pytest.mark.parametrize("wrong", [2**40, 1e300], ids=["int", "float"])
+def test_a_closure_that_changes_is_checked_though_the_program_is_there(call, wrong):
+    call(adding_the_first_of(np.array([1, 2])), jnp.float32(1))
+    for _ in range(2):
+        array = np.array([type(wrong)(1), wrong])
+        message(
+            NarrowingError, lambda a=array: call(adding_the_first_of(a), jnp.float32(1)), "closure['array']"
+        )
+
+
+def test_steps_check_a_closure_that_they_use():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def run(fn):
+        dataset = strategy.experimental_distribute_dataset([np.ones(2, np.float32)] * 2)
+        return strategy.run_steps(fn, iter(dataset), steps=2)
+
+    ids = np.array([1, 2**40])
+    run(lambda x: x + len(ids))
+    run(adding_the_first_of(np.array([1, 2])))
+    message(NarrowingError, lambda: run(adding_the_first_of(ids)), "closure['array']")
+
+
+@with_closures_as_inputs
+def test_an_array_that_a_function_closes_over_is_looked_at_once(call, monkeypatch):
+    looked = []
+    monkeypatch.setattr(narrowing, "_narrowed", lambda array, *rest: looked.append(array))
+    steps = [adding_the_first_of(np.array([i, 2])) for i in (1, 3)]
+    for _ in range(3):
+        assert [float(call(step, jnp.float32(1))) for step in steps] == [2, 4]
+    assert len(looked) == len(steps)
+
+
+def test_what_is_no_tensor_stays_a_constant():
+    class Settings:
+        dtype = "text"
+
+        def __array__(self, dtype=None, copy=None):
+            raise AssertionError("not an array")
+
+    text = Tensor(np.array(["a", "b"], object))
+    seen = []
+    rx.function(lambda *args: seen.extend(args))(Settings(), text, 3, np.float32(1))
+    assert isinstance(seen[0], Settings)
+    assert seen[1] is text
+    assert seen[2] == 3
+    assert seen[3].dtype == np.float32
+
+
+def test_variables_and_values_are_not_foreign():
+
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    values = [
+        rx.Variable(1.0),
+        keras.Variable(1.0),
+        strategy.replicate(jnp.ones(2)),
+        jnp.ones(2),
+        jax.random.key(0),
+    ]
+    assert not any(_may_be_foreign(type(value)) for value in values)
