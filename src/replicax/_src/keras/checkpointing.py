@@ -82,7 +82,8 @@ def _internal_names() -> set[str]:
 @functools.cache
 def _functional_class() -> type:
     inputs = keras.Input((1,), name="any_input")
-    return type(keras.Model(inputs, inputs, name="any"))
+    outputs = keras.layers.Identity(name="any_layer")(inputs)  # Keras 3.12 refuses the inputs themselves
+    return type(keras.Model(inputs, outputs, name="any"))
 
 
 def _bring_state(tracked: Any) -> None:
