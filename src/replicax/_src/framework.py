@@ -62,7 +62,7 @@ class Framework:
     Attributes:
       name: The module that the user imports.
       variable_types: The classes of its variables: leaves of pytrees.
-      make_slot: Binds one of its variables to a number of replicas: gives the ``Slot`` (``program/slots.py``).
+      make_slot: Binds one of its variables to a number of replicas: gives the ``Slot`` (``tracing/slots.py``).
       trace_scope: A context entered around every trace, made of the ``Capture``.
       modules: For those that have modules which are arguments of ``run``.
       tracking: For those with objects that checkpoints see into.

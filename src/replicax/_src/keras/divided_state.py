@@ -1,6 +1,6 @@
 """Keras variables that are divided over replicas: how they are made, read in a step, and updated by optimizers.
 
-A step of ``fit`` is one program over the whole batch, which the partitioner divides (``placement/global_view.py``).
+A step of ``fit`` is one program over the whole batch, which the partitioner divides (``lowering/global_view.py``).
 Left alone it may as well divide layers as batches. So what a step reads is gathered first, and the gradients, with the
 variables that an optimizer updates, are cut into the pieces in which its state lies. All else follows: its update is of
 pieces, whatever it computes.

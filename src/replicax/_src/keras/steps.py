@@ -183,7 +183,7 @@ class StepFunction(abc.ABC):
 
 @final
 class GlobalStepFunction(StepFunction):
-    """Runs the model's own, stateless step in the global view: see ``placement/global_view.py``."""
+    """Runs the model's own, stateless step in the global view: see ``lowering/global_view.py``."""
 
     def __init__(self, model: Any, phase: Phase, strategy: Any):
         super().__init__(model, phase, strategy)

@@ -5,7 +5,7 @@ it, whatever the step computes, and no formula is needed. State is whole on ever
 a batch that does not divide is padded on the host, and the program begins by cutting the padding off.
 
 The partitioner sums each array by itself, which costs processes on CPUs a round trip for each. There the program is
-split here instead, if all its operations are known to keep rows apart (``program/rows``): all that a step sums travels
+split here instead, if all its operations are known to keep rows apart (``tracing/rows``): all that a step sums travels
 together.
 """
 

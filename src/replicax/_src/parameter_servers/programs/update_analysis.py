@@ -4,7 +4,7 @@ The update is traced once, over whole variables. Everything is decided from the 
 that compute its new value and its new slots. No optimizer is known by its name. A server has the variable, its slots,
 and what all variables share (the count of steps, the learning rate). The worker has all gradients. So a slice is
 
-1. *elementwise*, if no operation in it mixes rows (``program/row_parallel.py``) or reads another variable. A server
+1. *elementwise*, if no operation in it mixes rows (``tracing/row_parallel.py``) or reads another variable. A server
    then updates each shard from that shard's gradient, and a table from the rows that were looked up. This is so for
    SGD, Adam, Adagrad, RMSprop, Ftrl, Lion and the like, with weight decay, ``clipvalue`` and EMA: these are operations
    of the slice, and the average of a variable is one of its slots.
