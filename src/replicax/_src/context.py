@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 
@@ -35,6 +35,9 @@ from replicax._src.framework import imported_since, use_imported
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 log = logging.getLogger("replicax")
 
 
@@ -45,7 +48,7 @@ class _Frame:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         replica_context: ReplicaContext | None,
         communicator: Communicator | None = None,
         is_update: bool = False,
@@ -64,14 +67,14 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_global_strategy: Any = None
+_global_strategy: Strategy | None = None
 _default: list[Any] = []  # the default strategy, once one was asked for
 # By thread: a strategy and its other parts. Empty almost always, which is quicker to see than a threading.local is
 # to read (36 and 73 ns with the call): every use of a strategy asks.
 _stand_ins: dict[int, tuple[Any, Any]] = {}
 
 
-def set_default_strategy(strategy: Any) -> None:
+def set_default_strategy(strategy: Strategy) -> None:
     """Registers the default strategy, of which there is one.
 
     Raises:
@@ -152,7 +155,7 @@ def merge_communicator() -> Communicator | None:
     return top.communicator if top is not None else None
 
 
-def experimental_set_strategy(strategy: Any) -> None:
+def experimental_set_strategy(strategy: Strategy) -> None:
     """Makes ``strategy`` current without ``with strategy.scope()``; None takes it back.
 
     Import Keras before: a model of a Keras that is imported later belongs to no strategy.
@@ -178,7 +181,7 @@ class Scope:
         names the line.
     """
 
-    def __init__(self, strategy: Any, made_at: str | None = None):
+    def __init__(self, strategy: Strategy, made_at: str | None = None):
         self._strategy = strategy
         self._made_at = made_at
         self._is_of_user = made_at is not None
@@ -215,7 +218,7 @@ class Scope:
             )
 
 
-def check_may_enter(strategy: Any) -> None:
+def check_may_enter(strategy: Strategy) -> None:
     """Raises unless ``strategy`` may be used in cross-replica context here.
 
     Raises:
@@ -314,7 +317,7 @@ def check_may_iterate() -> None:
         )
 
 
-def stand_in_of(strategy: Any) -> Any | None:
+def stand_in_of(strategy: Strategy) -> Any | None:
     """The parts that ``strategy`` has instead of its own, here; None almost always."""
     if not _stand_ins:
         return None
@@ -328,7 +331,7 @@ def is_standing_in() -> bool:
 
 
 @contextlib.contextmanager
-def standing_in(strategy: Any, parts: Any) -> Iterator[None]:
+def standing_in(strategy: Strategy, parts: Any) -> Iterator[None]:
     """Inside, in this thread, ``strategy`` is composed of other parts than its own: fewer replicas, say.
 
     It stays the same object, so that variables made in its scope are still its own.
@@ -346,7 +349,7 @@ def standing_in(strategy: Any, parts: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replica_context(strategy: Any, context: ReplicaContext) -> Iterator[None]:
+def replica_context(strategy: Strategy, context: ReplicaContext) -> Iterator[None]:
     """Replica context, while a replica function is traced or run."""
     _local.frames.append(_Frame(strategy, context))
     try:
@@ -357,7 +360,7 @@ def replica_context(strategy: Any, context: ReplicaContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def merge_context(
-    strategy: Any, communicator: Communicator | None, is_update: bool = False
+    strategy: Strategy, communicator: Communicator | None, is_update: bool = False
 ) -> Iterator[None]:
     """Cross-replica context inside ``merge_call`` and ``extended.update``."""
     _local.frames.append(_Frame(strategy, None, communicator, is_update))
@@ -429,7 +432,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: Any, replica_id_in_sync_group: Any, communicator: Communicator | None = None
+        self, strategy: Strategy, replica_id_in_sync_group: Any, communicator: Communicator | None = None
     ):
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group

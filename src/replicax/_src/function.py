@@ -6,7 +6,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, final, overload
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ from replicax._src.tracing.cache import (
 from replicax._src.tracing.capture import current_capture
 from replicax._src.tracing.modules import open_modules
 from replicax._src.values import is_value
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 log = logging.getLogger("replicax")
 _ITERATED = (DistributedDataset, DistributedIterator)
@@ -133,7 +136,7 @@ class Function(PlacedByItself, Generic[_P, _R]):
         """It loops over a distributed dataset, as was seen when it was traced: it is no program itself."""
         return self._runs_as_python
 
-    def place(self, strategy: Any, step: Step) -> StepProgram:
+    def place(self, strategy: Strategy, step: Step) -> StepProgram:
         """The program of a call, to be lowered; nothing is run or kept.
 
         Raises:

@@ -6,9 +6,12 @@ import json
 import statistics
 import sys
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from replicax._src.cluster.processes import Process, ProcessTimeoutError
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 _NUM_TIMES: Final = 5
 _NUM_VALUES: Final = 1 << 20  # 4 MB
@@ -57,7 +60,7 @@ def main() -> None:
     has_servers = "ps" in membership.spec.jobs
     is_joined = not has_servers and not membership.is_evaluator and membership.num_workers > 1
     start = time.perf_counter()
-    strategy: Any = MultiWorkerMirroredStrategy() if is_joined else MirroredStrategy(jax.local_devices())
+    strategy: Strategy = MultiWorkerMirroredStrategy() if is_joined else MirroredStrategy(jax.local_devices())
     joined_s = time.perf_counter() - start
     num_replicas = strategy.num_replicas_in_sync
     num_processes = membership.num_workers if is_joined else 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from replicax._src import jax_compat
 from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, is_one_task
@@ -22,6 +22,9 @@ from replicax._src.errors import UnsupportedError
 from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from replicax._src.strategies.tpu_system import TPUSystem
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 # More virtual devices would take time; a script that needs to see all of a larger slice sets them itself.
 _MOST_CORES: Final = 64
@@ -47,15 +50,15 @@ def _replace_init(kind: type[Any], replacement: Callable[..., None]) -> None:
     original = kind.__init__
 
     @functools.wraps(original)
-    def init(strategy: Any, *args: Any, **kwargs: Any) -> None:
+    def init(strategy: Strategy, *args: Any, **kwargs: Any) -> None:
         replacement(original, strategy, *args, **kwargs)
 
-    kind.__init__ = init
+    kind.__init__ = init  # type: ignore[method-assign]
 
 
 def _alone(
     original: Callable[..., None],
-    strategy: Any,
+    strategy: Strategy,
     cluster_resolver: ClusterResolver | None = None,
     *args: Any,
     say: _Say,
@@ -69,7 +72,7 @@ def _alone(
     )
 
 
-def _refused(original: Callable[..., None], strategy: Any, *args: Any, **kwargs: Any) -> None:
+def _refused(original: Callable[..., None], strategy: Strategy, *args: Any, **kwargs: Any) -> None:
     del original, args, kwargs
     raise UnsupportedError(
         f"{type(strategy).__name__} keeps its variables on parameter servers, and a plan is of the devices that compute. Plan the "

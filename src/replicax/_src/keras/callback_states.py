@@ -6,11 +6,14 @@ import contextlib
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import keras
 
 from replicax._src.errors import MissingExtraError, UnsupportedError
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 _BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 _WRITING: Final = {
@@ -88,7 +91,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def written_by_chief(strategy: Any, callbacks: Any) -> Iterator[None]:
+def written_by_chief(strategy: Strategy | None, callbacks: Any) -> Iterator[None]:
     """Inside, of several processes only the first writes the files of Keras's own callbacks; all read them."""
     peers = None if strategy is None else strategy.topology.peers
     if peers is None or not callbacks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import keras
 
@@ -22,6 +22,9 @@ from replicax._src.keras.resumable_fit import ResumableFit
 from replicax._src.options import path_of
 from replicax._src.preemption.termination import TerminationConfig
 from replicax._src.variables.server_placement import ServerPlacement
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 _MAX_TO_KEEP: Final = 3
 _GROWING: Final = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2")
@@ -116,7 +119,7 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def in_fit(
-        self, model: Any, strategy: Any, given: Mapping[str, Any], others: list[Any]
+        self, model: Any, strategy: Strategy | None, given: Mapping[str, Any], others: list[Any]
     ) -> Iterator[None]:
         """Around a ``fit`` of a model with these arguments and other callbacks. Private."""
         if self._in_fit is not None:
@@ -207,7 +210,7 @@ def _check(save_freq: Any, mode: str, config: Any) -> None:
         )
 
 
-def _has_servers(strategy: Any) -> bool:
+def _has_servers(strategy: Strategy | None) -> bool:
     return strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
 
 
@@ -216,7 +219,7 @@ def _mode_of(monitor: str) -> str:
 
 
 @contextlib.contextmanager
-def in_fit(model: Any, strategy: Any, given: Mapping[str, Any], callbacks: Any) -> Iterator[Any]:
+def in_fit(model: Any, strategy: Strategy | None, given: Mapping[str, Any], callbacks: Any) -> Iterator[Any]:
     """Inside ``fit`` runs, with the callbacks that it is to be given: those of this kind come last."""
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks) if callbacks else []

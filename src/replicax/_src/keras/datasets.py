@@ -6,7 +6,7 @@ import collections
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import keras
@@ -24,6 +24,9 @@ from replicax._src.lowering.batch import WorkerRows
 from replicax._src.narrowing import narrowed, narrowed_nest
 from replicax._src.strategies.datasets import distribute
 from replicax._src.values import DistributedValues
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 _END_OF_DATA: Final = np.zeros((0,) * 7, bool)
 """In place of a batch, where a dataset whose length is not known has ended. Nothing else looks like it."""
@@ -58,7 +61,7 @@ def check_not_per_replica(method: str, argument: str, value: Any) -> None:
         )
 
 
-def as_keras_input(data: Any, strategy: Any, argument: str, given: Mapping[str, Any], steps: str) -> Any:
+def as_keras_input(data: Any, strategy: Strategy, argument: str, given: Mapping[str, Any], steps: str) -> Any:
     """What Keras understands in place of a dataset of ours; anything else as it is.
 
     Args:
@@ -131,7 +134,7 @@ def check_alone(name: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def _of_another_strategy(strategy: Any, argument: str) -> Exception:
+def _of_another_strategy(strategy: Strategy, argument: str) -> Exception:
     if strategy.is_default:
         return KerasScopeError(
             f"The dataset `{argument}` was distributed by a strategy, and the model was made outside of every scope, so it would be "

@@ -14,7 +14,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import keras
@@ -25,6 +25,9 @@ from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.companions import note_companion
 from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 _Init = Callable[..., None]
 _Apply = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -83,7 +86,7 @@ def make(
     stay_as_assigned(strategy, variable)
 
 
-def stay_as_assigned(strategy: Any, variable: Any) -> None:
+def stay_as_assigned(strategy: Strategy | None, variable: Any) -> None:
     """In several processes a variable keeps what each assigns to it, until the next program compares and divides
     that.
     """
@@ -93,7 +96,7 @@ def stay_as_assigned(strategy: Any, variable: Any) -> None:
 
 
 @contextlib.contextmanager
-def laid_out(strategy: Any, initializer: Any) -> Iterator[Any]:
+def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
     """Inside, Keras gives variables their first values in the layouts of a strategy. Keras's own loops see none of it.
 
     Yields:

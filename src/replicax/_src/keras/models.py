@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import keras
@@ -42,6 +42,10 @@ from replicax._src.narrowing import narrowed
 from replicax._src.tracebacks import bounded
 from replicax._src.tracing.capture import current_capture, planning
 from replicax._src.variables.server_placement import ServerPlacement
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
+    from replicax._src.strategies.strategy import Strategy
 
 Method = Callable[..., Any]
 _Keras: Any = keras.Model if TYPE_CHECKING else object
@@ -163,7 +167,7 @@ def _given(signature: inspect.Signature, model: Any, args: Sequence[Any], kwargs
         return {}
 
 
-def _check_has_steps(strategy: Any, method: str) -> None:
+def _check_has_steps(strategy: Strategy, method: str) -> None:
     if strategy.worker_of_own is not None:
         raise UnsupportedError(
             f"{method}() is not supported where every worker runs the program by itself, on shared parameter servers. Write the "
@@ -201,7 +205,7 @@ def _strategy_of(model: Any, method: str) -> Any:
     return strategy
 
 
-def _check_metrics(metrics: Any, strategy: Any, model: Any) -> None:
+def _check_metrics(metrics: Any, strategy: Strategy, model: Any) -> None:
     for metric in keras.tree.flatten(metrics):
         if not isinstance(metric, keras.metrics.Metric):
             continue
@@ -224,7 +228,7 @@ def _check_metrics(metrics: Any, strategy: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def _placed_steps(
-    model: Any, method: str, strategy: Any, given: Mapping[str, Any], *, is_loop: bool
+    model: Any, method: str, strategy: Strategy, given: Mapping[str, Any], *, is_loop: bool
 ) -> Iterator[None]:
     """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
     phase = PHASES[method]
@@ -254,7 +258,7 @@ def _placed_steps(
             raise _without_batch(model, method)
 
 
-def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
+def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction:
     make = f"make_{phase.function_name}"
     if getattr(type(model), make) is not getattr(keras.Model, make):
         raise UnsupportedError(
@@ -268,6 +272,7 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
             f"keras.distribution.set_distribution(None) takes away Keras's."
         )
     function = getattr(model, phase.function_name, None)
+    kind: type[Any]
     if _has_servers(strategy):
         kind = ServerStepFunction
     else:
@@ -280,7 +285,7 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
     return function
 
 
-def _has_servers(strategy: Any) -> bool:
+def _has_servers(strategy: Strategy) -> TypeGuard[ParameterServerStrategy]:
     return isinstance(strategy.variable_placement, ServerPlacement)
 
 
@@ -290,7 +295,7 @@ def _with_datasets(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    strategy: Any,
+    strategy: Strategy,
     *,
     narrows: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[DistributedInput | WorkerInput]]:

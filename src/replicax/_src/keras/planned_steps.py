@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -26,6 +26,9 @@ from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.strategies.lowering import NamedArray, Placer, Step, StepProgram, place_replica_function
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 _asked: contextvars.ContextVar[Step] = contextvars.ContextVar("replicax_step_to_lower")
 
@@ -144,7 +147,7 @@ def placer(phases: dict[str, Phase]) -> Callable[[Any], Placer | None]:
     return find
 
 
-def _place(model: Any, method: str, phase: Phase, strategy: Any, step: Step) -> StepProgram:
+def _place(model: Any, method: str, phase: Phase, strategy: Strategy, step: Step) -> StepProgram:
     _check_scope(model, method, phase, strategy)
     token = _asked.set(step)
     args, kwargs = jax.tree_util.tree_map(_standing_for, (tuple(step.args), dict(step.kwargs)))
@@ -157,7 +160,7 @@ def _place(model: Any, method: str, phase: Phase, strategy: Any, step: Step) -> 
     raise InvalidArgumentError(f"{method}() of model {model.name!r} has no batch to lower a step for.")
 
 
-def _check_scope(model: Any, method: str, phase: Phase, strategy: Any) -> None:
+def _check_scope(model: Any, method: str, phase: Phase, strategy: Strategy) -> None:
     """Raises for a model whose loop would be Keras's own: it would be run, not planned."""
     if context.owners.get(id(model)) is None and not is_replica_style(model, phase):
         raise KerasScopeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from replicax._src.strategies.datasets import BatchPlacer
 from replicax._src.tracing.tape import GradientTape
 from replicax._src.values import PerReplica, is_value
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 
 def is_replica_style(model: Any, phase: Phase) -> bool:
     """Whether the model's own step takes the data alone; Keras's on JAX takes the state too."""
@@ -43,7 +46,7 @@ def is_replica_style(model: Any, phase: Phase) -> bool:
 class ReplicaStepFunction(StepFunction):
     """Runs a step in TensorFlow's style. The state is where replica functions look for it: in the variables."""
 
-    def __init__(self, model: Any, phase: Phase, strategy: Any):
+    def __init__(self, model: Any, phase: Phase, strategy: Strategy):
         super().__init__(model, phase, strategy)
         self._placer = BatchPlacer(strategy.topology)
         self._weighted_mean = strategy.topology.compile(

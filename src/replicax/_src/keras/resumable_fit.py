@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
@@ -18,6 +18,9 @@ from replicax._src.keras.fit_progress import DataOfFit, Progress, ReplayedSteps
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.preemption.steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 log = logging.getLogger("replicax")
 
@@ -43,7 +46,7 @@ class ResumableFit:
         self,
         model: Any,
         manager: CheckpointManager,
-        strategy: Any,
+        strategy: Strategy,
         loop: LoopOfFit,
         given: Mapping[str, Any],
         params: Mapping[str, Any],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 from replicax._src.parameter_servers.programs.elements import cut_rows
 from replicax._src.values import PerReplica, is_value
 
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
+
 _AHEAD_PER_WORKER = 4
 """How many steps are scheduled before the oldest has ended: enough that no worker waits, few enough for memory and
 logs.
@@ -51,8 +54,9 @@ class ServerStepFunction(StepFunction):
       UnsupportedError: The model's own step is one of arrays, Keras's style on JAX, which has nothing to push.
     """
 
-    def __init__(self, model: Any, phase: Phase, strategy: Any):
+    def __init__(self, model: Any, phase: Phase, strategy: ParameterServerStrategy):
         super().__init__(model, phase, strategy)
+        self._servers = strategy
         _check_style(model, phase)
         self._coordinator: ClusterCoordinator | None = None
         self._pending: deque[RemoteValue] = deque()
@@ -111,7 +115,7 @@ class ServerStepFunction(StepFunction):
                 "elements of a per-worker dataset are on the workers. Pass arrays or a dataset, or leave run_eagerly out."
             )
         before = self._num_ahead, self._iterator
-        num_workers = self._strategy.session.num_workers
+        num_workers = self._servers.session.num_workers
         self._num_ahead = 0 if is_watched else _AHEAD_PER_WORKER * num_workers
         self._iterator = None if dataset is None else iter(dataset)
         try:
@@ -172,11 +176,11 @@ class ServerStepFunction(StepFunction):
 
     def _started(self, data: Any) -> Any:
         if self._model.run_eagerly:
-            result = self._strategy.run_here(self._step, data)
+            result = self._servers.run_here(self._step, data)
             self._logs = None if self._phase.is_predict else dict(result)
             return result
         if self._coordinator is None:
-            self._coordinator = coordinator_of(self._strategy)
+            self._coordinator = coordinator_of(self._servers)
         function = self._step if data is not self._iterator else self._step_of_worker
         try:
             value = self._coordinator.schedule(function, args=(data,))

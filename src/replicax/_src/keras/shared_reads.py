@@ -11,13 +11,16 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import keras
 
 from replicax._src import context, jax_compat
 from replicax._src.variables.state_layouts import StateLayouts
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 _DONE = -1
 
@@ -96,7 +99,7 @@ is_needed = False
 _of_layouts: weakref.WeakKeyDictionary[StateLayouts, SharedReads] = weakref.WeakKeyDictionary()
 
 
-def of(strategy: Any) -> SharedReads | None:
+def of(strategy: Strategy | None) -> SharedReads | None:
     """The reads of a strategy; None if it divides nothing, or nothing over processes."""
     layouts = None if strategy is None else strategy.variable_placement.layouts
     if layouts is None or layouts.topology.peers is None:
@@ -165,7 +168,7 @@ class _Meeting(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def in_fit(strategy: Any, given: Mapping[str, Any]) -> Iterator[Any]:
+def in_fit(strategy: Strategy | None, given: Mapping[str, Any]) -> Iterator[Any]:
     """Inside ``fit`` runs, with the callbacks that it is to be given."""
     reads, callbacks = of(strategy), given.get("callbacks")
     if reads is None or isinstance(callbacks, keras.callbacks.CallbackList):

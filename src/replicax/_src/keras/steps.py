@@ -11,7 +11,7 @@ import abc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 State = Sequence[Any]
 
@@ -82,7 +85,7 @@ class StepFunction(abc.ABC):
       strategy: Where.
     """
 
-    def __init__(self, model: Any, phase: Phase, strategy: Any):
+    def __init__(self, model: Any, phase: Phase, strategy: Strategy):
         self._model, self._phase, self._strategy = model, phase, strategy
         self._name = f"{type(model).__name__}.{phase.step_name}"
         self._same_batches = SameBatches(strategy.topology.peers, self._name)
@@ -185,7 +188,7 @@ class StepFunction(abc.ABC):
 class GlobalStepFunction(StepFunction):
     """Runs the model's own, stateless step in the global view: see ``lowering/global_view.py``."""
 
-    def __init__(self, model: Any, phase: Phase, strategy: Any):
+    def __init__(self, model: Any, phase: Phase, strategy: Strategy):
         super().__init__(model, phase, strategy)
         self._held = HeldState(
             strategy.topology,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import keras
@@ -20,9 +20,17 @@ from replicax._src.parameter_servers.coordinator.per_worker import (
 )
 from replicax._src.parameter_servers.worker.unbuilt import UnbuiltDataset
 
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
+
 
 def as_worker_input(
-    data: Any, strategy: Any, method: str, argument: str, given: Mapping[str, Any], steps: str
+    data: Any,
+    strategy: ParameterServerStrategy,
+    method: str,
+    argument: str,
+    given: Mapping[str, Any],
+    steps: str,
 ) -> Any:
     """What Keras understands in place of a per-worker dataset, or of a function that makes one; anything else as it is.
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,18 @@ from replicax._src.tracing.recording import NO_AXIS
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 log = logging.getLogger("replicax")
 
 # Apart from those of traced functions, JAX's caches of inner functions cannot give us what belongs to a trace.
 _CACHE_NAME = "replicax_eager"
 
 
-def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_eagerly(
+    strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Runs ``fn`` once, on the rows of all replicas; see ``Strategy.run`` and ``RunOptions.eager``.
 
     A function that creates variables (Keras layers called for the first time) runs twice.
@@ -83,7 +88,7 @@ def _say_what_differs() -> None:
 
 
 def _run(
-    strategy: Any,
+    strategy: Strategy,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

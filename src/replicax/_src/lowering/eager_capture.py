@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from replicax._src.tracing.capture import Capture, Entry, current_capture
 from replicax._src.tracing.recording import Recorder
 from replicax._src.tracing.slots import Sharing, Slot, check_no_tracer, state_lock
 from replicax._src.user_code import user_line
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 
 def on_no_device(array: Any) -> jax.Array:
@@ -42,7 +45,7 @@ class EagerCapture:
     uneven = None
     observer = None
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self.entries: dict[int, Entry] = {}
         self.num_aggregated_reads = 0
         self.created: list[str] = []

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 
@@ -27,11 +27,14 @@ from replicax._src.strategies.lowering import NamedArray, Step, StepProgram, che
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 Tell = Callable[[str, Plan | None], None]
 
 
 def plan_of(
-    strategy: Any,
+    strategy: Strategy,
     step: Step,
     topology: str | None,
     remedy_limit_s: float,
@@ -83,7 +86,7 @@ def _own_hardware(devices: Sequence[Any]) -> Hardware:
 class _Planning:
     """A step that is planned, perhaps again with changes."""
 
-    strategy: Any
+    strategy: Strategy
     step: Step
     hardware: Hardware
     topology: Topology

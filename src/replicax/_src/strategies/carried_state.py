@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from replicax._src.tracing import key
 from replicax._src.tracing.cache import Leaf, array_leaf
 from replicax._src.tracing.slots import made_by_each
 from replicax._src.values import DistributedValues, PerReplica, is_value
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class StateForm:
 NO_STATE = StateForm(None, (), 1)
 
 
-def opened(state: Any, strategy: Any) -> tuple[StateForm, list[Any]]:
+def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
     """The form of a state, and its arrays where the program takes them.
 
     Raises:

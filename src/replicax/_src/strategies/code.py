@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,15 @@ from replicax._src.tracing.verdict import Verdict
 from replicax._src.values import DistributedValues, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
 
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
+    from replicax._src.strategies.strategy import Strategy
+
 
 class _OtherStrategy(BaseException):
     """The function turned out to belong to another strategy than thought: trace it again."""
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self.strategy = strategy
 
 
@@ -37,20 +41,20 @@ class RunsOnServers(BaseException):
     Users' ``except`` must miss it.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: ParameterServerStrategy):
         self.strategy = strategy
 
 
 class _Home:
     """The strategy on whose devices a function's program runs: found while it is traced."""
 
-    def __init__(self, strategy: Any = None):
+    def __init__(self, strategy: Strategy | None = None):
         self.strategy = strategy
 
-    def use(self, strategy: Any) -> None:
+    def use(self, strategy: Strategy) -> None:
         """``strategy`` runs something in the function, or owns a variable of it."""
         if strategy.has_servers:
-            raise RunsOnServers(strategy)
+            raise RunsOnServers(cast("ParameterServerStrategy", strategy))
         if self.strategy is None:
             self.strategy = strategy
         elif self.strategy is not strategy and not strategy.is_default:
@@ -63,6 +67,7 @@ class _Home:
 
     def slot_of(self, variable: Any) -> Slot:
         self.use(context.owner_of(variable) or context.get_strategy())
+        assert self.strategy is not None
         return self.strategy.slots.slot_of(variable)
 
 
@@ -81,7 +86,7 @@ class TracedCode:
     """
 
     variant: Variant
-    strategy: Any
+    strategy: Strategy | _NoStrategy
     kinds: Sequence[str]
     name: str
     makers: Sequence[Any] = ()
@@ -109,7 +114,7 @@ def trace_code(
     call: Callable[[list[Any]], Any],
     avals: Sequence[Any],
     name: str,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     argument_mesh: Any = None,
     *,
     has_checks: bool = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from replicax._src.strategies.mistakes import no_strategies_of_users
 from replicax._src.values import Mirrored, PerReplica, is_value
 from replicax._src.variables.variable import Variable
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 _TASK_OF_DEVICE = re.compile(r"^/?job:(?P<job>[^/]+)(?:/replica:\d+)?(?:/task:(?P<task>\d+))?")
 
 
@@ -33,7 +36,7 @@ class StrategyExtended:
     Source: tf.distribute.StrategyExtended.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self._strategy = strategy
 
     def __init_subclass__(cls) -> None:

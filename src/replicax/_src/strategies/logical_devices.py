@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,11 +19,14 @@ from replicax._src.tracing.capture import current_capture
 from replicax._src.tracing.markers import logical_p
 from replicax._src.values import PerReplica
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 log = logging.getLogger("replicax")
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def assign(strategy: Any, tensor: Any, logical_device_id: int) -> Any:
+def assign(strategy: Strategy, tensor: Any, logical_device_id: int) -> Any:
     """See ``Strategy.experimental_assign_to_logical_device``."""
     if strategy.partitions_by_spmd:
         raise InvalidArgumentError(
@@ -48,7 +51,7 @@ def assign(strategy: Any, tensor: Any, logical_device_id: int) -> Any:
     return tensor
 
 
-def split(strategy: Any, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+def split(strategy: Strategy, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
     """See ``Strategy.experimental_split_to_logical_devices``."""
     topology = strategy.topology
     pieces = _checked_pieces(tensor, partition_dimensions, strategy.num_logical_devices)
@@ -59,7 +62,7 @@ def split(strategy: Any, tensor: Any, partition_dimensions: Sequence[int]) -> An
     return _marked(topology, tensor, topology.logical_spec(pieces, PartitionSpec.UNCONSTRAINED))
 
 
-def replicate(strategy: Any, tensor: Any) -> Any:
+def replicate(strategy: Strategy, tensor: Any) -> Any:
     """See ``Strategy.experimental_replicate_to_logical_devices``."""
     topology = strategy.topology
     if topology.num_logical_devices == 1:
@@ -115,7 +118,7 @@ def _marked(topology: Topology, tensor: Any, spec: PartitionSpec) -> Any:
     return logical_p.bind(value, mesh=topology.mesh, spec=spec)
 
 
-def _lay_out(strategy: Any, variable: Any, layout: NamedSharding | None) -> Any:
+def _lay_out(strategy: Strategy, variable: Any, layout: NamedSharding | None) -> Any:
     owner = context.owner_of(variable)
     if owner is not None and owner is not strategy:
         raise MixedStrategiesError(

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
@@ -23,12 +23,16 @@ from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.framework import frameworks_in_use
 from replicax._src.options import RunOptions
+from replicax._src.strategies.running import Runner
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import as_arguments
 from replicax._src.tracing.capture import planning
 from replicax._src.tracing.slots import Slot
 from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
 from replicax._src.variables.state_layouts import StateLayouts
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 
 @final
@@ -101,14 +105,14 @@ class PlacedByItself(abc.ABC):
     """A function that is no replica function, and knows its own program."""
 
     @abc.abstractmethod
-    def place(self, strategy: Any, step: Step) -> StepProgram:
+    def place(self, strategy: Strategy, step: Step) -> StepProgram:
         """The program of a call, whose function this is."""
 
 
 Placer = Callable[[Any, Step], StepProgram]
 
 
-def lower(strategy: Any, step: Step, topology: str | None) -> jax.stages.Lowered:
+def lower(strategy: Strategy, step: Step, topology: str | None) -> jax.stages.Lowered:
     """The program of a step, as JAX lowers it; see ``Strategy.lower``."""
     check(strategy, step)
     if topology is None:
@@ -119,7 +123,7 @@ def lower(strategy: Any, step: Step, topology: str | None) -> jax.stages.Lowered
         return program.trace().lower()
 
 
-def check(strategy: Any, step: Step) -> None:
+def check(strategy: Strategy, step: Step) -> None:
     """Raises for what is no call of a step, and for strategies whose variables are elsewhere."""
     args, options = step.args, step.options
     if not callable(step.fn):
@@ -148,14 +152,16 @@ def check(strategy: Any, step: Step) -> None:
         )
 
 
-def own_devices(strategy: Any) -> Topology:
+def own_devices(strategy: Strategy) -> Topology:
     """The strategy's own devices, as a topology on which arrays are only described."""
-    return Topology.of_mesh(strategy.topology.mesh, is_ahead=True)
+    mesh = strategy.topology.mesh
+    assert isinstance(mesh, jax.sharding.Mesh)  # of devices that are here
+    return Topology.of_mesh(mesh, is_ahead=True)
 
 
 @contextlib.contextmanager
 def program_on(
-    strategy: Any, step: Step, topology: Topology, layouts: StateLayouts | None
+    strategy: Strategy, step: Step, topology: Topology, layouts: StateLayouts | None
 ) -> Iterator[StepProgram]:
     """The program of a step on a topology. Trace it inside: there the strategy has these devices, and variables without
     values are taken as they will be.
@@ -173,7 +179,7 @@ def program_on(
         planning.reset(token)
 
 
-def _placed(strategy: Any, step: Step) -> StepProgram:
+def _placed(strategy: Strategy, step: Step) -> StepProgram:
     if isinstance(step.fn, PlacedByItself):
         return step.fn.place(strategy, step)
     for framework in frameworks_in_use():
@@ -183,11 +189,13 @@ def _placed(strategy: Any, step: Step) -> StepProgram:
     return place_replica_function(strategy, step)
 
 
-def place_replica_function(strategy: Any, step: Step) -> StepProgram:
+def place_replica_function(strategy: Strategy, step: Step) -> StepProgram:
     """The program that ``strategy.run`` would run."""
     topology = strategy.topology
     given = arguments_on(topology, step)
-    placed, arrays = strategy.runner.place(step.fn, given.args, given.kwargs, step.options)
+    runner = strategy.runner
+    assert isinstance(runner, Runner)  # ``check`` has refused others
+    placed, arrays = runner.place(step.fn, given.args, given.kwargs, step.options)
     launcher = placed.launcher
     operands = launcher.described(on_devices(arrays, topology))
     written, read = launcher.state_slots

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.tracing.key import name_of, unwrap
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -42,7 +45,7 @@ def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
     return True
 
 
-def no_such_attribute(strategy: Any, name: str) -> AttributeError:
+def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
     """The error for a public name that a strategy does not have. It names the one that was probably meant."""
     extended = {each: f"extended.{each}" for each in dir(strategy.extended)}
     names = {**extended, **{each: each for each in dir(type(strategy))}, "experimental_run_v2": "run"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -25,12 +25,15 @@ from replicax._src.tracing.slots import Slot
 from replicax._src.tracing.verdict import Verdict
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, Results, per_replica_from_components
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 Observe = Callable[[int, Callable[[], Any]], Any]
 """Given the number of a variant and what calls the function: returns what the variant gives."""
 
 
 def trace_replicas(
-    strategy: Any,
+    strategy: Strategy,
     topology: Topology,
     fn: Callable[..., Any],
     tree: Any,
@@ -127,7 +130,7 @@ def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> s
     return None
 
 
-def describe_distributed(value: DistributedValues, strategy: Any, num_replicas: int) -> Leaf:
+def describe_distributed(value: DistributedValues, strategy: Strategy, num_replicas: int) -> Leaf:
     """What a per-replica or mirrored argument is.
 
     Raises:

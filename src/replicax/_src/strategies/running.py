@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ from replicax._src.values import (
     is_value,
 )
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
 
 class PlacedFunction:
     """A function traced, compiled and ready, and how its results become values."""
@@ -80,7 +83,7 @@ class Runner:
       topology: The replicas' devices.
     """
 
-    def __init__(self, strategy: Any, topology: Topology):
+    def __init__(self, strategy: Strategy, topology: Topology):
         self._strategy = strategy
         self._topology = topology
         self._cache: ProgramCache[PlacedFunction] = ProgramCache()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from replicax._src.tracing.cache import Leaf, ProgramCache, array_leaf, jax_stat
 from replicax._src.tracing.capture import current_capture
 from replicax._src.values import Mirrored, PerReplica
 
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import ReduceName, Strategy
+
 
 @final
 class MultiStepContext:
@@ -39,7 +42,7 @@ class MultiStepContext:
     Source: tf.distribute's MultiStepContext (TensorFlow 1).
     """
 
-    def __init__(self, strategy: Any = None, last_step_outputs: dict[str, Any] | None = None):
+    def __init__(self, strategy: Strategy | None = None, last_step_outputs: dict[str, Any] | None = None):
         """Private: made by ``experimental_run_steps_on_iterator``."""
         self._strategy = strategy
         self._last_step_outputs = dict(last_step_outputs or {})
@@ -55,7 +58,9 @@ class MultiStepContext:
         """By name what was given to ``set_non_tensor_output``."""
         return self._non_tensor_outputs
 
-    def set_last_step_output(self, name: str, output: Any, reduce_op: ReduceOp | str | None = None) -> None:
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | ReduceName | None = None
+    ) -> None:
         """Keeps ``output`` of the last step.
 
         Call it in cross-replica code: with what ``strategy.run`` returned.
@@ -73,6 +78,7 @@ class MultiStepContext:
                 "and give what strategy.run returns to set_last_step_output."
             )
         if reduce_op is not None:
+            assert self._strategy is not None
             output = self._strategy.reduce(reduce_op, output, axis=None)
         self._last_step_outputs[name] = output
 
@@ -219,7 +225,7 @@ def _is_distributed(value: Any) -> bool:
 class StepsRunner:
     """Runs several steps in one call, for one strategy."""
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self._cache: ProgramCache[StepLoop] = ProgramCache()
 
@@ -365,7 +371,7 @@ class _Constant:
         self.content = content
 
 
-def _check_iterator(iterator: Any, strategy: Any) -> None:
+def _check_iterator(iterator: Any, strategy: Strategy) -> None:
     if strategy.has_servers:
         raise UnsupportedError(
             f"Several steps in one call are not supported by {type(strategy).__name__}. Give each step to "

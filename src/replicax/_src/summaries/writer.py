@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,9 @@ from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 from replicax._src.summaries import current, events
 from replicax._src.summaries.taking import check_place, fetching, taken
 from replicax._src.summaries.thread import Entry, WritingThread
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
 
 log = logging.getLogger("replicax")
 _Check = Callable[[tuple[int, ...], Any], None]
@@ -70,7 +73,7 @@ class SummaryWriter:
         self,
         logdir: str | os.PathLike[str],
         *,
-        strategy: Any = None,
+        strategy: Strategy | None = None,
         max_in_flight: int = 256,
         flush_every_s: float = 10.0,
         purge_step: int | None = None,
@@ -291,7 +294,7 @@ class SummaryWriter:
         return f"<SummaryWriter of {self.logdir}>"
 
 
-def _is_chief(strategy: Any) -> bool:
+def _is_chief(strategy: Strategy | None) -> bool:
     strategy = strategy or (get_strategy() if has_strategy() else None)
     if strategy is not None:
         return strategy.extended.should_save_summary

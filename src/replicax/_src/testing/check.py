@@ -110,7 +110,7 @@ def _run_as_either(
             raise refused from None  # a replica function, with a call in it that belongs outside
 
 
-def _check_arguments(fn: Any, strategy: Any, args: Any) -> None:
+def _check_arguments(fn: Any, strategy: Strategy, args: Any) -> None:
     if not callable(fn):
         raise InvalidArgumentError(
             f"check_against_one_device needs a replica function, or a step that calls strategy.run, got {fn!r}."

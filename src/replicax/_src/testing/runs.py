@@ -168,7 +168,7 @@ class Side:
         check_no_leaks(variant)
         return variant, arrays
 
-    def _check_strategy(self, strategy: Any) -> None:
+    def _check_strategy(self, strategy: Strategy) -> None:
         self._has_run = True
         if strategy is not self._strategy:
             raise MixedStrategiesError(

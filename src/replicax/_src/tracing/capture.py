@@ -28,6 +28,7 @@ from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.user_code import user_line
 
 if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
     from replicax._src.tracing.tape import GradientTape
 
 
@@ -167,7 +168,7 @@ class Capture:
             self._is_remembered = False
             self._forgotten.enter_context(jax_compat.forgetting_inner_traces())
 
-    def use_strategy(self, strategy: Any) -> None:
+    def use_strategy(self, strategy: Strategy) -> None:
         """``run`` of ``strategy`` is called in this (cross-replica) function."""
         if self.on_strategy is not None:
             self.on_strategy(strategy)

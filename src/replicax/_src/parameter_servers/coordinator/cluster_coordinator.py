@@ -33,6 +33,7 @@ from replicax._src.tracing.key import name_of
 
 if TYPE_CHECKING:
     from replicax._src.parameter_servers.coordinator.status_server import StatusServer
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
 
 log = logging.getLogger("replicax")
 
@@ -88,7 +89,7 @@ class ClusterCoordinator:
 
     def __new__(
         cls,
-        strategy: Any,
+        strategy: ParameterServerStrategy,
         *,
         max_staleness: int | None = None,
         replicas_to_aggregate: int | None = None,
@@ -318,7 +319,7 @@ class ClusterCoordinator:
         self.close()
 
 
-def coordinator_of(strategy: Any) -> ClusterCoordinator:
+def coordinator_of(strategy: ParameterServerStrategy) -> ClusterCoordinator:
     """The coordinator that a strategy has, with whatever options; without one, a new one that the strategy keeps."""
     existing = _coordinators.get(strategy, lambda: None)()
     if existing is None or existing._pool.is_closed:

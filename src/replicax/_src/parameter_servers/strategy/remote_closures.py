@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from replicax._src.tracing.cache import (
 )
 from replicax._src.tracing.modules import open_modules
 from replicax._src.tracing.slots import SlotTable
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class Closures:
       session: Where the variables are.
     """
 
-    def __init__(self, strategy: Any, session: Session):
+    def __init__(self, strategy: ParameterServerStrategy, session: Session):
         self._strategy, self._session = strategy, session
         self._slots = SlotTable(1)  # of cross-replica code
         self._cache: ProgramCache[WorkerFunction] = ProgramCache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 
@@ -24,11 +24,14 @@ from replicax._src.tracing.cache import array_leaf, static_leaf
 from replicax._src.tracing.capture import current_capture
 from replicax._src.values import Mirrored, PerReplica, is_value
 
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
+
 log = logging.getLogger("replicax")
 
 
 def run_on_replicas(
-    strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: ParameterServerStrategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Runs a replica function in the function that is being traced."""
     if strategy.num_replicas_in_sync > 1:
@@ -38,7 +41,7 @@ def run_on_replicas(
         return fn(*args, **kwargs)
 
 
-def run_as_one(strategy: Any, fn: Callable[..., Any], batch: Any) -> Any:
+def run_as_one(strategy: ParameterServerStrategy, fn: Callable[..., Any], batch: Any) -> Any:
     """Calls ``fn`` of a whole batch, in the function that is being traced: what one device computes, on all of a
     worker's.
 
@@ -60,7 +63,7 @@ def run_as_one(strategy: Any, fn: Callable[..., Any], batch: Any) -> Any:
 
 
 def _run_on_several(
-    strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: ParameterServerStrategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     capture = current_capture()
     assert capture is not None
@@ -106,7 +109,7 @@ class RemoteRunner:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: ParameterServerStrategy,
         run_here: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
         *,
         is_coordinator: bool,
