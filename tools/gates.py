@@ -214,9 +214,9 @@ def probe() -> dict:
         variable.assign_add(x)
         return variable + x
 
-    cold = files_entered(lambda: strategy.run(step, (1.0,)))
-    strategy.run(step, (1.0,))
-    hot = files_entered(lambda: strategy.run(step, (1.0,)))
+    value = strategy.replicate(jax.numpy.float32(1.0))
+    cold = files_entered(lambda: strategy.run(step, (value,)))
+    hot = files_entered(lambda: strategy.run(step, (value,)))
     import flax.nnx  # noqa: F401
     import optax  # noqa: F401
 

@@ -271,7 +271,7 @@ def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction
             f"made in the scope of {strategy!r}: both say where it runs. Take one away; "
             f"keras.distribution.set_distribution(None) takes away Keras's."
         )
-    function = getattr(model, phase.function_name, None)
+    function: Any = getattr(model, phase.function_name, None)
     kind: type[Any]
     if _has_servers(strategy):
         kind = ServerStepFunction
