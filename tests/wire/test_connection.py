@@ -319,6 +319,18 @@ def test_a_frame_that_does_not_come_whole_ends_at_the_deadline(sockets, sent):
     receiver.close()
 
 
+def test_a_peer_that_ends_in_the_middle_of_a_body_has_ended(pair):
+    sender, receiver = pair
+    part = bytes_of([(Kind.MESSAGE, b"head", bytes(1_000_000))], is_checked=sender._is_checked)[:300_000]
+
+    def say_part():
+        sender._stream.write([part], soon())
+        sender.cancel()
+
+    with in_a_thread(say_part), pytest.raises(PeerEndedError):
+        taken(receiver)
+
+
 @pytest.mark.parametrize("limit_s", [0.3, 1.3])
 def test_a_frame_that_comes_byte_by_byte_ends_at_the_deadline(sockets, limit_s):
     """A deadline is for all of it, not for each byte."""

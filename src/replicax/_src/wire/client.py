@@ -74,7 +74,10 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
         except Exception as error:
             found.set_exception(error)
 
-    threading.Thread(target=resolve, name="replicax name", daemon=True).start()
+    try:
+        threading.Thread(target=resolve, name="replicax name", daemon=True).start()
+    except RuntimeError:  # the interpreter is ending, or has too many threads
+        resolve()
     return found.result(seconds_left(deadline))
 
 

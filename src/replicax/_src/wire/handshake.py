@@ -7,8 +7,8 @@
 The token never travels, and the server proves that it knows it only after the client did: a strange client learns
 nothing. Whoever listens in the place of a server, or reads the network, sees a proof and can try short tokens on it: a
 token must be random. All sizes are fixed, so that at most 96 bytes of an unauthenticated peer are read. A TLS handshake
-comes before these bytes and is not counted: OpenSSL has its own limits for it, about 130 KB for the first message and
-100 KB for certificates. The checksums tell damage from a wrong token.
+comes before these bytes; ``streams.py`` limits it to 4 KB, or 16 KB where certificates are asked for. The checksums
+tell damage from a wrong token.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
@@ -136,7 +137,6 @@ class EncryptedStream:
         self._handshake(
             deadline, _HANDSHAKE_BYTES_WITH_CERTIFICATES if has_certificates else _HANDSHAKE_BYTES
         )
-        self._received = memoryview(bytearray(_ENCRYPTED_AT_ONCE))
 
     def _handshake(self, deadline: float, most_bytes: int) -> None:
         num_bytes = 0
@@ -147,7 +147,8 @@ class EncryptedStream:
             except ssl.SSLWantReadError:
                 is_done = False
             except ssl.SSLError:
-                self._send_outgoing(deadline)  # the peer is told why
+                with contextlib.suppress(OSError):
+                    self._send_outgoing(deadline)  # the peer is told why
                 raise
             self._send_outgoing(deadline)
             if is_done:
@@ -157,6 +158,10 @@ class EncryptedStream:
             num_bytes += self._receive(deadline, most_bytes - num_bytes)
 
     def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        if (
+            fill and len(self._received) < _ENCRYPTED_AT_ONCE
+        ):  # the body of a frame: the peer is authenticated
+            self._received = memoryview(bytearray(_ENCRYPTED_AT_ONCE))
         size, at = len(memory), 0
         while True:
             with self._using:
@@ -168,7 +173,7 @@ class EncryptedStream:
                         at += int(read)
                 except ssl.SSLWantReadError:
                     pass
-                except ssl.SSLZeroReturnError:
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                     return at
             if at and (at == size or not fill):
                 return at

@@ -142,7 +142,9 @@ class LostGroups:
             return Restored(missing, self._session.names_on(view.group))
         except ReplicaxError as error:  # with the next beat
             log.debug("ps %d does not resume group %d: %s", view.primary, view.group, error)
-            return None
+        except Exception as error:  # with the next beat too: the others resume meanwhile
+            log.warning("ps %d does not resume group %d.", view.primary, view.group, exc_info=error)
+        return None
 
     def end_waiting(self) -> None:
         """Has the job resume where groups are there again."""

@@ -57,11 +57,14 @@ class GroupState:
         """Takes a link as that to the backup in sync. Closes it, and returns False, if another view has come."""
         with self.changed:
             is_of_now = self.rules.epoch == way.epoch and not self.is_closed
+            replaced = self.way
             if is_of_now:
                 self.way, self.joining_way = way, None
                 self.changed.notify_all()
         if not is_of_now:
             way.close()
+        elif replaced is not None and replaced is not way:
+            replaced.close()
         return is_of_now
 
     def message(self, epoch: int, entry: Entry) -> Message:

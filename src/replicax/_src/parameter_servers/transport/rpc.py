@@ -147,6 +147,8 @@ class StatusOrResult:
         """
         try:
             self._future.result(None if math.isinf(self._timeout_s) else self._timeout_s)
+        except WaitTimeoutError as error:
+            return error
         except FutureTimeoutError:
             return WaitTimeoutError(f"{self._what} did not end within {self._timeout_s:g} s.")
         except Exception as error:
@@ -254,7 +256,7 @@ class Client:
         try:
             answer = self._client.call(message, timeout_s)
         except UnavailableError as error:
-            if error.is_silent:
+            if error.is_silent and not math.isinf(timeout_s):
                 raise WaitTimeoutError(f"{self._name} did not answer within {timeout_s:g} s.") from error
             raise
         return structures.rebuilt(

@@ -103,6 +103,7 @@ class TaskServer:
         self._listener: Listener | None = None
         self._lock = threading.Lock()
         self._streams: set[_Stream] = set()
+        self._counted: set[_Stream] = set()  # those that do more than ask
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
@@ -211,23 +212,34 @@ class TaskServer:
     def _serve_stream(self, connection: Connection) -> None:
         stream = _Stream(connection, Decoder(Buffers()))
         with self._lock:
-            if self._is_ending or len(self._streams) >= self._max_streams:
+            if self._is_ending:
                 self._num_rejected += 1
-                raise UnavailableError(
-                    "the task is ending"
-                    if self._is_ending
-                    else f"it has {self._max_streams} streams open, the most"
-                )
+                raise UnavailableError("the task is ending")
             self._streams.add(stream)
+
+        def answer(message: Message) -> Encoded:
+            if stream not in self._counted and "ask" not in message.header:
+                self._count(stream)
+            return self._answer(message)
+
         try:
             while not self._is_ending:
-                stream.turn(self._answer)
+                stream.turn(answer)
             raise UnavailableError("the task is ending")
         finally:
             stream.end()
             with self._lock:
                 self._streams.remove(stream)
+                self._counted.discard(stream)
                 self._ended.add(stream.counts)
+
+    def _count(self, stream: _Stream) -> None:
+        """Counts a connection that does more than ask. Whoever asks is answered even if there are too many."""
+        with self._lock:
+            if len(self._counted) >= self._max_streams:
+                self._num_rejected += 1
+                raise UnavailableError(f"it has {self._max_streams} streams open, the most")
+            self._counted.add(stream)
 
     def _answer(self, message: Message) -> Encoded:
         try:

@@ -43,6 +43,7 @@ _T = TypeVar("_T")
 
 _LAST_WORDS_S: Final = 0.2
 _LONGEST_CONNECT_S: Final = 60.0
+_MOST_IDLE: Final = 4
 
 
 @final
@@ -94,11 +95,15 @@ class TaskClient:
         deadline = time.monotonic() + timeout_s
         link = self._idle_link() or self.open(min(timeout_s, _LONGEST_CONNECT_S))
         try:
-            return link.call(message, deadline - time.monotonic(), did)
+            return link.call(message, deadline - time.monotonic(), did, limit_s=timeout_s)
         finally:
             if not link.is_closed:
                 with self._lock:
-                    self._idle.append(link)
+                    is_kept = len(self._idle) < _MOST_IDLE
+                    if is_kept:
+                        self._idle.append(link)
+                if not is_kept:
+                    link.close()
 
     def open(self, timeout_s: float = 10.0) -> Link:
         """Opens a connection for messages.
@@ -272,15 +277,21 @@ class Link:
         """Waits as ``receive``, and returns what has come together: at least one answer, or the error that it is."""
         return self._bounded("answer a message", timeout_s, self._receive_all)
 
-    def call(self, message: Message, timeout_s: float, did: str = "answer a message") -> Message:
-        """Sends a message and waits for its answer; see ``send`` and ``receive``."""
+    def call(
+        self, message: Message, timeout_s: float, did: str = "answer a message", limit_s: float | None = None
+    ) -> Message:
+        """Sends a message and waits for its answer; see ``send`` and ``receive``.
+
+        Args:
+          limit_s: What an error says, if the caller has had part of its time.
+        """
         encoded = [encode(message)]
 
         def sent_and_received(deadline: float) -> Message | ReplicaxError:
             self._send(encoded, deadline)
             return self._receive(deadline)
 
-        return _raised_or(self._bounded(did, timeout_s, sent_and_received))
+        return _raised_or(self._bounded(did, timeout_s, sent_and_received, limit_s))
 
     def close(self) -> None:
         """Ends the connection. What waits for an answer raises UnavailableError."""
@@ -293,7 +304,9 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bounded(self, did: str, timeout_s: float, do: Callable[[float], _T]) -> _T:
+    def _bounded(
+        self, did: str, timeout_s: float, do: Callable[[float], _T], limit_s: float | None = None
+    ) -> _T:
         """Does what may block; whatever goes wrong in it closes the link."""
         client = self._client
         try:
@@ -304,7 +317,8 @@ class Link:
             except OSError as error:
                 if self._why_closed:
                     raise UnavailableError(self._why_closed, client._task) from None
-                limit = "" if math.isinf(timeout_s) else f" within {timeout_s:.3g} s"
+                limit_s = timeout_s if limit_s is None else limit_s
+                limit = "" if math.isinf(limit_s) else f" within {limit_s:.3g} s"
                 raise client._public(error, f"{did}{limit}") from error
         except ReplicaxError as error:
             self._fail(str(error))
