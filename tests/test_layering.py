@@ -179,10 +179,6 @@ def test_nothing_is_told_by_hasattr():
     assert not asking, "use isinstance; or getattr, where another version of a package lacks a name"
 
 
-# Of eager mode.
-LISTS_OF_HOOKS = {"collectives/eager:kept_states", "placement/eager:thread_states"}
-
-
 def test_no_module_has_a_list_of_hooks_that_others_fill():
     """What a framework does is in its ``Framework``; who reads a module sees what it calls."""
     lists = {
@@ -193,7 +189,7 @@ def test_no_module_has_a_list_of_hooks_that_others_fill():
         if "list[" in ast.unparse(node.annotation) and "__" not in node.target.id
         if not node.target.id.startswith("_")
     }
-    assert lists - LISTS_OF_HOOKS == {"keras/capture:without_values"}  # variables, not functions
+    assert lists == {"keras/capture:without_values"}  # variables, not functions
 
 
 def test_files_are_named_after_concepts():

@@ -198,10 +198,10 @@ def scheduled_function() -> None:
 def layers() -> None:
     picture = Picture(760, 470, "The folders of replicax as layers, and three paths through them")
     rows = (
-        ("plan  cli  testing  summaries  migrate  pictures", "the edge", ""),
+        ("plan  cli  testing", "the edge", ""),
         ("keras", "fit, optimizers, callbacks", "f"),
         ("parameter_servers", "coordinator, workers, servers", "s"),
-        ("checkpoint  preemption  frameworks", "what is saved", ""),
+        ("checkpoint  frameworks", "what is saved", ""),
         ("strategies", "run, reduce, rx.function", "rs"),
         ("input", "datasets as batches on devices", "f"),
         ("lowering", "a program on devices", "rf"),

@@ -189,6 +189,29 @@ if __name__ == "__main__":
 """
 
 
+def test_arguments_may_be_none_and_elements_dataclasses(tmp_path):
+    source = """
+import dataclasses
+import numpy as np
+import replicax as rx
+
+@dataclasses.dataclass
+class Batch:
+    x: object
+
+strategy = rx.MirroredStrategy(1)
+dataset = strategy.experimental_distribute_dataset([Batch(np.ones((16, 4), np.float32))])
+
+def step(batch, mask, scale=None):
+    return (batch.x * 2).sum()
+
+strategy.run(step, args=(next(iter(dataset)), None), kwargs={"scale": None})
+"""
+    done = plan(tmp_path, source, "--topology", "cpu:4")
+    assert done.returncode == 0, done.stderr
+    assert "a batch of 16 rows for each replica, 64 in all" in done.stdout
+
+
 @pytest.mark.rest
 def test_a_script_that_catches_everything(tmp_path):
     source = "import keras, numpy as np, replicax as rx\nstrategy = rx.MirroredStrategy()\ntry:"

@@ -91,3 +91,43 @@ def test_replicax_leaves_the_finders_of_imports_alone():
     with rx.OneDeviceStrategy("cpu:0").scope():
         pass
     assert sys.meta_path == finders
+
+
+def test_what_keras_makes_unseen_in_a_scope_is_told_whatever_else_the_scope_does():
+    program = """
+        import replicax as rx
+        strategy = rx.MirroredStrategy(1)
+        try:
+            with strategy.scope():
+                import keras
+                model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+                rx.Checkpoint(model=model)
+        except rx.errors.KerasScopeError:
+            print("told")
+        with strategy.scope():
+            import keras.utils
+            keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    """
+    assert in_a_process_of_its_own(program, KERAS_BACKEND="jax") == "told\n"
+
+
+def test_an_import_of_keras_in_a_scope_that_makes_nothing_is_fine():
+    program = """
+        import replicax as rx
+        with rx.MirroredStrategy(1).scope():
+            import keras
+            keras.utils.to_categorical([0, 1])
+        print("fine")
+    """
+    assert in_a_process_of_its_own(program, KERAS_BACKEND="jax") == "fine\n"
+
+
+def test_a_checkpoint_made_before_keras_is_imported_saves_its_models(tmp_path):
+    program = f"""
+        import replicax as rx
+        checkpoint = rx.Checkpoint(step=rx.Variable(0))
+        import keras
+        checkpoint.model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        print(bool(checkpoint.save({str(tmp_path / "c")!r})))
+    """
+    assert in_a_process_of_its_own(program, KERAS_BACKEND="jax") == "True\n"

@@ -13,6 +13,7 @@ import replicax as rx
 from checks import message
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, as_array
+from replicax._src.input.elements import NotResumableError
 from replicax._src.input.pipeline import from_arrays
 from replicax._src.input.sources import open_source
 from replicax._src.input.specs import INFINITE, ArraySpec
@@ -397,3 +398,25 @@ def test_tensor_slices_take_a_list_as_one_array():
     ((features, labels),) = dataset
     assert features["x"].tolist() == [[1, 2], [3, 4]]
     assert labels.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        from_arrays(np.arange(10)).shuffle(seed=2).batch(4),
+        from_arrays(np.arange(100)).batch(4),
+        from_arrays(np.arange(100)).shuffle(seed=2).shuffle(seed=3).batch(4),
+    ],
+    ids=["fewer rows", "no shuffle", "one shuffle more"],
+)
+def test_a_position_of_another_dataset_is_refused_and_changes_nothing(other):
+    iterator = iter(from_arrays(np.arange(100)).shuffle(seed=1).batch(4))
+    for _ in range(20):
+        next(iterator)
+    steps, pulled = other.steps, iter(other)
+    first = next(pulled)
+    with pytest.raises(NotResumableError):
+        pulled.set_state(iterator.get_state())
+    assert other.steps == steps
+    found = np.concatenate([first, *pulled])
+    assert sorted(found) == list(range(len(found)))  # it has gone on where it was

@@ -14,6 +14,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import replicax as rx
+from replicax._src.input.files.formats import UnreadableFileError
 from replicax._src.input.opening import open_elements
 from replicax._src.input.specs import ArraySpec
 from tfrecord_files import masked_crc32c
@@ -643,3 +644,10 @@ def test_columns_that_are_not_there_show_the_header(tmp_path):
     (tmp_path / "a.csv").write_text("x;y\n1;2\n")
     with pytest.raises(rx.errors.ColumnError, match=r"its header line is 'x;y'.*delimiter=','"):
         list(rx.data.from_csv(tmp_path / "a.csv", columns=["x"]).batch(1))
+
+
+def test_a_file_of_zeros_is_no_tfrecord_file(tmp_path):
+    path = tmp_path / "zeros.tfrecord"
+    path.write_bytes(bytes(64))
+    with pytest.raises(UnreadableFileError, match=r"zeros\.tfrecord"):
+        list(rx.data.from_tfrecords(str(path)))

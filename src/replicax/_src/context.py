@@ -8,6 +8,7 @@ Strategies are only passed through: nothing here depends on what they are.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import sys
@@ -31,7 +32,7 @@ from replicax._src.errors import (
     ScopeNestingError,
     UnsupportedError,
 )
-from replicax._src.framework import imported_since, use_imported
+from replicax._src.framework import use_imported
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 
@@ -185,6 +186,7 @@ class Scope:
         self._strategy = strategy
         self._made_at = made_at
         self._is_of_user = made_at is not None
+        self._had_keras: list[bool] = []  # a scope may be entered in itself
 
     def __del__(self) -> None:
         if self._made_at is not None and not sys.is_finalizing():
@@ -199,6 +201,7 @@ class Scope:
         use_imported()
         strategy = self._strategy
         check_may_enter(strategy)
+        self._had_keras.append("keras" in sys.modules)
         replica = (
             ReplicaContext(strategy, 0) if strategy is _default_strategy() else None
         )  # it changes nothing
@@ -209,13 +212,25 @@ class Scope:
             _local.frames.append(_Frame(strategy, replica))
         return strategy
 
-    def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         _local.frames.pop()
-        if self._is_of_user and kind is None and "keras" in imported_since():
-            raise KerasScopeError(
-                f"Keras was imported inside the scope of {self._strategy!r}, which does not see what Keras makes there: a model "
-                "would be trained on one device. Import keras above `with strategy.scope():`."
-            )
+        had_keras = self._had_keras.pop()
+        if not self._is_of_user or had_keras or not _has_unowned_of_keras():
+            return
+        text = (
+            f"Keras was imported inside the scope of {self._strategy!r}, which does not see what Keras makes there: models made "
+            "in it, and trained in it, are on one device. Import keras above `with strategy.scope():`."
+        )
+        if error is None:
+            raise KerasScopeError(text)
+        error.add_note(f"({text})")
+
+
+def _has_unowned_of_keras() -> bool:
+    """True if there is a variable or a model of Keras of which no strategy knows. Slow; for a rare case."""
+    keras = sys.modules.get("keras")
+    kinds = () if keras is None else (keras.Variable, keras.Model)
+    return any(issubclass(type(each), kinds) and id(each) not in owners for each in gc.get_objects())
 
 
 def check_may_enter(strategy: Strategy) -> None:

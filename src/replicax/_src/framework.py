@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -105,12 +106,15 @@ class _InUse:
 
 
 _in_use = _InUse(())
+_changing = threading.RLock()  # loading one framework's module may use another
 
 
 def use(framework: Framework) -> None:
     """Starts using a framework. Does nothing if it is in use."""
     global _in_use
-    if framework.name not in _in_use.names:
+    with _changing:
+        if framework.name in _in_use.names:
+            return
         _in_use = _InUse((*_in_use.frameworks, framework))
 
 
@@ -120,7 +124,7 @@ def stop_using(name: str) -> None:
     _in_use = _InUse([framework for framework in _in_use.frameworks if framework.name != name])
 
 
-def imported_since() -> list[str]:
+def _imported_since() -> list[str]:
     """Returns the frameworks that the user has imported since ``use_imported`` was called."""
     return [name for name in _PLACES if name not in _in_use.names and sys.modules.get(name) is not None]
 

@@ -104,6 +104,8 @@ class Checkpoint(Trackable, Growing):
         if name.startswith("_") or name == "save_counter":
             return
         try:
+            if self._waiting:
+                use_imported()  # the value may be of a framework that has been imported since
             advance_all(self._waiting)
         finally:
             self._waiting = {each for each in self._waiting if not each.has_ended}
@@ -171,6 +173,7 @@ class Checkpoint(Trackable, Growing):
         Training may go on after this call. Private: of ``save``, ``write`` and ``CheckpointManager``.
         """
         _check_context("save")
+        use_imported()
         orbax()
         self._tell_of_unused()
         writes, part, failure = _opened(path)

@@ -6,6 +6,7 @@ It replaces methods of strategies, functions and Keras models, which nothing but
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -95,7 +96,7 @@ class _FirstProgram:
 
     def _described(self, leaf: Any) -> Any:
         """An array as one replica's component, if a dataset has yielded it."""
-        if self._components.get(id(leaf)) is leaf:
+        if isinstance(leaf, jax.Array) and self._components.get(id(leaf)) is leaf:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         return leaf
 
@@ -157,7 +158,7 @@ class _FirstProgram:
 
 def _is_item(value: Any) -> bool:
     """True for all but the nests that datasets yield: modules are pytrees too, and must stay the same objects."""
-    return not isinstance(value, (tuple, list, dict))
+    return not (isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value))
 
 
 def _is_inside() -> bool:

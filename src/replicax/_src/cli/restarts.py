@@ -24,13 +24,14 @@ class Restarts:
     Args:
       most: How many restarts may count.
       checkpoint_dir: Where tasks save; None if that is not known.
+      are_preempted: False for servers, which do not save when a machine is taken away: 42 is a failure like others.
 
     Attributes:
       num_in_vain: How many failures there have been since there was progress.
     """
 
-    def __init__(self, most: int, checkpoint_dir: Path | None):
-        self._most, self._folder = most, checkpoint_dir
+    def __init__(self, most: int, checkpoint_dir: Path | None, *, are_preempted: bool = True):
+        self._most, self._folder, self._are_preempted = most, checkpoint_dir, are_preempted
         self._num_counted = self.num_in_vain = 0
         self._seen = self._checkpoints()
 
@@ -45,7 +46,8 @@ class Restarts:
           A sentence for people that says what starts again; None if nothing does.
         """
         is_new = self._has_new_checkpoint()
-        is_preempted = ending.code == PREEMPTED_EXIT_CODE and bool(self._most or self._folder)
+        may_restart = self._are_preempted and bool(self._most or self._folder)
+        is_preempted = ending.code == PREEMPTED_EXIT_CODE and may_restart
         self.num_in_vain = 0 if is_new or (is_preempted and self._folder is None) else self.num_in_vain + 1
         if is_preempted:
             return f"Starting {what} again; this restart is not counted."

@@ -130,7 +130,7 @@ class Supervisor:
     def _run_once(self) -> Ending | None:
         """Runs all tasks once; returns how the first that failed has ended. Servers may run on."""
         restarts = {
-            start.task: Restarts(start.max_restarts, self._options.checkpoint_dir)
+            start.task: Restarts(start.max_restarts, self._options.checkpoint_dir, are_preempted=False)
             for start in self._starts
             if start.max_restarts
         }

@@ -17,6 +17,7 @@ from replicax._src.devices.autoshard import check_shard
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import UnsupportedElementError, as_array, common_num_rows, describe_shapes
 from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
+from replicax._src.input.elements import NotResumableError
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.steps import (
     Batch,
@@ -311,6 +312,7 @@ class DatasetIterator:
     def __init__(self, dataset: Dataset):
         self._dataset = dataset
         self._cursor: Cursor | None = None
+        self._constant: dict[str, Any] = {}
 
     def __iter__(self) -> DatasetIterator:
         return self
@@ -328,13 +330,28 @@ class DatasetIterator:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position in an equal dataset, whose later passes go on as those of that one."""
-        seeds, dataset = iter(state["seeds"]), self._dataset
-        dataset.steps = tuple(
-            dataclasses.replace(step, seed=next(seeds)) if isinstance(step, Shuffle) else step
-            for step in dataset.steps
+        dataset, steps, before = self._dataset, self._dataset.steps, (self._cursor, self._constant)
+        try:
+            dataset.steps = self._with_seeds(state["seeds"])
+            self._begin(int(state["pass"])).set_state(state["cursor"])
+            dataset.passes.num_begun = int(state["passes"])
+        except Exception as error:
+            dataset.steps, (self._cursor, self._constant) = steps, before
+            raise NotResumableError(
+                f"This position is none of {dataset!r}: {error}. Give it to a dataset of the same data and steps as that which "
+                "it was taken of."
+            ) from error
+
+    def _with_seeds(self, seeds: Sequence[int]) -> tuple[Step, ...]:
+        """The steps of the dataset with the seeds of a position."""
+        shuffles = [step for step in self._dataset.steps if isinstance(step, Shuffle)]
+        if len(seeds) != len(shuffles):
+            raise ValueError(f"it has {len(seeds)} shuffles, and the dataset {len(shuffles)}")
+        left = iter(seeds)
+        return tuple(
+            dataclasses.replace(step, seed=next(left)) if isinstance(step, Shuffle) else step
+            for step in self._dataset.steps
         )
-        self._begin(int(state["pass"])).set_state(state["cursor"])
-        dataset.passes.num_begun = int(state["passes"])
 
     def _begin(self, number: int | None = None) -> Cursor:
         dataset = self._dataset

@@ -276,6 +276,10 @@ class _ShuffleCursor(Cursor):
         if state["given"]:
             self._fill()
             self._given = int(state["given"])
+            if self._given > len(self._window):
+                raise ValueError(
+                    f"row {self._given} of a shuffled window was next, and the window has {len(self._window)}"
+                )
 
     def _fill(self) -> bool:
         self._before = self._parent.get_state()

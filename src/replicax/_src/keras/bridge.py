@@ -3,7 +3,7 @@
 A class of ours goes before the others among the bases of ``keras.Variable``, ``keras.optimizers.Optimizer`` and
 ``keras.Model``, and overrides their methods. Where Keras defines a method in the class itself, or in each subclass, the
 method is replaced (``_REPLACED``, and ``Metric.result``). Nothing changes before the first scope is entered or ``run``
-is called (``frameworks/framework.py``). From then on it stays: ``fit`` runs after the ``with`` block of its scope has
+is called (``framework.py``). From then on it stays: ``fit`` runs after the ``with`` block of its scope has
 ended. Outside of functions that replicax traces, and of scopes, everything behaves as before.
 """
 

@@ -413,8 +413,8 @@ class Strategy:
             this machine); None: the strategy's own devices.
 
         Returns:
-          JAX's own ``Lowered``: ``as_text()``, and ``compile()`` with ``memory_analysis()`` and ``as_text()``. A
-          program for other devices than this process has cannot be run.
+          JAX's own ``Lowered``: ``as_text()``, and ``compile()`` with ``memory_analysis()`` and ``as_text()``. It is
+          for reading: the program takes variables too, and ``run`` is what runs a step.
 
         Raises:
           TopologyError: No such hardware is sold; the text lists what is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import os
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, final
@@ -29,7 +30,8 @@ def is_gzip(path: str) -> bool:
 class TFRecords(FileFormat):
     """TensorFlow's format: length, checksum of the length, bytes, checksum of the bytes.
 
-    grain compares lengths with the size of the file, which finds out other files, and checks no checksum.
+    grain reads as many bytes as a length says, and checks no checksum. The first length is checked here, so that
+    another kind of file is found out.
 
     Source: https://www.tensorflow.org/tutorials/load_data/tfrecord
     """
@@ -44,6 +46,7 @@ class TFRecords(FileFormat):
                 f"The TFRecord file {path!r} is compressed with gzip, which grain does not read. Decompress it (gunzip), or "
                 "write it without compression."
             )
+        _check_first_length(path)
         iterator = iter(load("grain", "from_tfrecords").experimental.TFRecordIterDataset(path))
         if position is not None:
             iterator.set_state(position)
@@ -57,6 +60,18 @@ class TFRecords(FileFormat):
         return None
 
 
+def _check_first_length(path: str) -> None:
+    """Raises for a file of another kind, or of zeros, as a machine that went down may leave one."""
+    with open(path, "rb") as file:
+        header = file.read(12)
+    is_whole = len(header) == 12 and int.from_bytes(header[:8], "little") + 16 <= os.path.getsize(path)
+    if header and not (is_whole and any(header[8:])):  # the checksum of a length is never 0
+        raise UnreadableFileError(
+            f"{path!r} is no TFRecord file: its first record does not fit into it (compressed with zlib, cut short, or "
+            f"another format). {REWRITE}"
+        )
+
+
 @final
 class _TFRecordReader(FileReader):
     """Its position is the state of grain's iterator."""
@@ -66,7 +81,7 @@ class _TFRecordReader(FileReader):
         self._close = weakref.finalize(self, self._iterator.clear)
 
     def read(self, num_rows: int) -> Chunk:
-        return list(itertools.islice(self._iterator[0], num_rows))
+        return list(itertools.islice(self._iterator[0], min(num_rows, sys.maxsize)))
 
     def tell(self) -> Any:
         return self._iterator[0].get_state()
@@ -160,7 +175,7 @@ class _LineReader(FileReader):
         file.seek(position)
 
     def read(self, num_rows: int) -> Chunk:
-        lines = list(itertools.islice(self._file, num_rows))
+        lines = list(itertools.islice(self._file, min(num_rows, sys.maxsize)))
         decoded = [self._decoded(line) for line in lines]
         self._position += sum(map(len, lines))
         return decoded
