@@ -19,7 +19,10 @@ from replicax._src.wire.sockets import wait_for
 _TICK_S: Final = 1.0
 _MOST_PARTS: Final = 512  # of one call; a system takes 1024
 _SMALL_BYTES: Final = 16 * 1024
-_ENCRYPTED_AT_ONCE: Final = 256 * 1024  # it stays in a core's cache
+_RECEIVED_AT_ONCE: Final = 256 * 1024
+_SENT_AT_ONCE: Final = (
+    96 * 1024
+)  # from 128 KB on the allocator returns memory to the system, which costs page faults
 _HANDSHAKE_BYTES: Final = 4 * 1024
 _HANDSHAKE_BYTES_WITH_CERTIFICATES: Final = 16 * 1024
 
@@ -158,10 +161,8 @@ class EncryptedStream:
             num_bytes += self._receive(deadline, most_bytes - num_bytes)
 
     def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
-        if (
-            fill and len(self._received) < _ENCRYPTED_AT_ONCE
-        ):  # the body of a frame: the peer is authenticated
-            self._received = memoryview(bytearray(_ENCRYPTED_AT_ONCE))
+        if fill and len(self._received) < _RECEIVED_AT_ONCE:  # the body of a frame: the peer is authenticated
+            self._received = memoryview(bytearray(_RECEIVED_AT_ONCE))
         size, at = len(memory), 0
         while True:
             with self._using:
@@ -197,9 +198,9 @@ class EncryptedStream:
 
     def _write(self, data: Part, deadline: float) -> None:
         view = memoryview(data)
-        for start in range(0, len(view), _ENCRYPTED_AT_ONCE):
+        for start in range(0, len(view), _SENT_AT_ONCE):
             with self._using:
-                self._tls.write(view[start : start + _ENCRYPTED_AT_ONCE])
+                self._tls.write(view[start : start + _SENT_AT_ONCE])
             self._send_outgoing(deadline)
 
     def _send_outgoing(self, deadline: float) -> None:
@@ -209,7 +210,7 @@ class EncryptedStream:
         if made:
             self._socket.write([made], deadline)
 
-    def _receive(self, deadline: float, most_bytes: int = _ENCRYPTED_AT_ONCE) -> int:
+    def _receive(self, deadline: float, most_bytes: int = _RECEIVED_AT_ONCE) -> int:
         """Gives OpenSSL what has come, once something has; 0 at the end of the stream."""
         num_bytes = self._socket.read(self._received[:most_bytes], deadline, fill=False)
         with self._using:
