@@ -13,7 +13,7 @@ import replicax as rx
 from checks import message
 from replicax._src.parameter_servers.store.store import Store
 from replicax._src.variables.partitioners import FixedShardsPartitioner
-from replicax.errors import UnsupportedError
+from replicax.errors import InvalidArgumentError, UnsupportedError
 from servers import servers
 
 pytestmark = pytest.mark.rest
@@ -650,6 +650,15 @@ def test_arrays_that_are_given_are_copied():
     value[:] = 7
     np.testing.assert_array_equal(kept.value, [1, 1])
     np.testing.assert_array_equal(prepared.arguments[0], [1, 1])
+
+
+def test_an_iterator_of_the_coordinator_is_no_argument():
+    iterator = iter(rx.data.from_arrays(np.arange(4)))
+    message(
+        InvalidArgumentError,
+        lambda: servers(1).closures.prepare(lambda it: next(it), [iterator]),
+        "create_per_worker_dataset",
+    )
 
 
 # --- what is gone --------------------------------------------------------------------------------------

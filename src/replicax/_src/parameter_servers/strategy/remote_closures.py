@@ -5,7 +5,7 @@ kind.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.cluster.progress import compiling
-from replicax._src.errors import UnsupportedError
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.framework import is_variable, use_imported
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.programs.closure import place_closure
@@ -146,6 +146,7 @@ class Closures:
         traced = programs.get(signature)
         if traced is None or not traced.is_valid():
             _check_no_modules(nest[:2])
+            _check_no_iterators(leaves)
             num_replicas = self._strategy.num_replicas_in_sync
             with tracing_lock, compiling(key.name_of(fn), num_replicas):
                 traced = self._traced(fn, tree, described, sources, is_replica_function, num_averaged)
@@ -212,6 +213,17 @@ def _check_no_modules(nest: Any) -> None:
         raise UnsupportedError(
             "An nnx module is an argument of a function for workers, which could not update it. Pass the module's state as "
             "arrays (nnx.split), or keep it in variables made in strategy.scope()."
+        )
+
+
+def _check_no_iterators(leaves: Sequence[Any]) -> None:
+    """Raises for an iterator of this process: its next element would be taken once, while the function is traced."""
+    found = next((x for x in leaves if isinstance(x, Iterator) and not isinstance(x, PerWorkerInput)), None)
+    if found is not None:
+        raise InvalidArgumentError(
+            f"A function for workers got {found!r}, an iterator of this process: all its calls would get the element that is next "
+            "while it is traced. Have each worker make its own: iterator = iter(coordinator.create_per_worker_dataset("
+            "dataset_fn)); or pass next(iterator)."
         )
 
 
