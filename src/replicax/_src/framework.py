@@ -1,4 +1,4 @@
-"""What replicax asks of a framework whose objects programs use (Keras, flax nnx), and which frameworks are in use.
+"""``Framework``: the interface to a framework whose objects programs use (Keras, flax nnx). Tracks those in use.
 
 ``use_imported`` starts using a framework once the user has imported it. ``rx.Variable`` is one more ``Framework``.
 optax needs none: its states are pytrees of arrays.
@@ -21,7 +21,7 @@ Close = Callable[[Any], Any]
 @final
 @dataclass(frozen=True)
 class Modules:
-    """How modules among the arguments of ``run`` become arrays, and modules again.
+    """Turns modules among the arguments of ``run`` into arrays, and back into modules.
 
     Attributes:
       open: Replaces modules in a pytree by their arrays; the second result writes new arrays back into them. The first
@@ -36,7 +36,7 @@ class Modules:
 @final
 @dataclass(frozen=True)
 class Tracking:
-    """What a checkpoint saves of a framework's objects. Each function is asked about objects of every kind.
+    """Tells a checkpoint what to save of a framework's objects. Each function is asked about objects of every kind.
 
     Attributes:
       parts_of: What is below an object, or the leaf that it is (``checkpoint/tracked.py``); None if it is unknown.
@@ -150,7 +150,7 @@ def frameworks_in_use() -> tuple[Framework, ...]:
 
 
 def is_variable(value: Any) -> bool:
-    """Whether a value is a variable, ours or a framework's: a leaf, for those who walk nests."""
+    """True if a value is a variable, ours or a framework's, and so a leaf of a pytree."""
     return isinstance(value, _in_use.variable_types)
 
 

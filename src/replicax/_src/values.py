@@ -462,7 +462,7 @@ def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 @final
 class Results:
-    """How the arrays that a program gives become what ``run`` returns.
+    """Turns the arrays that a program gives into what ``run`` returns.
 
     Args:
       tree: The structure that the function returned.

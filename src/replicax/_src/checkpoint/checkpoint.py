@@ -112,7 +112,7 @@ class Checkpoint(Trackable, Growing):
 
     @property
     def is_growing(self) -> bool:
-        """Whether it is sure to get more: it is not, attributes may be set later or never. Private."""
+        """False: attributes may be set later, or never. Private."""
         return False
 
     def awaits(self, restoration: Restoration) -> None:

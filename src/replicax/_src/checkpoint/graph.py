@@ -23,7 +23,7 @@ def kind_of(tracked: Any) -> str:
 
 
 def found_in(tracked: Any) -> Parts | Leaf | None:
-    """What is below an object, or the leaf that it is; None if nothing of it is saved.
+    """Returns the parts of an object, or the leaf that it is; None if nothing of it is saved.
 
     Variables come before the objects of frameworks: those of nnx-backed Keras are both. What only has ``get_state`` and
     ``set_state`` comes last: layers may have them, too.
@@ -41,14 +41,14 @@ def found_in(tracked: Any) -> Parts | Leaf | None:
 
 
 def items_of(nest: Any) -> Mapping[Any, Any] | None:
-    """What a list, tuple or dict has, by position or key; None for what is none of these."""
+    """Returns the items of a list, tuple or dict, by position or key; None for other objects."""
     if isinstance(nest, Mapping):
         return nest
     return dict(enumerate(nest)) if isinstance(nest, (list, tuple)) else None
 
 
 def has_tracked(nest: Any) -> bool:
-    """Whether there is something in a list, tuple or dict, or in one in it, that is saved where it is."""
+    """True if a list, tuple or dict, or one inside it, has an item that is saved where it is."""
     items = items_of(nest) or {}
     return any(found_in(item) is not None or has_tracked(item) for item in items.values())
 

@@ -56,7 +56,7 @@ def advance_all(restorations: Iterable[Restoration]) -> None:
 
 
 def _is_growing(tracked: Any) -> bool:
-    """Whether an object is going to have more below it than it has."""
+    """True if an object is going to have more parts."""
     if isinstance(tracked, Growing):
         return tracked.is_growing
     return any(tracking.is_growing(tracked) for tracking in trackings())

@@ -35,7 +35,7 @@ class Trackable(abc.ABC):
 
     @abc.abstractmethod
     def parts(self) -> Parts:
-        """What is below it, by name."""
+        """Its parts, by name."""
 
 
 class Growing(abc.ABC):
@@ -44,7 +44,7 @@ class Growing(abc.ABC):
     @property
     @abc.abstractmethod
     def is_growing(self) -> bool:
-        """Whether it is going to have more."""
+        """True if it is going to have more parts."""
 
     @abc.abstractmethod
     def awaits(self, restoration: Any) -> None:

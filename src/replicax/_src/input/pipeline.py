@@ -75,7 +75,7 @@ class RowSource(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """What tells it from other sources; JSON."""
+        """Returns JSON that differs between sources."""
 
     @abc.abstractmethod
     def open(self) -> Cursor:
@@ -286,7 +286,7 @@ class Dataset(abc.ABC):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What tells it from datasets of other rows or with other steps; JSON."""
+        """Returns JSON that differs between datasets of other rows or with other steps."""
         return {"steps": [told_of(step) for step in self.steps], **self.source.fingerprint}
 
     def first(self) -> Iterator[Any]:

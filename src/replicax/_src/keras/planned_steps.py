@@ -137,7 +137,7 @@ def _component(leaf: Any, have: int, rows: int) -> jax.ShapeDtypeStruct:
 
 
 def placer(phases: dict[str, Phase]) -> Callable[[Any], Placer | None]:
-    """What places ``model.fit`` and its kin."""
+    """Returns what finds the placer of ``model.fit`` and its kin."""
 
     def find(fn: Any) -> Placer | None:
         model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")

@@ -94,7 +94,7 @@ class SharedReads:
 
 
 is_needed = False
-"""Whether a strategy of this process divides variables over processes. Every read of a Keras variable asks."""
+"""True if a strategy of this process divides variables over processes. Every read of a Keras variable asks."""
 
 _of_layouts: weakref.WeakKeyDictionary[StateLayouts, SharedReads] = weakref.WeakKeyDictionary()
 

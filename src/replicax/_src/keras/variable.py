@@ -26,7 +26,7 @@ _Keras: Any = keras.Variable if TYPE_CHECKING else object
 
 
 class _Local(threading.local):
-    """Whether this thread makes variables that the other processes do not make."""
+    """Set while this thread makes variables that the other processes do not make."""
 
     is_alone = False
 

@@ -1,4 +1,4 @@
-"""What an eagerly run function reads, writes and differentiates: ``Capture``'s counterpart for real values."""
+"""``EagerCapture``: the counterpart of ``Capture`` for real values. It reads, assigns and differentiates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_no_device(array: Any) -> jax.Array:
 
 @final
 class EagerCapture:
-    """What ``Capture`` is for functions that are traced, for a function that runs as one replica.
+    """The counterpart of ``Capture`` for a function that runs as one replica, with real values.
 
     Attributes:
       num_replicas, uneven, entries, num_aggregated_reads, created, observer: As in ``Capture``.
@@ -236,7 +236,7 @@ class EagerCapture:
 
 
 def _value_before(slot: Slot) -> jax.Array:
-    """What a variable holds, as one device would."""
+    """Returns the value of a variable as one device would hold it."""
     with state_lock:
         (value,) = slot.accessor.get([slot.variable])
         check_no_tracer(slot, value)

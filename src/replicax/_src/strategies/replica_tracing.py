@@ -171,7 +171,7 @@ def results_of(
     function: Any = None,
     shared: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Results:
-    """How the arrays that a program gives become what ``run`` returns.
+    """Turns the arrays that a program gives into what ``run`` returns.
 
     Args:
       function: Its identity, for the arrays that replace arguments of the shapes in ``shared``, by path.

@@ -1,4 +1,4 @@
-"""Who holds an array: the only place that counts references, so that donation never takes an array from its holder.
+"""Counts references to arrays, and nothing else does, so that donation never takes an array from its holder.
 
 A read of a Keras variable is invisible to us, so a mark at each read cannot replace the count: see
 ``docs/explanation/design/016-count-references.md``.

@@ -15,7 +15,7 @@ from replicax._src.wire.sockets import shut_down
 
 MOST_UNAUTHENTICATED: Final = 256
 HANDSHAKE_S: Final = 5.0
-"""How long a peer may take to show that it may be here. Whoever meets it ends it then."""
+"""The longest time that a peer may take to authenticate. Whoever meets it ends it then."""
 _PAUSE_S: Final = 0.1
 """Before the next connection is accepted, when the process could not: it has no descriptor left, say."""
 

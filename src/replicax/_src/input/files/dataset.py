@@ -19,7 +19,7 @@ from replicax._src.options import whole_number
 class FileDataset(Dataset):
     """A dataset over files; make one with ``from_tfrecords``, ``from_parquet`` and the like.
 
-    Files are read when it is iterated, each time anew. (The batch of records that have not been parsed is an array of
+    Files are read again each time it is iterated. (The batch of records that have not been parsed is an array of
     Python objects.)
     """
 
