@@ -20,7 +20,7 @@ import pytest
 
 import replicax
 from replicax._src.cli import supervisor
-from replicax._src.cli.display import make_display
+from replicax._src.cli.display import Display
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.processes import Process
 from replicax._src.cluster.spec import Task
@@ -402,7 +402,7 @@ for number in range(6):
     new[0].unlink()
     os.kill(int(new[0].name), signal.SIGTERM)
 """)
-    display = make_display([Task("chief", 0), Task("worker", 0)], sys.stdout, sys.stderr, {}, is_plain=True)
+    display = Display([Task("chief", 0), Task("worker", 0)], sys.stdout, sys.stderr, {}, is_plain=True)
     starts = [
         Start(Task("chief", 0), [sys.executable, str(training)], dict(os.environ)),
         Start(Task("worker", 0), [sys.executable, str(server)], dict(os.environ), False, True, 1),

@@ -162,16 +162,13 @@ class Terminal(io.StringIO):
 
 
 def view(output, **how):
-    return top.make_view(
-        output, io.StringIO(), {"TERM": "xterm"}, **{"is_json": False, "is_plain": False, **how}
-    )
+    return top.View(output, io.StringIO(), {"TERM": "xterm"}, **how)
 
 
 def test_a_terminal_gets_a_table(server, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     output = Terminal()
     shown = view(output)
-    assert isinstance(shown, top.TableView)
     shown.show(top.fetch(top.request_of(server.url, {})))
     shown.note("no answer")
     shown.close()
@@ -195,14 +192,23 @@ def test_where_there_is_little_room_what_matters_less_is_left_out(server, monkey
     assert set(words) & {"pid", "up", "function"} == set(shown.split())
 
 
-@pytest.mark.parametrize("how", [{"is_json": True}, {"is_plain": True}])
-def test_others_get_lines(how):
-    assert isinstance(view(Terminal(), **how), top.LinesView)
-    assert isinstance(view(io.StringIO()), top.LinesView)
-    assert isinstance(
-        top.make_view(Terminal(), io.StringIO(), {"TERM": "dumb"}, is_json=False, is_plain=False),
-        top.LinesView,
-    )
+@pytest.mark.parametrize(
+    ("output", "terminal", "how"),
+    [
+        (Terminal, "xterm", {"is_json": True}),
+        (Terminal, "xterm", {"is_plain": True}),
+        (Terminal, "dumb", {}),
+        (io.StringIO, "xterm", {}),
+    ],
+    ids=["json", "plain", "dumb", "no terminal"],
+)
+def test_others_get_lines(server, output, terminal, how):
+    written = output()
+    shown = top.View(written, io.StringIO(), {"TERM": terminal}, **how)
+    shown.show(top.fetch(top.request_of(server.url, {})))
+    shown.close()
+    assert "train_step" in written.getvalue()
+    assert "\x1b" not in written.getvalue()
 
 
 def test_who_reads_may_stop_reading(server, monkeypatch):

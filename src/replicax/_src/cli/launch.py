@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
-from replicax._src.cli.display import LoggedDisplay, make_display
+from replicax._src.cli.display import Display
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.script_keras import script_path, use_of_keras
@@ -434,17 +435,15 @@ def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, notes: Sequ
     how = SupervisorOptions(
         options.max_restarts, options.grace, options.evaluator_timeout, options.checkpoint_dir
     )
-    display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
     try:
-        if options.log_dir is not None:
-            try:
-                display = LoggedDisplay(display, options.log_dir, tasks)
-            except OSError as error:
-                raise ProcessStartError(
-                    f"The log file {error.filename} cannot be opened: {error.strerror}. Choose another --log-dir."
-                ) from None
+        display = Display(
+            tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain, log_dir=options.log_dir
+        )
+    except OSError as error:
+        raise ProcessStartError(
+            f"The log file {error.filename} cannot be opened: {error.strerror}. Choose another --log-dir."
+        ) from None
+    with contextlib.closing(display):
         for note in notes:
             display.note(note)
         return Supervisor(starts, display, how).run()
-    finally:
-        display.close()

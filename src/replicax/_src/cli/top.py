@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import argparse
 import contextlib
 import http.client
-import importlib
 import json
 import os
 import sys
@@ -18,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO, final
 
 from replicax._src.cli.arguments import seconds
+from replicax._src.cli.terminal import coloured, live_table, write_line
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.parameter_servers.coordinator.status import (
@@ -41,14 +40,12 @@ _TIMEOUT_S: Final = 5.0
 _LEAST_INTERVAL_S: Final = 0.1
 _LEFT_OUT_FIRST: Final = ("pid", "up", "function", "sent/s")
 _GAP: Final = 2
-_STYLES: Final = {
-    "busy": "green",
-    "serving": "green",
-    "running": "green",
-    "backup": "green",
-    "alone": "bold yellow",
-    "lost": "bold red",
-    "given up": "bold red",
+_BOLD: Final = "1"
+# Of states, as ANSI's codes: green, bold yellow, bold red.
+_COLOURS: Final = {
+    **dict.fromkeys(("busy", "serving", "running", "backup"), "32"),
+    "alone": "1;33",
+    **dict.fromkeys(("lost", "given up"), "1;31"),
 }
 
 
@@ -114,9 +111,8 @@ def run(options: argparse.Namespace) -> int:
         request = request_of(said, os.environ)
     except (ClusterError, ValueError) as error:
         parser.error(str(error))
-    view = make_view(
-        sys.stdout, sys.stderr, os.environ, is_json=options.json, is_plain=options.plain or options.once
-    )
+    is_plain = options.plain or options.once
+    view = View(sys.stdout, sys.stderr, os.environ, is_json=options.json, is_plain=is_plain)
     try:
         with contextlib.closing(view):
             return _follow(request, view, options)
@@ -195,99 +191,57 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
 # --- how it is shown --------------------------------------------------------------------------------------
 
 
-class View(abc.ABC):
-    """Where statuses go."""
-
-    @abc.abstractmethod
-    def show(self, status: Mapping[str, Any]) -> None:
-        """Shows a status."""
-
-    @abc.abstractmethod
-    def note(self, text: str) -> None:
-        """Shows what there is to say besides."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Ends it; what stands there stays."""
-
-
 @final
-class LinesView(View):
-    """Plain lines.
+class View:
+    """Shows statuses: in a table that stays where it is, on a terminal, if rich is there; else as lines.
 
     Args:
       output: Where they go.
-      notes: Where the rest goes.
+      notes: Where the rest goes, if there is no table.
+      environment: Says what the terminal can do.
       is_json: One line each time.
+      is_plain: There is no table.
     """
 
-    def __init__(self, output: TextIO, notes: TextIO, *, is_json: bool = False):
+    def __init__(
+        self,
+        output: TextIO,
+        notes: TextIO,
+        environment: Mapping[str, str],
+        *,
+        is_json: bool = False,
+        is_plain: bool = False,
+    ):
         self._output, self._notes, self._is_json = output, notes, is_json
+        self._table = None if is_json or is_plain else live_table(output, environment)
 
     def show(self, status: Mapping[str, Any]) -> None:
-        lines = [json.dumps(status)] if self._is_json else lines_of(status)
-        text = "".join(f"{line}\n" for line in lines)
-        try:
-            self._output.write(text)
-        except UnicodeEncodeError:
-            self._output.write(text.encode("ascii", "replace").decode())
-        self._output.flush()
+        """Shows a status."""
+        if self._table is None:
+            for line in [json.dumps(status)] if self._is_json else lines_of(status):
+                write_line(self._output, line)
+            return
+        shown = columns_within(self._table.width, rows_of(status))
+        rows = [
+            (coloured(task, _BOLD), coloured(state, _COLOURS.get(state, "")), *others)
+            for task, state, *others in rows_of(status)
+        ]
+        heads = [*summary_lines(status), ""]
+        columns = [COLUMNS[number] for number in shown]
+        num_left = sum(number < NUM_TEXT_COLUMNS for number in shown)
+        self._table.draw(heads, columns, [[row[n] for n in shown] for row in rows], num_left)
 
     def note(self, text: str) -> None:
-        print(text, file=self._notes)
+        """Shows what there is to say besides."""
+        if self._table is None:
+            print(text, file=self._notes)
+        else:
+            self._table.print(coloured(text, _BOLD))
 
     def close(self) -> None:
-        pass
-
-
-@final
-class TableView(View):
-    """A table that stays where it is, on a terminal. Needs rich.
-
-    Args:
-      output: The terminal.
-    """
-
-    def __init__(self, output: TextIO):
-        self._text: Any = importlib.import_module("rich.text").Text
-        self._table: Any = importlib.import_module("rich.table").Table
-        self._group: Any = importlib.import_module("rich.console").Group
-        console = importlib.import_module("rich.console").Console(file=output, highlight=False)
-        self._live: Any = importlib.import_module("rich.live").Live(
-            console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
-        self._live.start()
-
-    def show(self, status: Mapping[str, Any]) -> None:
-        rows = rows_of(status)
-        shown = columns_within(self._live.console.width, rows)
-        table = self._table(box=None, pad_edge=False)
-        for number in shown:
-            justify = "left" if number < NUM_TEXT_COLUMNS else "right"
-            table.add_column(COLUMNS[number], justify=justify, no_wrap=True)
-        for row in rows:
-            styles = {"task": "bold", "state": _STYLES.get(row[1], "")}
-            table.add_row(*(self._text(row[n], styles.get(COLUMNS[n], "")) for n in shown))
-        heads = [self._text(line) for line in summary_lines(status)]
-        self._live.update(self._group(*heads, "", table), refresh=True)
-
-    def note(self, text: str) -> None:
-        self._live.console.print(self._text(text, "bold"), soft_wrap=True)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._live.stop()
-
-
-def make_view(
-    output: TextIO, notes: TextIO, environment: Mapping[str, str], *, is_json: bool, is_plain: bool
-) -> View:
-    """The best view for where the output goes: a table needs a terminal that can move its cursor, and rich."""
-    is_terminal = output.isatty() and environment.get("TERM") != "dumb"
-    if is_terminal and not is_plain and not is_json:
-        with contextlib.suppress(ImportError):
-            return TableView(output)
-    return LinesView(output, notes, is_json=is_json)
+        """Ends it; what stands there stays."""
+        if self._table is not None:
+            self._table.close()
 
 
 def columns_within(width: int, rows: Sequence[Sequence[str]]) -> list[int]:

@@ -1,0 +1,98 @@
+"""What commands write for people: lines with colours, and on a terminal a table that stays below them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO, final
+
+
+def is_terminal(output: TextIO, environment: Mapping[str, str]) -> bool:
+    """Returns True if ``output`` is a terminal that can move its cursor and shows colours."""
+    return output.isatty() and environment.get("TERM") != "dumb"
+
+
+def coloured(text: str, code: str) -> str:
+    """A text in the colour, or the weight, that has this code in ANSI's sequences; an empty code changes nothing."""
+    return f"\x1b[{code}m{text}\x1b[0m" if code else text
+
+
+def write_line(stream: TextIO, text: str) -> None:
+    """Writes a line at once, with escapes for letters that the stream's encoding lacks.
+
+    Raises:
+      OSError: Nobody reads any more.
+    """
+    try:
+        stream.write(f"{text}\n")
+    except UnicodeEncodeError:
+        stream.write(f"{text.encode('ascii', 'backslashreplace').decode()}\n")
+    stream.flush()
+
+
+@final
+class LiveTable:
+    """A table that is drawn again and again in one place, with lines that scroll above it. Needs rich.
+
+    Texts may have colours, as ANSI's sequences.
+
+    Args:
+      output: The terminal.
+
+    Raises:
+      ImportError: rich is not installed.
+    """
+
+    def __init__(self, output: TextIO):
+        self._text: Any = importlib.import_module("rich.text").Text.from_ansi
+        self._table: Any = importlib.import_module("rich.table").Table
+        rich_console: Any = importlib.import_module("rich.console")
+        self._group: Any = rich_console.Group
+        self._live: Any = importlib.import_module("rich.live").Live(
+            console=rich_console.Console(file=output, highlight=False),
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    @property
+    def width(self) -> int:
+        """How many letters a line of the terminal has."""
+        return self._live.console.width
+
+    def print(self, text: str) -> None:
+        """Writes a line above the table."""
+        self._live.console.print(self._text(text), soft_wrap=True)
+
+    def draw(
+        self, heads: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int
+    ) -> None:
+        """Replaces the table.
+
+        Args:
+          heads: Lines above it.
+          columns: Its head.
+          rows: A text for each column.
+          num_left: How many of the columns are aligned to the left, the first ones.
+        """
+        table = self._table(box=None, pad_edge=False)
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="left" if number < num_left else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(self._text, row))
+        self._live.update(self._group(*map(self._text, heads), table), refresh=True)
+
+    def close(self) -> None:
+        """Ends it; what stands there stays."""
+        with contextlib.suppress(OSError):
+            self._live.stop()
+
+
+def live_table(output: TextIO, environment: Mapping[str, str]) -> LiveTable | None:
+    """A table on a terminal; None where there is none, or rich is not installed."""
+    if is_terminal(output, environment):
+        with contextlib.suppress(ImportError):
+            return LiveTable(output)
+    return None
