@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
@@ -22,7 +21,6 @@ from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABL
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import (
     CHECKPOINT_DIR_VARIABLE,
-    DEVICES_VARIABLE,
     REPLICATION_VARIABLE,
     SCRIPT_IN,
     SERVER_COMMAND,
@@ -31,8 +29,7 @@ from replicax._src.cluster.layout import (
     device_environment,
     free_ports,
     num_usable_cores,
-    server_environment,
-    tf_config,
+    task_environment,
 )
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
@@ -212,15 +209,14 @@ def run(options: argparse.Namespace) -> int:
             if options.task_index is None:
                 print("\n".join(_lines_to_paste(options, parser, hosts, command)))
                 return 0
+            _status(options, parser, has_coordinator=False)
             starts = [_start_on_host(options, parser, hosts, command)]
         else:
             notes += _choose_num_workers(options, parser)
-            starts = _starts_here(options, command)
+            starts, of_status = _starts_here(options, parser, command)
+            notes += of_status
         if options.gpus_per_worker is not None:
             starts = _with_gpus(starts, options.gpus_per_worker)
-        if options.status:
-            starts, note = _with_status(starts, options, parser)
-            notes.append(note)
         if options.log_dir is not None:
             _make_folder(options.log_dir, parser)
         return _run_tasks(starts, options, notes)
@@ -315,41 +311,37 @@ def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
     return addresses
 
 
-def _starts_here(options: argparse.Namespace, command: Sequence[str]) -> list[Start]:
+def _starts_here(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, command: Sequence[str]
+) -> tuple[list[Start], list[str]]:
+    """All tasks on this machine, and what is to be said of them."""
     has_chief = bool(options.ps) if options.chief is None else options.chief
     num_workers = options.workers if options.workers is not None else 1
     layout = Layout(num_workers, has_chief, options.ps, options.evaluator)
     servers = layout.servers(options.script_in)
     cluster = layout.on_this_machine(free_ports(len(layout.tasks_with_address)))
-    secrets = _token(os.environ)
     has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
     awaited = ("chief",) if has_coordinator else ("chief", "worker")
-    told = {task: secrets | layout.told(task, options.script_in) for task in layout.tasks}
-    return [
-        dataclasses.replace(
-            _start(options, cluster, task, command, told[task]), is_awaited=task.type in awaited
-        )
-        if task not in servers
-        else _start_server(options, cluster, task, told[task])
-        for task in layout.tasks
-    ]
+    shown, notes = _status(options, parser, has_coordinator=has_coordinator)
+    token = _token(os.environ)
+    starts = []
+    for task in layout.tasks:
+        told = token | layout.told(task, options.script_in) | (shown if task.type == "chief" else {})
+        environment = _environment(options, cluster, task, told, is_server=task in servers)
+        if task in servers:
+            starts.append(_start_of_server(options, task, environment))
+        else:
+            arguments = [sys.executable, *command]
+            starts.append(Start(task, arguments, environment, is_awaited=task.type in awaited))
+    return starts, notes
 
 
-def _start_server(
-    options: argparse.Namespace,
-    cluster: Mapping[str, Sequence[str]],
-    task: Task,
-    secrets: Mapping[str, str],
-) -> Start:
-    command, may_restart = SERVER_COMMAND, task.type == "worker" or options.replication > 1
-    if task.type == "ps" and options.snapshot_dir is not None:
-        command, may_restart = (*SERVER_COMMAND, "--snapshot-dir", options.snapshot_dir), True
-    return dataclasses.replace(
-        _start(options, cluster, task, command, {**secrets, **server_environment(os.environ)}),
-        is_awaited=False,
-        is_server=True,
-        max_restarts=options.server_restarts if may_restart else 0,
-    )
+def _start_of_server(options: argparse.Namespace, task: Task, environment: Mapping[str, str]) -> Start:
+    has_snapshots = task.type == "ps" and options.snapshot_dir is not None
+    command = [sys.executable, *SERVER_COMMAND, *(["--snapshot-dir", options.snapshot_dir] * has_snapshots)]
+    may_restart = task.type == "worker" or options.replication > 1 or has_snapshots
+    max_restarts = options.server_restarts if may_restart else 0
+    return Start(task, command, environment, is_awaited=False, is_server=True, max_restarts=max_restarts)
 
 
 def _with_gpus(starts: Sequence[Start], num_each: int) -> list[Start]:
@@ -368,25 +360,19 @@ def _token(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if has_token else {TOKEN_VARIABLE: random_token()}
 
 
-def _with_status(
-    starts: Sequence[Start], options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[list[Start], str]:
-    """The tasks, where the coordinator has a status address; and what is to be said of it."""
-    coordinators = [start for start in starts if start.task.type == "chief"]
-    has_ps = any(start.task.type == "ps" for start in starts)
-    if not coordinators or not has_ps or options.script_in == "workers":
+def _status(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, *, has_coordinator: bool
+) -> tuple[dict[str, str], list[str]]:
+    """What tells the coordinator to serve its status, if that is asked for; and what is to be said of it."""
+    if not options.status:
+        return {}, []
+    if not has_coordinator:
         parser.error(
             "--status is of a coordinator, which there is where the chief runs the script and there are parameter "
             "servers: --ps 1, and neither --no-chief nor --script-in workers"
         )
     address = os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{free_ports(1)[0]}"
-    changed = [
-        dataclasses.replace(start, environment={**start.environment, STATUS_ADDRESS_VARIABLE: address})
-        if start in coordinators
-        else start
-        for start in starts
-    ]
-    return changed, f"Status: http://{address}/ and replicax top {address}"
+    return {STATUS_ADDRESS_VARIABLE: address}, [f"Status: http://{address}/ and replicax top {address}"]
 
 
 def _start_on_host(
@@ -394,7 +380,8 @@ def _start_on_host(
 ) -> Start:
     if options.task_index >= len(hosts):
         parser.error(f"--task-index {options.task_index}: there are {len(hosts)} hosts, numbered from 0")
-    return _start(options, {"worker": hosts}, Task("worker", options.task_index), command)
+    task = Task("worker", options.task_index)
+    return Start(task, [sys.executable, *command], _environment(options, {"worker": hosts}, task, {}))
 
 
 def _lines_to_paste(
@@ -412,22 +399,23 @@ def _lines_to_paste(
     return lines_to_paste(hosts, ["python3", *command], {**environment, **_token(os.environ)})
 
 
-def _start(
+def _environment(
     options: argparse.Namespace,
     cluster: Mapping[str, Sequence[str]],
     task: Task,
-    command: Sequence[str],
-    secrets: Mapping[str, str] = MappingProxyType({}),
-) -> Start:
-    environment = {**os.environ, "TF_CONFIG": tf_config(cluster, task), "PYTHONUNBUFFERED": "1", **secrets}
+    told: Mapping[str, str],
+    *,
+    is_server: bool = False,
+) -> dict[str, str]:
+    """All variables of a task; ``told``: those that are its own."""
+    own = task_environment(
+        cluster, task, os.environ, num_devices=options.devices_per_worker, is_server=is_server
+    )
     if options.checkpoint_dir is not None:
-        environment |= checkpoint_environment(options.checkpoint_dir, os.environ)
-    if options.devices_per_worker is not None and task.type != "ps":
-        environment |= device_environment(options.devices_per_worker, os.environ)
-        environment[DEVICES_VARIABLE] = str(options.devices_per_worker)
+        own |= checkpoint_environment(options.checkpoint_dir, os.environ)
     if options.replication > 1:
-        environment[REPLICATION_VARIABLE] = str(options.replication)
-    return Start(task, [sys.executable, *command], environment)
+        own[REPLICATION_VARIABLE] = str(options.replication)
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **told, **own}
 
 
 def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, notes: Sequence[str]) -> int:

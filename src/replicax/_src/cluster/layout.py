@@ -149,6 +149,31 @@ def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
     return json.dumps({"cluster": {job: list(to) for job, to in cluster.items()}, "task": own})
 
 
+def task_environment(
+    cluster: Mapping[str, Sequence[str]],
+    task: Task,
+    environment: Mapping[str, str],
+    *,
+    num_devices: int | None = None,
+    is_server: bool = False,
+) -> dict[str, str]:
+    """Returns what a task of a cluster is told, besides or instead of what is in ``environment``.
+
+    Args:
+      cluster: The addresses of ``TF_CONFIG``.
+      task: Which one.
+      environment: All that its process has otherwise.
+      num_devices: Virtual CPU devices of each task but the parameter servers; None: as the environment says.
+      is_server: It runs ``replicax server``.
+    """
+    told = {"TF_CONFIG": tf_config(cluster, task)}
+    if is_server:
+        told |= server_environment(environment)
+    if num_devices is not None and task.type != "ps":
+        told |= {**device_environment(num_devices, environment), DEVICES_VARIABLE: str(num_devices)}
+    return told
+
+
 def device_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
     """What makes ``num_devices`` virtual CPU devices in a process, besides, or instead of, what is in
     ``environment``.

@@ -18,9 +18,8 @@ from replicax._src.cluster.layout import (
     DEVICES_VARIABLE,
     SERVER_COMMAND,
     Layout,
-    device_environment,
     free_ports,
-    server_environment,
+    task_environment,
     tf_config,
 )
 from replicax._src.cluster.processes import ProcessTimeoutError, shown_lines
@@ -189,13 +188,14 @@ class LocalCluster:
 
     def _started(self, task: Task, command: Sequence[str]) -> LocalTask:
         report_file = Path(self._directory.name) / f"{task.type}-{task.index}.reports"
-        own = {"TF_CONFIG": tf_config(self.cluster, task), REPORT_FILE_VARIABLE: str(report_file)}
-        own |= self._layout.told(task, self._script_in)
-        if task in self._servers:
-            own |= server_environment(self._environment)
-        if task.type != "ps":
-            own |= device_environment(self._devices_per_worker, self._environment)
-            own[DEVICES_VARIABLE] = str(self._devices_per_worker)
+        own = task_environment(
+            self.cluster,
+            task,
+            self._environment,
+            num_devices=self._devices_per_worker,
+            is_server=task in self._servers,
+        )
+        own |= {**self._layout.told(task, self._script_in), REPORT_FILE_VARIABLE: str(report_file)}
         own |= self.own_environment.get((task.type, task.index), {})
         return LocalTask(task, command, {**self._environment, **own}, report_file, self._timeout_s)
 
