@@ -16,6 +16,8 @@ from replicax._src.cli.answers import ask_channel, ask_until
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.parameter_servers.transport.transport import TaskClient
 from replicax._src.wire.security import Security
 from replicax.errors import ClusterStartError
@@ -173,7 +175,9 @@ def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
         stdout=subprocess.DEVNULL,
     )
     try:
-        channel = Channel(address, 1, ["worker 0", "worker 1"], "print", Security())
+        channel = Channel(
+            Membership(ClusterSpec({"worker": [address, "127.0.0.1:1"]}), Task("worker", 1)), Security()
+        )
         while ask_until(address, 0, lambda to: ask_channel(to, Security())).text != "answers":
             time.sleep(0.05)
         says = [" s for worker 0, which does not answer at", "does replicax doctor run on that machine?"]

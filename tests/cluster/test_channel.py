@@ -16,8 +16,9 @@ from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.frames import ask, connect, receive, send
 from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.service import HubServer
-from replicax._src.cluster.spec import split_address
+from replicax._src.cluster.spec import ClusterSpec, Task, split_address
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import bind_shared, listen
@@ -29,18 +30,24 @@ SECURITY = Security(b"secret")
 NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
+def member(address, number, names=NAMES):
+    """A task of a cluster whose hub is at an address."""
+    others = [f"127.0.0.1:{number}" for number in range(1, len(names))]
+    return Membership(ClusterSpec({"worker": [address, *others]}), Task("worker", number))
+
+
 @contextlib.contextmanager
 def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
     """A hub, and its address. When the block ends it ends too, whoever is still connected."""
     listener = listen(*split_address(at), backlog=8)
-    server = HubServer(
-        Hub(names, **options), listener, SECURITY, "print", "worker 0 at here", {"coordinator": "there"}
-    )
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    cluster = member(address, 0, names).described
+    server = HubServer(Hub(names, **options), listener, SECURITY, cluster, {"coordinator": "there"})
     must_end = threading.Event()
     thread = threading.Thread(target=server.run, args=(must_end, linger_s))
     thread.start()
     try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        yield address
     finally:
         must_end.set()
         thread.join(timeout=PATIENCE_S)
@@ -50,7 +57,7 @@ def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
 @contextlib.contextmanager
 def channels(address, names=NAMES, **options):
     """The channels of all members, connected."""
-    made = [Channel(address, number, names, "print", SECURITY, **options) for number in range(len(names))]
+    made = [Channel(member(address, number, names), SECURITY, **options) for number in range(len(names))]
     try:
         for channel in made:
             assert channel.connect(time.monotonic() + PATIENCE_S)["coordinator"] == "there"
@@ -98,7 +105,7 @@ def test_the_launcher_is_told_how_many_programs_have_run(monkeypatch, tmp_path):
         return status.step, status.state
 
     with serving(NAMES[:1]) as address:
-        channel = Channel(address, 0, NAMES[:1], "print", SECURITY)
+        channel = Channel(member(address, 0, NAMES[:1]), SECURITY)
         assert shown(channel) == (0, "starting")
         for position in range(3):
             channel.begin(position, "#0 train_step")
@@ -130,9 +137,9 @@ def test_who_ends_because_another_has_failed_does_not_say_when(monkeypatch, tmp_
     """Its process ends after the other's, however late the launcher learns of that."""
     path = tmp_path / "status.json"
     with serving(NAMES[:2]) as address:
-        second = Channel(address, 1, NAMES[:2], "print", SECURITY)
+        second = Channel(member(address, 1, NAMES[:2]), SECURITY)
         monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
-        first = Channel(address, 0, NAMES[:2], "print", SECURITY)
+        first = Channel(member(address, 0, NAMES[:2]), SECURITY)
         for channel in (first, second):
             channel.connect(time.monotonic() + PATIENCE_S)
         second.tell_error("ValueError: my own")
@@ -259,7 +266,9 @@ def test_who_has_gone_silent_is_not_waited_for_long():
     with serving(NAMES[:1], linger_s=60.0, silence_s=1.0) as address:
         soon = time.monotonic() + PATIENCE_S
         stopped = connect(address, SECURITY, soon)
-        send(stopped, {"kind": "hello", "member": 0, "fingerprint": "print"}, soon)
+        send(
+            stopped, {"kind": "hello", "member": 0, "cluster": member(address, 0, NAMES[:1]).described}, soon
+        )
         assert receive(stopped, soon)["kind"] == "welcome"
         time.sleep(2.5)
     stopped.close()
@@ -268,7 +277,7 @@ def test_who_has_gone_silent_is_not_waited_for_long():
 def test_a_hub_that_is_gone():
     """Its machine is down, say: here its thread ends with the block."""
     with serving() as address:
-        channel = Channel(address, 1, NAMES, "print", SECURITY)
+        channel = Channel(member(address, 1), SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
     assert channel.wait_for_failure(PATIENCE_S) is not None
     message(PeerFailureError, channel.check, "beside worker 0", address, "ended the connection")
@@ -291,7 +300,7 @@ def test_different_programs_are_a_mismatch():
 @pytest.mark.rest
 def test_who_is_missing_is_named_in_time(caplog):
     with serving() as address, contextlib.ExitStack() as stack:
-        channel = Channel(address, 0, NAMES, "print", SECURITY)
+        channel = Channel(member(address, 0), SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
         stack.callback(channel.leave)
         call = lambda: channel.gather("start", 1, 2.5, what="for all tasks to start")  # noqa: E731
@@ -338,23 +347,23 @@ def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
 
 def test_nobody_listens():
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    channel = Channel(address, 1, NAMES, "print", SECURITY)
+    channel = Channel(member(address, 1), SECURITY)
     says = [" s for worker 0, which does not answer at", address, "REPLICAX_START_TIMEOUT_S"]
     message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.3), *says)
 
 
 @pytest.mark.parametrize(
-    ("number", "fingerprint", "says"),
+    ("number", "names", "says"),
     [
-        (1, "another", "belongs to another cluster, worker 0 at here"),
-        (0, "print", "another process is worker 0"),
+        (1, NAMES[:2], "belongs to another cluster, worker 0 at 127.0.0.1:"),
+        (0, NAMES, "another process is worker 0"),
     ],
 )
-def test_who_does_not_belong_is_refused(number, fingerprint, says):
+def test_who_does_not_belong_is_refused(number, names, says):
     with serving() as address:
-        first = Channel(address, 0, NAMES, "print", SECURITY)
+        first = Channel(member(address, 0), SECURITY)
         first.connect(time.monotonic() + PATIENCE_S)
-        other = Channel(address, number, NAMES, fingerprint, SECURITY)
+        other = Channel(member(address, number, names), SECURITY)
         message(ClusterStartError, lambda: other.connect(time.monotonic() + PATIENCE_S), "refuses", says)
         first.leave()
 
@@ -362,7 +371,7 @@ def test_who_does_not_belong_is_refused(number, fingerprint, says):
 def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
     with contextlib.ExitStack() as earlier, contextlib.ExitStack() as next_run:
         address = earlier.enter_context(serving(at=f"127.0.0.1:{free_ports(1)[0]}"))
-        first, second = (Channel(address, number, NAMES, "print", SECURITY) for number in range(2))
+        first, second = (Channel(member(address, number), SECURITY) for number in range(2))
         for channel in (first, second):
             channel.connect(time.monotonic() + PATIENCE_S)
         second._connection.cancel()
@@ -370,7 +379,7 @@ def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
         begin = time.monotonic()
         timer = threading.Timer(1.0, lambda: (earlier.close(), next_run.enter_context(serving(at=address))))
         timer.start()
-        restarted = Channel(address, 1, NAMES, "print", SECURITY)
+        restarted = Channel(member(address, 1), SECURITY)
         assert restarted.connect(time.monotonic() + PATIENCE_S)["coordinator"] == "there"
         assert time.monotonic() - begin >= 1
         timer.join()
@@ -383,7 +392,7 @@ def test_an_earlier_run_that_does_not_end_is_named():
     with serving() as address, channels(address) as (first, second, _):
         second._connection.cancel()
         assert first.wait_for_failure(PATIENCE_S) is not None
-        restarted = Channel(address, 1, NAMES, "print", SECURITY)
+        restarted = Channel(member(address, 1), SECURITY)
         says = [
             " s for an earlier run of the job to end",
             "worker 1 has been here before, and died",
@@ -411,7 +420,7 @@ def test_another_program_at_the_address(is_silent_then):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        channel = Channel(f"127.0.0.1:{listener.getsockname()[1]}", 1, NAMES, "print", SECURITY)
+        channel = Channel(member(f"127.0.0.1:{listener.getsockname()[1]}", 1), SECURITY)
         says = "does not answer", "another program answers"
         message(ClusterStartError, lambda: channel.connect(time.monotonic() + 1.5), *says)
         stop.set()
@@ -441,9 +450,10 @@ def test_a_peer_that_talks_nonsense_does_not_disturb_the_hub(said):
 @pytest.mark.parametrize("token", [b"", b"another"])
 def test_without_the_token_nobody_joins_or_ends_a_job(token):
     with serving(NAMES[:2]) as address:
-        stranger = Channel(address, 1, NAMES[:2], "print", Security(token))
+        stranger = Channel(member(address, 1, NAMES[:2]), Security(token))
         message(ClusterStartError, lambda: stranger.connect(time.monotonic() + 1.0), "REPLICAX_TOKEN")
-        failed = {"kind": "failed", "member": 1, "fingerprint": "print", "text": "no"}
+        cluster = member(address, 0, NAMES[:2]).described
+        failed = {"kind": "failed", "member": 1, "cluster": cluster, "text": "no"}
         with pytest.raises(TokenError):
             ask(address, failed, Security(token), PATIENCE_S)
         with channels(address, NAMES[:2]) as members:
@@ -490,7 +500,7 @@ def test_what_is_no_message(text):
 def test_the_waiting_is_said(caplog):
     """With the names, every few seconds."""
     with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
-        channel = Channel(address, 2, NAMES, "print", SECURITY)
+        channel = Channel(member(address, 2), SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
         with pytest.raises(PeerFailureError) as caught:
             channel.gather("start", 1, 3.0, what="for all tasks to start", every_s=0.5)

@@ -4,7 +4,9 @@ import pytest
 
 from checks import message
 from replicax._src.cluster.failures import ProgramMismatchError
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.peers import Peers
+from replicax._src.cluster.spec import ClusterSpec, Task
 
 
 class Channel:
@@ -37,7 +39,7 @@ def channel():
 
 @pytest.fixture
 def peers(channel):
-    return Peers(channel, ["worker 0", "worker 1"], ["a:1", "b:1"], 0, 600.0)
+    return Peers(channel, Membership(ClusterSpec({"worker": ["a:1", "b:1"]}), Task("worker", 0)), 600.0)
 
 
 def run(peers, *names):

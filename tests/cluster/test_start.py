@@ -1,6 +1,7 @@
 """Joining a cluster, up to where JAX would start: the limits, and the service of an earlier run."""
 
 import errno
+import json
 import socket
 import threading
 import time
@@ -12,7 +13,8 @@ from checks import message, needs_ipv6
 from replicax._src.cluster import start
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.layout import free_ports
-from replicax._src.cluster.spec import join_address, split_address
+from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.spec import ClusterSpec, Task, join_address, split_address
 from replicax._src.wire.security import Security
 from replicax.errors import ClusterStartError
 
@@ -21,6 +23,10 @@ pytestmark = pytest.mark.timeout(250)
 
 class _Enough(Exception):
     pass
+
+
+def member_of(number, *addresses):
+    return Membership(ClusterSpec({"worker": list(addresses)}), Task("worker", number))
 
 
 def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
@@ -35,7 +41,7 @@ def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
     monkeypatch.setenv("REPLICAX_START_TIMEOUT_S", "50.25")
     (port,) = free_ports(1)
     with pytest.raises(_Enough):
-        start._LiveCluster(["worker 0"], [f"127.0.0.1:{port}"], 0, 10.0)
+        start._LiveCluster(member_of(0, f"127.0.0.1:{port}"), 10.0)
     assert limits == [51]
 
 
@@ -49,7 +55,7 @@ def test_an_interrupt_after_jax_has_connected_leaves_no_client_that_waits_at_exi
     monkeypatch.setattr(start.jax_compat, "join_processes", initialize)
     monkeypatch.setattr(start.jax_compat._distributed.global_state, "client", None)
     with pytest.raises(KeyboardInterrupt):
-        start._LiveCluster(["worker 0"], [f"127.0.0.1:{free_ports(1)[0]}"], 0, 10.0)
+        start._LiveCluster(member_of(0, f"127.0.0.1:{free_ports(1)[0]}"), 10.0)
     assert start.jax_compat._distributed.global_state.client is None
 
 
@@ -66,19 +72,18 @@ def test_a_service_that_misses_one_question_is_not_taken_for_stopped(answers, se
 @pytest.mark.rest
 def test_the_service_of_an_earlier_run_is_waited_for():
     """Worker 0 was killed, and is started again while worker 1 is still there."""
-    names, limits = ["worker 0", "worker 1"], {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    limits = {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
 
     def service(wait_s):
-        return start._start_service(
-            address, names, "print", "both", limits, Security(), time.monotonic() + wait_s
-        )
+        deadline = time.monotonic() + wait_s
+        return start._start_service(member_of(0, *addresses), limits, Security(), deadline)
 
     earlier = service(60)
-    members = [Channel(address, number, names, "print", Security()) for number in range(2)]
+    members = [Channel(member_of(number, *addresses), Security()) for number in range(2)]
     for member in members:
         member.connect(time.monotonic() + 60)
-    says = [f"worker 0 cannot listen at its own address {address}", "an earlier run of this one"]
+    says = [f"worker 0 cannot listen at its own address {addresses[0]}", "an earlier run of this one"]
     message(ClusterStartError, lambda: service(60), *says)  # nobody is gone: it is not ending
     members[0].leave()
     assert members[1].wait_for_failure(60) is not None
@@ -99,22 +104,19 @@ def test_the_service_of_an_earlier_run_may_end_just_before_it_is_asked(monkeypat
     answers = [(None, {"errno": errno.EADDRINUSE}), ("the service", {"coordinator": "there"})]
     monkeypatch.setattr(start, "_try_service", lambda settings: answers.pop(0))
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    assert (
-        start._start_service(address, ["worker 0"], "print", "one", {}, Security(), time.monotonic())
-        == "the service"
-    )
+    service = start._start_service(member_of(0, address), {}, Security(), time.monotonic())
+    assert service == "the service"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_both_services_are_reached(host):
+def test_both_services_are_reached(host, monkeypatch):
     """Also by an address that this machine has only for others; here of the documentation's network."""
     port = free_ports(1)[0]
     address = join_address("2001:db8::1" if host == "::1" else "192.0.2.1", port)
     limits = {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}
-    service = start._start_service(
-        address, ["worker 0"], "print", "one", limits, Security(), time.monotonic() + 60
-    )
-    channel = Channel(join_address(host, port), 0, ["worker 0"], "print", Security())
+    monkeypatch.setenv("REPLICAX_ROUTES", json.dumps({address: join_address(host, port)}))
+    service = start._start_service(member_of(0, address), limits, Security(), time.monotonic() + 60)
+    channel = Channel(member_of(0, address), Security())
     coordinator = channel.connect(time.monotonic() + 60)["coordinator"]
     socket.create_connection((host, split_address(coordinator)[1]), timeout=60).close()
     channel.leave()

@@ -10,7 +10,7 @@ from typing import Final
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.frames import ask, security_of
 from replicax._src.cluster.hub import Hub
-from replicax._src.cluster.membership import Membership, described, fingerprint_of
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.service import HubServer
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
@@ -39,19 +39,16 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
         return
     if me.num_workers < 2 or me.is_evaluator:
         return
-    names = [str(task) for task in me.workers]
-    fingerprint = fingerprint_of(names, me.addresses)
     text = text[-_MOST_CHARACTERS:]
-    message = {"kind": "failed", "member": me.id_in_cluster, "fingerprint": fingerprint, "text": text}
+    message = {"kind": "failed", "member": me.id_in_cluster, "cluster": me.described, "text": text}
     address = me.leader_address
     while not is_over.is_set():
         if me.id_in_cluster == 0:
             with contextlib.suppress(OSError):  # the port is in use: the task's own hub is there
                 listening = listen(*split_address(me.leader_address))
-                hub = Hub(names)
+                hub = Hub(me.names)
                 hub.fail(0, text)
-                cluster = described(names, me.addresses)
-                HubServer(hub, listening, security, fingerprint, cluster, {}).run(is_over, 0.0)
+                HubServer(hub, listening, security, me.described, {}).run(is_over, 0.0)
                 return
         try:
             ask(address, message, security, _ANSWER_S, environment)

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from replicax._src.cluster.failures import (
@@ -24,6 +24,7 @@ from replicax._src.cluster.failures import (
     stall_text,
 )
 from replicax._src.cluster.frames import connect, receive, send
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.user_code import user_line_of_main_thread
 from replicax._src.wire.connection import Connection
@@ -53,10 +54,7 @@ class Channel:
     """A connection to the hub, with a thread of its own that listens and beats.
 
     Args:
-      address: Of the hub.
-      number: Of this process.
-      names: Of all tasks, by number.
-      fingerprint: Of the cluster, equal in all its processes.
+      membership: The tasks, and which of them this process is. The hub is at the leader's address.
       security: What the hub must know, and asks for.
       silence_s: After how many seconds without a word from the hub it counts as gone.
       stall_s: After how many seconds it says for whom it waits.
@@ -67,17 +65,15 @@ class Channel:
 
     def __init__(
         self,
-        address: str,
-        number: int,
-        names: Sequence[str],
-        fingerprint: str,
+        membership: Membership,
         security: Security,
         *,
         silence_s: float = 60.0,
         stall_s: float = 60.0,
     ):
-        self._address, self._number, self._names = address, number, tuple(names)
-        self._fingerprint, self._silence_s, self._stall_s = fingerprint, silence_s, stall_s
+        self._address, self._number = membership.leader_address, membership.id_in_cluster
+        self._names, self._cluster = membership.names, membership.described
+        self._silence_s, self._stall_s = silence_s, stall_s
         self._security = security
         self._connection: Connection | None = None
         self._changed = threading.Condition()
@@ -166,7 +162,7 @@ class Channel:
         """A connection that the hub has welcomed, and the welcome."""
         connection = connect(self._address, self._security, deadline)
         try:
-            hello = {"kind": "hello", "member": self._number, "fingerprint": self._fingerprint}
+            hello = {"kind": "hello", "member": self._number, "cluster": self._cluster}
             send(connection, hello, deadline)
             answer = receive(connection, deadline)
             if answer["kind"] == "refused" and answer["is_temporary"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -147,6 +146,18 @@ class Membership:
         """The address of worker 0 of ``workers``, where the others connect."""
         return self.addresses[0]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What messages call ``workers``."""
+        return tuple(map(str, self.workers))
+
+    @property
+    def described(self) -> str:
+        """``workers`` in words, the same in all of them: ``"worker 0 at a:1, worker 1 at b:1"``."""
+        return ", ".join(
+            f"{name} at {address}" for name, address in zip(self.names, self.addresses, strict=True)
+        )
+
     def address_of(self, task: Task) -> str:
         """Returns the address of a task, ``UNKNOWN_ADDRESS`` if it is not in the spec."""
         if task.type not in self.spec.jobs or task.index not in self.spec.task_indices(task.type):
@@ -278,17 +289,3 @@ def _how_to_name_a_task(spec: ClusterSpec) -> str:
     if spec.source == "TF_CONFIG":
         return f'Write, for example, "task": {{"type": "{job}", "index": 0}} into TF_CONFIG.'
     return f"Name one of its tasks, for example task_type='{job}', task_id=0."
-
-
-def described(names: Sequence[str], addresses: Sequence[str]) -> str:
-    """Returns a cluster in words.
-
-    >>> described(["worker 0", "worker 1"], ["a:1", "b:1"])
-    'worker 0 at a:1, worker 1 at b:1'
-    """
-    return ", ".join(f"{name} at {address}" for name, address in zip(names, addresses, strict=True))
-
-
-def fingerprint_of(names: Sequence[str], addresses: Sequence[str]) -> str:
-    """Returns a hash of names and addresses, equal in all tasks of one cluster."""
-    return hashlib.sha256(described(names, addresses).encode()).hexdigest()

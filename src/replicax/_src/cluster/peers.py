@@ -15,6 +15,7 @@ from typing import Any, final
 from replicax._src import jax_compat, tracebacks
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.failures import ClusterFailureError, ProgramMismatchError, again
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.watchdog import Watchdog
 
 # How long an error of the devices waits for the reason: what has happened to another task.
@@ -36,11 +37,10 @@ class Peers:
       waits: Programs are waited for where they are started.
     """
 
-    def __init__(
-        self, channel: Channel, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float
-    ):
+    def __init__(self, channel: Channel, membership: Membership, timeout_s: float):
         self._channel, self._timeout_s = channel, timeout_s
-        self.names, self.addresses, self.number = tuple(names), tuple(addresses), number
+        self.names, self.number = membership.names, membership.id_in_cluster
+        self.cluster = membership.described
         self._num_gathered: dict[str, int] = {}
         self._num_topics = 0
         self._num_agreed = 0

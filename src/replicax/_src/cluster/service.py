@@ -44,8 +44,7 @@ class HubServer:
       hub: The rules.
       listening: Where members connect.
       security: What they must know.
-      fingerprint: Of the cluster; who has another one is refused.
-      cluster: In words, for who is refused.
+      cluster: In words; who is of another one is refused.
       welcome: What each member is told.
     """
 
@@ -54,12 +53,11 @@ class HubServer:
         hub: Hub,
         listening: socket.socket,
         security: Security,
-        fingerprint: str,
         cluster: str,
         welcome: dict[str, Any],
     ):
         self._hub, self._listening, self._security = hub, listening, security
-        self._fingerprint, self._cluster, self._welcome = fingerprint, cluster, welcome
+        self._cluster, self._welcome = cluster, welcome
         self._members: dict[int, Connection] = {}
         self._changed = threading.Condition()  # a member has gone; its lock is that of the rules
         self._must_end = threading.Event()
@@ -129,7 +127,7 @@ class HubServer:
                 is_ending = self._hub.is_broken or self._must_end.is_set()
                 self._write(connection, {"kind": "pong", "cluster": self._cluster, "is_ending": is_ending})
                 return None
-            if message["kind"] == "failed" and message["fingerprint"] == self._fingerprint:
+            if message["kind"] == "failed" and message["cluster"] == self._cluster:
                 self._send(
                     self._hub.fail(int(message["member"]), str(message["text"]))
                 )  # of `replicax launch`
@@ -148,7 +146,7 @@ class HubServer:
     def _refusal(self, message: dict[str, Any], now: float) -> Refusal | None:
         if message["kind"] != "hello":
             raise ForeignPeerError("the first message is not a hello")
-        if message["fingerprint"] != self._fingerprint:
+        if message["cluster"] != self._cluster:
             return Refusal(
                 f"it belongs to another cluster, {self._cluster}. All tasks need the same cluster in TF_CONFIG."
             )
@@ -202,7 +200,6 @@ def main() -> None:
         hub,
         listening,
         security_of(),
-        settings["fingerprint"],
         settings["cluster"],
         {"coordinator": coordinator},
     )

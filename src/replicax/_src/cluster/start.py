@@ -28,7 +28,7 @@ from replicax._src.cluster.credentials import TOKEN_VARIABLE, Credentials, is_lo
 from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, limit_s
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
 from replicax._src.cluster.frames import ask, security_of
-from replicax._src.cluster.membership import described, fingerprint_of
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
 from replicax._src.cluster.relay import Relay
 from replicax._src.cluster.spec import split_address
@@ -53,17 +53,15 @@ _LEAST_WAIT_S = 3.0
 class _LiveCluster:
     """This process's place in a cluster that has started; ended when the process ends."""
 
-    def __init__(self, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float):
+    def __init__(self, membership: Membership, timeout_s: float):
         self._service: subprocess.Popen[str] | None = None
-        self._leader_address = addresses[0]
+        self._leader_address = membership.leader_address
         start_s = limit_s(os.environ, START_LIMIT)
         limits = {
             "silence_s": limit_s(os.environ, SILENCE_LIMIT),
             "stall_s": limit_s(os.environ, STALL_LIMIT),
         }
         deadline = time.monotonic() + start_s
-        cluster = described(names, addresses)
-        fingerprint = fingerprint_of(names, addresses)
         self._security = security_of()
         if (
             self._security.server is not None
@@ -73,19 +71,20 @@ class _LiveCluster:
                 "REPLICAX_TLS_CA is set without a certificate, which the controller beside worker 0 needs. Set "
                 "REPLICAX_TLS_CERTIFICATE and REPLICAX_TLS_KEY too, on all tasks."
             )
-        if number == 0:
-            _warn_without_token(addresses)
+        if membership.id_in_cluster == 0:
+            _warn_without_token(membership.addresses)
             of_hub = {**limits, "timeout_s": timeout_s}
-            self._service = _start_service(
-                addresses[0], names, fingerprint, cluster, of_hub, self._security, deadline
-            )
-        self._channel = Channel(addresses[0], number, names, fingerprint, self._security, **limits)
+            self._service = _start_service(membership, of_hub, self._security, deadline)
+        self._channel = Channel(membership, self._security, **limits)
         try:
             coordinator = self._channel.connect(deadline)["coordinator"]
-            self.peers = Peers(self._channel, names, addresses, number, timeout_s)
-            _compare_versions(self._channel, names, max(deadline - time.monotonic(), _LEAST_WAIT_S))
+            self.peers = Peers(self._channel, membership, timeout_s)
+            _compare_versions(
+                self._channel, self.peers.names, max(deadline - time.monotonic(), _LEAST_WAIT_S)
+            )
             with Relay(coordinator) as relay:
-                jax_compat.join_processes(relay.address, len(names), number, math.ceil(start_s))
+                number, num_processes = self.peers.number, len(self.peers)
+                jax_compat.join_processes(relay.address, num_processes, number, math.ceil(start_s))
             note_joined(self.peers)
         except BaseException:
             self.close()
@@ -191,19 +190,13 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 def _start_service(
-    address: str,
-    names: Sequence[str],
-    fingerprint: str,
-    cluster: str,
-    limits: Mapping[str, float],
-    security: Security,
-    deadline: float,
+    membership: Membership, limits: Mapping[str, float], security: Security, deadline: float
 ) -> subprocess.Popen[str]:
     """The service, once the address is free of that of an earlier run."""
+    names, address, cluster = membership.names, membership.leader_address, membership.described
     settings = {
         "address": address,
-        "names": list(names),
-        "fingerprint": fingerprint,
+        "names": names,
         "cluster": cluster,
         "limits": dict(limits),
         "linger_s": _SERVICE_LINGER_S,
@@ -308,15 +301,11 @@ def _ping(address: str, security: Security, timeout_s: float) -> dict[str, Any] 
 _lock = threading.Lock()
 
 
-def join_cluster(
-    names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float = 600.0
-) -> Peers:
+def join_cluster(membership: Membership, timeout_s: float = 600.0) -> Peers:
     """Makes this process part of a cluster; the second time it is the one that it is part of.
 
     Args:
-      names: Of all tasks, for messages.
-      addresses: Of all tasks; that of the first is where they meet.
-      number: Of this process among them.
+      membership: Its workers, which meet at the leader's address, and which of them this process is.
       timeout_s: How long others may be behind, later. What the first call says counts.
 
     Raises:
@@ -327,9 +316,9 @@ def join_cluster(
     with _lock:
         peers = joined_peers()
         if peers is not None:
-            if (peers.names, peers.addresses, peers.number) != (tuple(names), tuple(addresses), number):
+            if (peers.cluster, peers.number) != (membership.described, membership.id_in_cluster):
                 raise ClusterStartError(
-                    f"This process is {peers.names[peers.number]} of a cluster already, and cannot be {names[number]} of "
+                    f"This process is {peers.names[peers.number]} of a cluster already, and cannot be {membership.task} of "
                     "another. TF_CONFIG must stay as it is while the process lives."
                 )
             peers.check()
@@ -339,4 +328,4 @@ def join_cluster(
                 "Collective ops must be configured at program startup: JAX's backend has started, so this process can no "
                 "longer join a cluster. Make the strategy before anything uses JAX: before the first array, the first model."
             )
-        return _LiveCluster(names, addresses, number, timeout_s).peers
+        return _LiveCluster(membership, timeout_s).peers

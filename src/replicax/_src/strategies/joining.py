@@ -26,12 +26,7 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
       BackendStartedError: JAX was used before.
     """
     prepare_backend(membership.spec.num_tasks_beside(membership.task))
-    peers = join_cluster(
-        [str(task) for task in membership.workers],
-        membership.addresses,
-        membership.id_in_cluster,
-        timeout_s,
-    )
+    peers = join_cluster(membership, timeout_s)
     compare_devices(peers, jax.local_devices())
     # The ids of devices have gaps between processes.
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
