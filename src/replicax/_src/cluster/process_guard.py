@@ -1,11 +1,12 @@
 """Runs as a script between a process and a command that it starts: the command, and all that it starts, end with it.
 
-``process_guard.py PARENT_PID FOLDER COMMAND...`` runs COMMAND in a session of its own. Its standard input is a socket
-of the parent. It writes ``started PID`` or ``failed REASON`` there, and later ``exited CODE TIME`` or
-``killed SIGNAL TIME``. When the parent ends the socket, or is gone (``kill -9`` included), it kills what is left,
-removes FOLDER with the files in it (if FOLDER is not empty), and exits. On Linux nothing can escape: orphans of the
-command become children of this process, and the command dies if this process is killed. Elsewhere what has left the
-command's process group does escape. Standard library only: it starts in 20 ms.
+``process_guard.py PARENT_PID FOLDER MARK COMMAND...`` runs COMMAND in a session of its own. Into the output that both
+share it writes lines that begin with MARK, wherever the output is: ``started PID`` or ``failed REASON``, and later
+``exited CODE TIME`` or ``killed SIGNAL TIME``, which follows all that the command has written. When the parent writes
+to its standard input or closes it, or is gone (``kill -9`` included), it kills what is left, removes FOLDER with the
+files in it (if FOLDER is not empty), writes ``gone`` and exits. On Linux nothing can escape: orphans of the command
+become children of this process, and the command dies if this process is killed. Elsewhere what has left the command's
+process group does escape. Standard library only: it starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 _IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_CONTROL = 0  # the socket
+_INPUT, _OUTPUT = 0, 1
 _POLL_MS = 250
 _SWEEP_TIMEOUT_S = 5.0
 _SWEEP_PAUSE_S = 0.005
@@ -30,7 +31,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
-    parent, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    parent, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[4:]
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     wake, guard = _wake_at_child_signals(), os.getpid()
@@ -49,6 +50,7 @@ def main() -> None:
     _sweep(started.pid, _watch(started.pid, parent, wake))
     if folder:
         _remove(folder)
+    _tell("gone")
     os._exit(0)  # or Popen would look for the command once more
 
 
@@ -63,15 +65,15 @@ def _prepare_command(guard: int) -> None:
 
 
 def _watch(pid: int, parent: int, wake: int) -> bool:
-    """Waits until the parent ends the socket or is gone. Returns True if the command has ended by then."""
+    """Waits until the parent says so or is gone. Returns True if the command has ended by then."""
     poller = select.poll()
-    for descriptor in (_CONTROL, wake):
+    for descriptor in (_INPUT, wake):
         poller.register(descriptor, select.POLLIN)
     has_ended = False
     while os.getppid() == parent:
         has_ended = has_ended or _tell_if_ended(pid)
         ready = dict(poller.poll(_POLL_MS))
-        if _CONTROL in ready:
+        if _INPUT in ready:
             break
         if wake in ready:
             os.read(wake, 4096)
@@ -154,7 +156,7 @@ def _prctl(option: int, value: int) -> None:
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # the parent is gone
-        os.write(_CONTROL, f"{line}\n".encode())
+        os.write(_OUTPUT, f"{sys.argv[3]}{line}\n".encode())
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ import contextlib
 import functools
 import os
 import re
-import selectors
+import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from replicax._src.errors import ReplicaxError
 
@@ -29,7 +28,7 @@ _GUARD: Final = str(Path(__file__).with_name("process_guard.py"))
 _START_TIMEOUT_S: Final = 60.0  # a guard takes 30 ms, if the machine is not busy
 _CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_LINE_BYTES: Final = 1 << 16
-_LINE_END: Final = re.compile(rb"(\r\n|\n|\r(?!\Z))")
+_MAX_REPORT_BYTES: Final = 1 << 12
 
 
 class ProcessStartError(ReplicaxError, RuntimeError):
@@ -104,7 +103,6 @@ class Process:
         on_end: Callable[[], None] = lambda: None,
     ):
         self.name = name
-        self.is_stopped = False
         self._on_line, self._on_end = on_line, on_end
         self._own_folder = os.fspath(own_folder)
         self._error: BaseException | None = None
@@ -116,25 +114,24 @@ class Process:
         self._has_started, self._has_ended = threading.Event(), threading.Event()
         self._start_failure = "its guard did not answer"
         self.pid = 0
-        self._control, of_guard = socket.socketpair()
-        guarded = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), self._own_folder, *command]
-        with of_guard:
-            try:
-                self._guard = subprocess.Popen(
-                    guarded,
-                    stdin=of_guard.fileno(),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env=None if environment is None else dict(environment),
-                    cwd=directory,
-                    start_new_session=True,
-                    bufsize=0,
-                )
-            except OSError as error:
-                self._control.close()
-                self._remove_folder()
-                raise ProcessStartError(f"{name} could not be started: {error}.") from error
-        self._thread = threading.Thread(target=self._watch, name=f"replicax-{name}", daemon=True)
+        mark = secrets.token_hex(8)  # before what the guard says, in the output of the command
+        try:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), self._own_folder, mark, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=None if environment is None else dict(environment),
+                cwd=directory,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            self._remove_folder()
+            raise ProcessStartError(f"{name} could not be started: {error}.") from error
+        self._thread = threading.Thread(
+            target=self._read, args=(mark.encode(),), name=f"replicax-{name}", daemon=True
+        )
         self._thread.start()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -168,12 +165,10 @@ class Process:
 
     def stop(self) -> None:
         """Halts it, until ``resume``: SIGSTOP."""
-        self.is_stopped = True
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Lets it go on: SIGCONT."""
-        self.is_stopped = False
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
@@ -203,8 +198,9 @@ class Process:
             if self._is_closed:
                 return
             self._is_closed = True
-        with contextlib.suppress(OSError):  # the guard has ended
-            self._control.shutdown(socket.SHUT_WR)
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError), self._guard.stdin as stdin:  # the guard may have ended
+            stdin.write(b"\n")  # closing it is not enough: a fork of this process may hold it
         try:
             self._guard.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -236,88 +232,58 @@ class Process:
 
     # --- in the thread ------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Reads output and reports, until the guard has ended; nothing of the command is left then."""
-        output, cutter, reports = self._guard.stdout, _Cutter(), b""
+    def _read(self, mark: bytes) -> None:
+        """Reads lines, and between them what the guard says, until the guard has ended."""
+        output, held, is_over = self._guard.stdout, b"", False
+        line_end = re.compile(rb"(\r\n|\n|\r(?!\Z)|" + mark + rb"[^\n]*\n)")  # a lone \r is of a progress bar
         assert output is not None
-        os.set_blocking(output.fileno(), False)
-        with selectors.DefaultSelector() as selector, output, self._control as control:
-            selector.register(output, selectors.EVENT_READ)
-            selector.register(control, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select()]
-                if output in ready and self._take(output, cutter) == b"":
-                    selector.unregister(output)
-                if control in ready:
-                    piece = control.recv(4096)
-                    *lines, reports = (reports + piece).split(b"\n")
-                    for line in lines:
-                        self._reported(line.decode(), output, cutter)
-                    if not piece:
-                        break
-            if self.pid and self._ending is None:  # the guard was killed, and the command with it
-                self._reported(f"killed {signal.SIGKILL:d} {time.monotonic()}", output, cutter)
+        with output:
+            while not is_over and (piece := output.read(_MAX_LINE_BYTES)):
+                *parts, held = line_end.split(held + piece)  # line, its end, line, its end, the rest
+                for line, end in zip(parts[::2], parts[1::2], strict=True):
+                    if line or end in (b"\n", b"\r\n"):
+                        self._deliver(line)
+                    if end.startswith(mark):
+                        is_over = self._is_last(end.removeprefix(mark).decode())
+                if len(held) > _MAX_LINE_BYTES:
+                    self._deliver(held[:-_MAX_REPORT_BYTES])
+                    held = held[-_MAX_REPORT_BYTES:]
+        if rest := held.removesuffix(b"\r"):
+            self._deliver(rest)
+        if self.pid and self._ending is None:  # the guard was killed, and the command with it
+            self._note_end(None, signal.SIGKILL, time.monotonic())
         self._has_started.set()
 
-    def _reported(self, report: str, output: IO[bytes], cutter: _Cutter) -> None:
-        """Takes a line of the guard."""
-        word, _, rest = report.partition(" ")
+    def _is_last(self, report: str) -> bool:
+        """Takes a line of the guard; returns True if none follows."""
+        word, _, rest = report.strip().partition(" ")
         if word == "failed":
             self._start_failure = rest
         elif word == "started":
             self.pid = int(rest)
             self._has_started.set()
-        else:
-            while self._take(output, cutter):
-                pass
-            self._deliver(cutter.rest())
+        elif word in ("exited", "killed"):
             number, ended_at = rest.split()
-            with self._lock:
-                code, killer = (int(number), None) if word == "exited" else (None, int(number))
-                self._ending = Ending(code, killer, float(ended_at))
-            self._has_ended.set()
-            self._on_end()
+            code, killer = (int(number), None) if word == "exited" else (None, int(number))
+            self._note_end(code, killer, float(ended_at))
+        return word == "gone"
 
-    def _take(self, output: IO[bytes], cutter: _Cutter) -> bytes | None:
-        """One piece of output; b"" at its end, None if there is nothing now."""
-        piece = output.read(_MAX_LINE_BYTES)
-        if piece is not None:
-            self._deliver(cutter.cut(piece) if piece else cutter.rest())
-        return piece
+    def _note_end(self, code: int | None, killer: int | None, ended_at: float) -> None:
+        with self._lock:
+            self._ending = Ending(code, killer, ended_at)
+        self._has_ended.set()
+        self._on_end()
 
-    def _deliver(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            with self._lock:
-                self._lines.append(line)
-                self._num_lines += 1
-            if self._on_line is not None:
-                try:
-                    self._on_line(line)
-                except (
-                    BaseException
-                ) as error:  # wait or close raises it; the output must be read all the same
-                    self._error, self._on_line = error, None
-
-
-class _Cutter:
-    """Cuts a stream of bytes into lines. A lone carriage return, of a progress bar, ends a line too."""
-
-    def __init__(self) -> None:
-        self._held = b""
-
-    def cut(self, piece: bytes) -> list[str]:
-        """The lines that ``piece`` completes."""
-        *parts, self._held = _LINE_END.split(self._held + piece)  # line, its end, line, its end, the rest
-        lines = [line for line, end in zip(parts[::2], parts[1::2], strict=True) if line or end != b"\r"]
-        if len(self._held) > _MAX_LINE_BYTES:
-            lines.append(self._held)
-            self._held = b""
-        return [line.decode(errors="replace") for line in lines]
-
-    def rest(self) -> list[str]:
-        """What stands after the last line end, at the end of the stream."""
-        rest, self._held = self._held.removesuffix(b"\r"), b""
-        return [rest.decode(errors="replace")] if rest else []
+    def _deliver(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        with self._lock:
+            self._lines.append(text)
+            self._num_lines += 1
+        if self._on_line is not None:
+            try:
+                self._on_line(text)
+            except BaseException as error:  # wait or close raises it; the output must be read all the same
+                self._error, self._on_line = error, None
 
 
 def signal_name(number: int) -> str:
