@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from replicax._src.errors import ReplicaxError
 from replicax._src.testing.reports import read_reports
 
 _NUM_LINES_KEPT: Final = 10_000
+_LOOK_S: Final = 0.01
 
 
 class TaskFailedError(ReplicaxError, AssertionError):
@@ -112,9 +110,7 @@ class LocalTask:
         self.task = task
         self._command, self._environment = command, environment
         self._report_file, self._timeout_s = report_file, timeout_s
-        self._output: collections.deque[str] = collections.deque(maxlen=_NUM_LINES_KEPT)
-        self._num_lines = 0  # of this process
-        self._has_more = threading.Condition()
+        self._earlier_output: tuple[str, ...] = ()
         self._num_restarts = 0
         self._pids: list[int] = []
         self._process = self._started()
@@ -124,17 +120,10 @@ class LocalTask:
             self._command,
             environment={**self._environment, RESTART_COUNT_VARIABLE: str(self._num_restarts)},
             name=str(self.task),
-            num_lines_kept=100,
-            on_line=self._take_line,
+            num_lines_kept=_NUM_LINES_KEPT,
         )
         self._pids.append(process.pid)
         return process
-
-    def _take_line(self, line: str) -> None:
-        with self._has_more:
-            self._output.append(line)
-            self._num_lines += 1
-            self._has_more.notify_all()
 
     @property
     def pid(self) -> int:
@@ -159,8 +148,7 @@ class LocalTask:
     @property
     def output(self) -> tuple[str, ...]:
         """Its lines until now."""
-        with self._has_more:
-            return tuple(self._output)
+        return (*self._earlier_output, *self._process.lines)[-_NUM_LINES_KEPT:]
 
     @property
     def reports(self) -> tuple[dict[str, Any], ...]:
@@ -190,7 +178,7 @@ class LocalTask:
         """
         self._process.close()
         self._num_restarts += 1
-        self._num_lines = 0
+        self._earlier_output = self.output
         self._process = self._started()
 
     def wait(self, timeout_s: float | None = None) -> TaskResult:
@@ -220,8 +208,8 @@ class LocalTask:
         """
 
         def found() -> str | None:
-            first = max(0, len(self._output) - self._num_lines) if of_this_process else 0
-            return next((line for line in itertools.islice(self._output, first, None) if text in line), None)
+            lines = self._process.lines if of_this_process else self.output
+            return next((line for line in lines if text in line), None)
 
         return self._wait_for(found, f"a line with {text!r}", timeout_s)
 
@@ -240,17 +228,16 @@ class LocalTask:
     def _wait_for(self, found: Callable[[], Any], what: str, timeout_s: float | None) -> Any:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        with self._has_more:
-            while True:
-                is_over = not self._process.is_running or time.monotonic() >= deadline
-                if (thing := found()) is not None:
-                    return thing
-                if is_over:
-                    how = self._process.ending or f"has not within {timeout_s:g} s"
-                    raise ProcessTimeoutError(
-                        f"Waited for {what} from {self.task}, which {how}.{shown_lines(tuple(self._output))}"
-                    )
-                self._has_more.wait(0.02)
+        while True:
+            is_over = not self._process.is_running or time.monotonic() >= deadline
+            if (thing := found()) is not None:
+                return thing
+            if is_over:
+                how = self._process.ending or f"has not within {timeout_s:g} s"
+                raise ProcessTimeoutError(
+                    f"Waited for {what} from {self.task}, which {how}.{shown_lines(self.output)}"
+                )
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Kills it, and all that it has started, if they run."""
