@@ -52,15 +52,16 @@ def test_gatherings_do_not_mix():
 
 
 def test_who_waits_is_told_for_whom():
-    hub = hub_with(0, 2, reminder_s=10.0)
+    hub = hub_with(0, 2)
     hub.receive(0, offer("start", "x"), now=0.0)
     hub.receive(2, beat(4, "#1 step"), now=0.0)
-    assert "reminder" not in dict(kinds(hub.tick(now=9.0))).values()
     reminders = [(to, m) for to, m in hub.tick(now=10.0) if m["kind"] == "reminder"]
     ((to, message),) = reminders
     assert to == 0
-    assert message["missing"] == [1, 2]
-    assert [number for number, _ in message["statuses"]] == [2]  # of who has not come nothing is known
+    assert [number for number, _ in message["missing"]] == [1, 2]
+    of_one, of_two = [status for _, status in message["missing"]]
+    assert of_one is None  # of who has not come nothing is known
+    assert of_two["program"] == "#1 step"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class Channel:
         self._connection: Connection | None = None
         self._changed = threading.Condition()
         self._gathered: dict[str, list[Any]] = {}
-        self._missing: dict[str, Mapping[str, Any]] = {}
+        self._missing: dict[str, dict[int, Any]] = {}
         self._failure: ClusterFailureError | None = None
         self._last_common = _NO_PROGRAM
         self._done = _NO_PROGRAM
@@ -281,22 +281,19 @@ class Channel:
         return self._names[self._number]
 
     def _missing_in(self, key: str) -> str:
-        reminder = self._missing.get(key)
-        if reminder is None:
+        missing = self._missing.get(key)
+        if missing is None:
             return "the other tasks"
-        statuses = dict(reminder["statuses"])
         return ", ".join(
-            f"{self._names[number]} ({describe_status(statuses[number])})"
-            if number in statuses
-            else f"{self._names[number]} (has not come)"
-            for number in reminder["missing"]
+            f"{self._names[number]} ({'has not come' if status is None else describe_status(status)})"
+            for number, status in missing.items()
         )
 
     def _out_of_time(self, key: str, timeout_s: float, what: str) -> ClusterFailureError:
         return PeerFailureError(
             f"{self._me} waited {timeout_s:.0f} s {what}, for {self._missing_in(key)}. All tasks must be started, and make "
             "the same calls of replicax in the same order.",
-            tuple(self._names[number] for number in self._missing.get(key, {}).get("missing", ())),
+            tuple(self._names[number] for number in self._missing.get(key, ())),
         )
 
     def begin(self, position: int, program: str) -> None:
@@ -363,7 +360,7 @@ class Channel:
                     self._gathered[message["key"]] = message["values"]
                     self._changed.notify_all()
             case "reminder":
-                self._missing[message["key"]] = message
+                self._missing[message["key"]] = dict(message["missing"])
             case "stalled":
                 log.warning("%s", stall_text(self._names, message))
             case "timeout":

@@ -17,7 +17,7 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
   others to agree on a program while another has passed that position, have not: that is a *mismatch*, which all are
   told.
 - Before a program all wait in the same gatherings: one that waits in another is a mismatch too.
-- Who waits in a gathering is told every ``reminder_s`` whom it waits for.
+- Who waits in a gathering is told at each tick whom it waits for.
 - Who has been in one program for ``stall_s``, while others have not come to that position, is *stalled*: it is told for
   whom it waits, then again after twice the time each. After ``timeout_s`` its step is over: all are told.
 - Which step they all save after, when one is to be taken away, is agreed on in ``save_rounds.py``.
@@ -110,7 +110,6 @@ class _Member:
 class _Gathering:
     values: dict[int, Any]
     position: int | None
-    reminded_at: float
 
 
 @final
@@ -120,7 +119,6 @@ class Hub:
     Args:
       names: Of the members, by number: ``"worker 0"``.
       silence_s: After how many seconds without a message a member counts as gone.
-      reminder_s: How often those who wait are told for whom.
       stall_s: After how many seconds in a program it counts as a wait for those who have not come to it.
       timeout_s: How long that may last.
     """
@@ -130,13 +128,11 @@ class Hub:
         names: Sequence[str],
         *,
         silence_s: float = 60.0,
-        reminder_s: float = 1.0,
         stall_s: float = 60.0,
         timeout_s: float = 600.0,
     ):
         self._members = [_Member(name) for name in names]
-        self._silence_s, self._reminder_s = silence_s, reminder_s
-        self._stall_s, self._timeout_s = stall_s, timeout_s
+        self._silence_s, self._stall_s, self._timeout_s = silence_s, stall_s, timeout_s
         self._gatherings: dict[str, _Gathering] = {}
         self._saves = SaveRounds(len(names))
         self._is_failed = False
@@ -225,17 +221,13 @@ class Hub:
                 else:
                     outbox.append((number, {"kind": "pulse"}))
         for key, gathering in self._gatherings.items():
-            if now - gathering.reminded_at >= self._reminder_s:
-                gathering.reminded_at = now
-                missing = [n for n in range(len(self._members)) if n not in gathering.values]
-                statuses = {n: self._members[n].told(now) for n in missing if self._members[n].is_here}
-                reminder = {
-                    "kind": "reminder",
-                    "key": key,
-                    "missing": missing,
-                    "statuses": _as_pairs(statuses),
-                }
-                outbox += [(number, reminder) for number in gathering.values]
+            missing = {
+                number: member.told(now) if member.is_here else None
+                for number, member in enumerate(self._members)
+                if number not in gathering.values
+            }
+            reminder = {"kind": "reminder", "key": key, "missing": _as_pairs(missing)}
+            outbox += [(number, reminder) for number in gathering.values]
         for number, member in enumerate(self._members):
             if member.is_present:
                 outbox += self._stalled(number, now)
@@ -247,10 +239,10 @@ class Hub:
         if position is not None:
             # Where it is, for people; it has not begun to run it.
             self._members[number].next = (position, value[1])
-        gathering = self._gatherings.setdefault(key, _Gathering({}, position, now))
+        gathering = self._gatherings.setdefault(key, _Gathering({}, position))
         gathering.values[number] = value
         if len(gathering.values) < len(self._members):
-            return self._passed(gathering, now) or self._elsewhere(number, key, position, now)
+            return self._apart(now)
         del self._gatherings[key]
         if position is not None:
             for member in self._members:
@@ -305,11 +297,7 @@ class Hub:
                 pair = (number, member), (other, their)
                 return self._mismatch({n: _at(position, m.runs) for n, m in pair})
         self._drop_compared()
-        for gathering in self._gatherings.values():
-            found = self._passed(gathering, now)
-            if found:
-                return found
-        return []
+        return self._apart(now)
 
     def _drop_compared(self) -> None:
         lowest = min((m.position for m in self._members if m.is_present), default=-1)
@@ -317,23 +305,16 @@ class Hub:
             while len(member.runs) > 1 and member.runs[1][0] <= lowest:
                 member.runs.pop(0)
 
-    def _passed(self, gathering: _Gathering, now: float) -> Outbox:
-        if gathering.position is None:
-            return []
-        for number, member in enumerate(self._members):
-            is_past = member.position >= gathering.position
-            if number not in gathering.values and member.is_present and is_past:
-                pair = next(iter(gathering.values)), number
-                return self._mismatch({n: self._members[n].told(now) for n in pair})
-        return []
-
-    def _elsewhere(self, number: int, key: str, position: int | None, now: float) -> Outbox:
-        """Whether a member waits before a program, and others wait for it somewhere else before the same one."""
-        for other_key, other in self._gatherings.items():
-            is_other = other_key != key and number not in other.values
-            if is_other and position is not None and other.position == position:
-                pair = next(iter(other.values)), number
-                return self._mismatch({n: self._members[n].told(now) for n in pair})
+    def _apart(self, now: float) -> Outbox:
+        """Whether some wait in a gathering before a program that another one has passed, or waits elsewhere for."""
+        for gathering in self._gatherings.values():
+            for number, member in enumerate(self._members):
+                if number in gathering.values or not member.is_present or gathering.position is None:
+                    continue
+                is_elsewhere = member.next is not None and member.next[0] == gathering.position
+                if is_elsewhere or member.position >= gathering.position:
+                    pair = next(iter(gathering.values)), number
+                    return self._mismatch({n: self._members[n].told(now) for n in pair})
         return []
 
     def _mismatch(self, statuses: Mapping[int, Any]) -> Outbox:
