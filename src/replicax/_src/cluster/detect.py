@@ -7,13 +7,16 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import final
 
-from replicax._src.cluster import open_mpi, sagemaker, slurm, torchrun
+from replicax._src.cluster import sagemaker, slurm
 from replicax._src.cluster.environ import PORT_VARIABLE, leader_port, optional_number, whole_number
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.open_mpi import OpenMPIClusterResolver
+from replicax._src.cluster.ranked import RankedResolver
 from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, membership_of
 from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tf_config import VARIABLE, TFConfigClusterResolver, read_tf_config
+from replicax._src.cluster.torchrun import TorchrunClusterResolver
 from replicax._src.errors import InvalidArgumentError
 
 
@@ -137,27 +140,24 @@ def _tf_config(environ: MutableMapping[str, str]) -> _Found | PassedOver:
 
 
 def _torchrun(environ: MutableMapping[str, str]) -> _Found | PassedOver:
-    there, missing = _there_and_missing(environ, torchrun.VARIABLES)
-    if not missing:
-        resolver = torchrun.TorchrunClusterResolver(environ=environ)
-        size, rank = environ["WORLD_SIZE"], environ["RANK"]
-        return _Found(resolver, f"torchrun's RANK={rank} and WORLD_SIZE={size} are set.", resolver.local_rank)
-    if not there:
-        return PassedOver("torchrun", f"None of {', '.join(torchrun.VARIABLES)} is set.")
-    # MASTER_ADDR and MASTER_PORT alone are often set for programs that find their rank in another way.
-    is_partial = "RANK" in there or environ.get("WORLD_SIZE", "1") != "1"
-    return PassedOver("torchrun", f"{_are_set(there)}, and {_are_not_set(missing)}.", is_partial)
+    # Others set MASTER_ADDR and MASTER_PORT alone.
+    is_cluster = bool(environ.get("RANK")) or environ.get("WORLD_SIZE", "1") != "1"
+    return _ranked("torchrun", TorchrunClusterResolver, environ, is_cluster=is_cluster)
 
 
 def _open_mpi(environ: MutableMapping[str, str]) -> _Found | PassedOver:
-    there, missing = _there_and_missing(environ, (open_mpi.RANK, open_mpi.SIZE))
-    if not missing:
-        resolver = open_mpi.OpenMPIClusterResolver(environ=environ)
-        reason = f"mpirun's {open_mpi.RANK}={environ[open_mpi.RANK]} and {open_mpi.SIZE}={environ[open_mpi.SIZE]} are set."
-        return _Found(resolver, reason, resolver.local_rank)
-    if not there:
-        return PassedOver("Open MPI", f"Neither {open_mpi.RANK} nor {open_mpi.SIZE} is set.")
-    return PassedOver("Open MPI", f"{_are_set(there)}, and {_are_not_set(missing)}.", is_partial=True)
+    return _ranked("Open MPI", OpenMPIClusterResolver, environ, is_cluster=True)
+
+
+def _ranked(
+    name: str, kind: type[RankedResolver], environ: MutableMapping[str, str], *, is_cluster: bool
+) -> _Found | PassedOver:
+    passed_over = _passed_over(name, environ, kind.variables, is_cluster=is_cluster)
+    if passed_over is not None:
+        return passed_over
+    resolver, (rank, size) = kind(environ=environ), kind.variables[:2]
+    reason = f"{kind.launcher}'s {rank}={environ[rank]} and {size}={environ[size]} are set."
+    return _Found(resolver, reason, resolver.local_rank)
 
 
 def _slurm(environ: MutableMapping[str, str]) -> _Found | PassedOver:
@@ -168,11 +168,11 @@ def _slurm(environ: MutableMapping[str, str]) -> _Found | PassedOver:
     num_tasks = whole_number(environ, slurm.NUM_TASKS, least=1)
     if num_tasks == 1:
         return PassedOver("Slurm", "The step has one task.")
-    _, missing = _there_and_missing(environ, (slurm.RANK, slurm.NODE_LIST, slurm.TASKS_PER_NODE))
-    if missing:
-        return PassedOver(
-            "Slurm", f"{slurm.NUM_TASKS}={num_tasks}, and {_are_not_set(missing)}.", is_partial=True
-        )
+    passed_over = _passed_over(
+        "Slurm", environ, (slurm.NUM_TASKS, slurm.RANK, slurm.NODE_LIST, slurm.TASKS_PER_NODE)
+    )
+    if passed_over is not None:
+        return passed_over
     job = optional_number(environ, "SLURM_JOB_ID") or 0
     # Jobs that share a node get other ports: 16 for each.
     resolver = slurm.SlurmClusterResolver(port_base=leader_port(environ, 16 * job), environ=environ)
@@ -184,17 +184,14 @@ def _slurm(environ: MutableMapping[str, str]) -> _Found | PassedOver:
 
 
 def _sagemaker(environ: MutableMapping[str, str]) -> _Found | PassedOver:
-    there, missing = _there_and_missing(environ, (sagemaker.HOSTS, sagemaker.CURRENT_HOST))
-    if not there:
-        return PassedOver("SageMaker", f"Neither {sagemaker.HOSTS} nor {sagemaker.CURRENT_HOST} is set.")
-    if missing:
-        return PassedOver("SageMaker", f"{_are_set(there)}, and {_are_not_set(missing)}.", is_partial=True)
+    passed_over = _passed_over("SageMaker", environ, (sagemaker.HOSTS, sagemaker.CURRENT_HOST))
+    if passed_over is not None:
+        return passed_over
     hosts, _ = sagemaker.read_hosts(environ)
     if len(hosts) <= 1:
         return PassedOver("SageMaker", "The job has one host.")
-    resolver = sagemaker.SageMakerClusterResolver(environ=environ)
-    if environ.get(PORT_VARIABLE):
-        resolver = sagemaker.SageMakerClusterResolver(leader_port(environ, 0), environ=environ)
+    port = {"port": leader_port(environ, 0)} if environ.get(PORT_VARIABLE) else {}
+    resolver = sagemaker.SageMakerClusterResolver(**port, environ=environ)
     return _Found(resolver, f"SageMaker's {sagemaker.HOSTS} has {len(hosts)} hosts.")
 
 
@@ -218,16 +215,18 @@ _CANDIDATES: tuple[tuple[str, Callable[[MutableMapping[str, str]], _Found | Pass
 )
 
 
-def _there_and_missing(
-    environ: MutableMapping[str, str], names: tuple[str, ...]
-) -> tuple[list[str], list[str]]:
-    there = [name for name in names if environ.get(name)]
-    return there, [name for name in names if name not in there]
+def _passed_over(
+    name: str, environ: MutableMapping[str, str], variables: tuple[str, ...], *, is_cluster: bool = True
+) -> PassedOver | None:
+    """A candidate of which variables are not set; None if all are.
 
-
-def _are_set(names: list[str]) -> str:
-    return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} set"
-
-
-def _are_not_set(names: list[str]) -> str:
-    return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not"
+    Args:
+      is_cluster: The others say that there is a cluster.
+    """
+    there = [name for name in variables if environ.get(name)]
+    missing = [name for name in variables if name not in there]
+    if not there:
+        return PassedOver(name, f"None of {', '.join(variables)} is set.")
+    are, are_not = ("are" if len(names) > 1 else "is" for names in (there, missing))
+    why = f"{', '.join(there)} {are} set, and {', '.join(missing)} {are_not} not."
+    return PassedOver(name, why, is_partial=is_cluster) if missing else None

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, join_address
 
 PORT_VARIABLE = "REPLICAX_PORT"
 
@@ -120,9 +119,3 @@ def leader_port(environ: Mapping[str, str], number: int) -> int:
     if environ.get(PORT_VARIABLE):
         return whole_number(environ, PORT_VARIABLE, least=1, most=65535)
     return FIRST_PORT + number % NUM_PORTS
-
-
-def workers_of_leader(host: str, port: int, num_workers: int, source: str) -> ClusterSpec:
-    """Returns workers of which only the first one's address is known."""
-    addresses = [join_address(host, port)] + [UNKNOWN_ADDRESS] * (num_workers - 1)
-    return ClusterSpec({"worker": addresses}, source=source)

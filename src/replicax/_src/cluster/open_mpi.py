@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import final
 
-from replicax._src.cluster.environ import (
-    leader_port,
-    optional_number,
-    rank_and_size,
-    require,
-    workers_of_leader,
-)
+from replicax._src.cluster.environ import leader_port
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.resolver import AddressedResolver
-from replicax._src.cluster.spec import ClusterSpec
+from replicax._src.cluster.ranked import RankedResolver
 
 RANK = "OMPI_COMM_WORLD_RANK"
 SIZE = "OMPI_COMM_WORLD_SIZE"
-LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 
 # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or 1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620::2]:43370
@@ -30,7 +21,7 @@ _NAMESPACE = "PMIX_NAMESPACE"
 
 
 @final
-class OpenMPIClusterResolver(AddressedResolver):
+class OpenMPIClusterResolver(RankedResolver):
     """The workers that mpirun started: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and where mpirun itself runs.
 
     Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. Rank 0 is taken to be where mpirun
@@ -53,38 +44,25 @@ class OpenMPIClusterResolver(AddressedResolver):
     (ClusterSpec({'worker': ['node07:24633', 'unknown:0']}), 1)
     """
 
-    def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
-        environ = os.environ if environ is None else environ
-        require(environ, (RANK, SIZE), "mpirun")
-        rank, num_workers = rank_and_size(environ, RANK, SIZE)
-        host, number = _leader(environ, num_workers)
-        self.task_type = "worker"
-        self.task_id = rank
-        self.environment = ""
-        self.rpc_layer = rpc_layer
-        self.local_rank = optional_number(environ, LOCAL_RANK)
+    launcher = "mpirun"
+    variables = (RANK, SIZE)
+    local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
+
+    def _leader(self, environ: Mapping[str, str], num_workers: int) -> tuple[str, int]:
+        """The host of rank 0, and a port that is made of the number of the job."""
+        host, number = _launcher(environ)
         port = leader_port(environ, number)
-        self._cluster_spec = workers_of_leader(host, port, num_workers, "Open MPI's variables")
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Returns the workers."""
-        return self._cluster_spec
-
-
-def _leader(environ: Mapping[str, str], num_workers: int) -> tuple[str, int]:
-    """The host of rank 0, and a number of the job."""
-    host, number = _launcher(environ)
-    if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"], number
-    if num_workers == 1 or environ.get(LOCAL_SIZE) == str(num_workers):
-        return "localhost", number
-    if not host:
-        raise ClusterEnvironmentError(
-            f"{SIZE}={num_workers}, and the host of rank 0 is not known: {_ORTE_URI}={environ.get(_ORTE_URI, '')!r} and "
-            f"{_NAMESPACE}={environ.get(_NAMESPACE, '')!r} do not name it. Pass it on, with mpirun -x "
-            f"MASTER_ADDR=<host of rank 0>, or set TF_CONFIG."
-        )
-    return host, number
+        if environ.get("MASTER_ADDR"):
+            return environ["MASTER_ADDR"], port
+        if num_workers == 1 or environ.get(LOCAL_SIZE) == str(num_workers):
+            return "localhost", port
+        if not host:
+            raise ClusterEnvironmentError(
+                f"{SIZE}={num_workers}, and the host of rank 0 is not known: {_ORTE_URI}={environ.get(_ORTE_URI, '')!r} and "
+                f"{_NAMESPACE}={environ.get(_NAMESPACE, '')!r} do not name it. Pass it on, with mpirun -x "
+                f"MASTER_ADDR=<host of rank 0>, or set TF_CONFIG."
+            )
+        return host, port
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import final
 
-from replicax._src.cluster.environ import (
-    leader_port,
-    optional_number,
-    rank_and_size,
-    require,
-    whole_number,
-    workers_of_leader,
-)
-from replicax._src.cluster.resolver import AddressedResolver
-from replicax._src.cluster.spec import ClusterSpec
-
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from replicax._src.cluster.environ import leader_port, whole_number
+from replicax._src.cluster.ranked import RankedResolver
 
 
 @final
-class TorchrunClusterResolver(AddressedResolver):
+class TorchrunClusterResolver(RankedResolver):
     """The workers that torchrun started: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK if it is there.
 
     Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. MASTER_PORT itself belongs to
@@ -44,25 +33,12 @@ class TorchrunClusterResolver(AddressedResolver):
     (ClusterSpec({'worker': ['node0:25404', 'unknown:0']}), 1)
     """
 
-    def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
-        environ = os.environ if environ is None else environ
-        require(environ, VARIABLES, "torchrun")
-        rank, num_workers = rank_and_size(environ, "RANK", "WORLD_SIZE")
-        self.task_type = "worker"
-        self.task_id = rank
-        self.environment = ""
-        self.rpc_layer = rpc_layer
-        self.local_rank = optional_number(environ, "LOCAL_RANK")
-        self._cluster_spec = workers_of_leader(
-            environ["MASTER_ADDR"], _port(environ), num_workers, "torchrun's variables"
-        )
+    launcher = "torchrun"
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    local_rank_variable = "LOCAL_RANK"
 
-    def cluster_spec(self) -> ClusterSpec:
-        """Returns the workers."""
-        return self._cluster_spec
-
-
-def _port(environ: Mapping[str, str]) -> int:
-    store = whole_number(environ, "MASTER_PORT", least=1, most=65535)
-    port = leader_port(environ, store)
-    return leader_port(environ, store + 1) if port == store else port
+    def _leader(self, environ: Mapping[str, str], num_workers: int) -> tuple[str, int]:
+        """MASTER_ADDR, and a port that is not MASTER_PORT."""
+        store = whole_number(environ, "MASTER_PORT", least=1, most=65535)
+        port = leader_port(environ, store)
+        return environ["MASTER_ADDR"], leader_port(environ, store + 1) if port == store else port
