@@ -190,8 +190,8 @@ def _sagemaker(environ: MutableMapping[str, str]) -> _Found | PassedOver:
     hosts, _ = sagemaker.read_hosts(environ)
     if len(hosts) <= 1:
         return PassedOver("SageMaker", "The job has one host.")
-    port = {"port": leader_port(environ, 0)} if environ.get(PORT_VARIABLE) else {}
-    resolver = sagemaker.SageMakerClusterResolver(**port, environ=environ)
+    port = leader_port(environ, 0) if environ.get(PORT_VARIABLE) else sagemaker.PORT
+    resolver = sagemaker.SageMakerClusterResolver(port, environ=environ)
     return _Found(resolver, f"SageMaker's {sagemaker.HOSTS} has {len(hosts)} hosts.")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
@@ -105,6 +105,25 @@ class AddressedResolver(ClusterResolver):
         return dict(self._accelerators)
 
 
+def given_or_read(name: str, read: Callable[[Any], Any], kind: Callable[[Any], Any]) -> Any:
+    """Returns a property that has what was set; while that is None, what is read at each access.
+
+    Args:
+      name: Of the property.
+      read: From the object to the value that holds then.
+      kind: Converts what was set.
+    """
+
+    def get(instance: Any) -> Any:
+        given = vars(instance).get(name)
+        return read(instance) if given is None else kind(given)
+
+    def set_given(instance: Any, value: Any) -> None:
+        vars(instance)[name] = value
+
+    return property(get, set_given, doc="What was given or set, else what is read.")
+
+
 class EnvironmentResolver(ClusterResolver):
     """A resolver that reads environment variables at every access; what it was given, or what was set, comes first.
 
@@ -115,6 +134,9 @@ class EnvironmentResolver(ClusterResolver):
       environ: What is read; None: ``os.environ``.
     """
 
+    task_type = given_or_read("task_type", lambda resolver: resolver._read_task_type(), str)
+    task_id = given_or_read("task_id", lambda resolver: resolver._read_task_id(), int)
+
     def __init__(
         self,
         task_type: str | None,
@@ -122,28 +144,8 @@ class EnvironmentResolver(ClusterResolver):
         environment: str | None,
         environ: Mapping[str, str] | None,
     ) -> None:
-        self.environment = environment
-        self._task_type = task_type
-        self._task_id = task_id
+        self.environment, self.task_type, self.task_id = environment, task_type, task_id
         self._environ = os.environ if environ is None else environ
-
-    @property
-    def task_type(self) -> str | None:
-        """The type that was given, else the one that is read; None where there is none."""
-        return self._read_task_type() if self._task_type is None else str(self._task_type)
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index that was given, else the one that is read; None where there is none."""
-        return self._read_task_id() if self._task_id is None else int(self._task_id)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -249,10 +251,14 @@ class UnionResolver(ClusterResolver):
       ClusterTypeError: One is not a resolver.
     """
 
+    task_type = given_or_read("task_type", lambda union: union._resolvers[0].task_type, str)
+    task_id = given_or_read("task_id", lambda union: union._resolvers[0].task_id, int)
+    rpc_layer = given_or_read("rpc_layer", lambda union: union._resolvers[0].rpc_layer, str)
+
     def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
-        self._rpc_layer: str | None = kwargs.pop("rpc_layer", None)
-        self._task_type: str | None = kwargs.pop("task_type", None)
-        self._task_id: int | None = kwargs.pop("task_id", None)
+        self._rpc_layer: str | None = kwargs.pop("rpc_layer", None) or None
+        self.rpc_layer = self._rpc_layer
+        self.task_type, self.task_id = kwargs.pop("task_type", None), kwargs.pop("task_id", None)
         if kwargs:
             raise InvalidArgumentError(
                 f"Unexpected kwargs provided {kwargs!r}: UnionResolver takes task_type, task_id and rpc_layer."
@@ -268,33 +274,6 @@ class UnionResolver(ClusterResolver):
                     f"ClusterSpec into a SimpleClusterResolver."
                 )
         self._resolvers = args
-
-    @property
-    def task_type(self) -> str | None:
-        """The one that was given, else the first resolver's."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The one that was given, 0 included, else the first resolver's."""
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The one that was given, else the first resolver's."""
-        return self._rpc_layer or self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
 
     @property
     def environment(self) -> str | None:

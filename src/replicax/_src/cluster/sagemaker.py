@@ -12,6 +12,7 @@ from replicax._src.cluster.spec import ClusterSpec, join_address
 
 HOSTS = "SM_HOSTS"
 CURRENT_HOST = "SM_CURRENT_HOST"
+PORT = 2223
 
 
 def read_hosts(environ: Mapping[str, str]) -> tuple[list[str], int | None]:
@@ -59,7 +60,7 @@ class SageMakerClusterResolver(EnvironmentResolver):
 
     def __init__(
         self,
-        port: int = 2223,
+        port: int = PORT,
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,

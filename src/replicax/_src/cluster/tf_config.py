@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.resolver import EnvironmentResolver, is_one_task, master_of
+from replicax._src.cluster.resolver import EnvironmentResolver, given_or_read, is_one_task, master_of
 from replicax._src.cluster.spec import ClusterSpec
 
 VARIABLE = "TF_CONFIG"
@@ -58,6 +58,10 @@ class TFConfigClusterResolver(EnvironmentResolver):
     ('worker', 1, 'b:1')
     """
 
+    rpc_layer = given_or_read(
+        "rpc_layer", lambda resolver: read_tf_config(resolver._environ).get("rpc_layer"), str
+    )
+
     def __init__(
         self,
         task_type: str | None = None,
@@ -68,16 +72,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(task_type, task_id, environment, environ)
-        self._rpc_layer = rpc_layer
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The one that was given, else TF_CONFIG's."""
-        return read_tf_config(self._environ).get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+        self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster of TF_CONFIG, an empty one where it has none."""
