@@ -217,10 +217,9 @@ def _part_played(membership: Membership) -> str:
 
 def _tasks(membership: Membership) -> tuple[Task, ...]:
     """All tasks of the cluster, whatever they are for; this one, if it is not in the spec."""
-    spec = membership.spec
-    jobs = [job for job in ("chief", "worker", "ps", "evaluator") if job in spec.jobs]
-    tasks = tuple(Task(job, index) for job in jobs for index in spec.task_indices(job))
-    return tasks if membership.task in tasks else (*tasks, membership.task)
+    order = ("chief", "worker", "ps", "evaluator")
+    tasks = sorted(membership.spec.tasks, key=lambda task: order.index(task.type))
+    return tuple(tasks) if membership.task in tasks else (*tasks, membership.task)
 
 
 def _check_environment(membership: Membership, environ: Mapping[str, str], wrong: list[str]) -> None:

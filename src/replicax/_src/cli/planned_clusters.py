@@ -40,20 +40,21 @@ def stand_in_for_clusters(topology: str, say: _Say) -> None:
       topology: That is planned for.
       say: Tells people what stands in.
     """
-    _replace_init(MultiWorkerMirroredStrategy, functools.partial(_alone, say=say))
-    _replace_init(ParameterServerStrategy, _refused)
+    replace_method(MultiWorkerMirroredStrategy, "__init__", functools.partial(_alone, say=say))
+    replace_method(ParameterServerStrategy, "__init__", _refused)
     of, num_devices = TPUSystem.of, hardware_of(topology).num_devices
     TPUSystem.of = functools.partial(_virtual, of, num_devices=num_devices, say=say)
 
 
-def _replace_init(kind: type[Any], replacement: Callable[..., None]) -> None:
-    original = kind.__init__
+def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a method of a class by a function that gets the method first, then its arguments."""
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def init(strategy: Strategy, *args: Any, **kwargs: Any) -> None:
-        replacement(original, strategy, *args, **kwargs)
+    def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, instance, *args, **kwargs)
 
-    kind.__init__ = init  # type: ignore[method-assign]
+    setattr(owner, name, method)
 
 
 def _alone(

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from replicax._src import context
-from replicax._src.cli.planned_clusters import stand_in_for_clusters
+from replicax._src.cli.planned_clusters import replace_method, stand_in_for_clusters
 from replicax._src.devices.ahead import check_compiler
 from replicax._src.devices.hardware import hardware_of
 from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
@@ -60,11 +60,11 @@ class _FirstProgram:
 
     def install(self) -> None:
         """Replaces what runs programs."""
-        self._replace(Strategy, "__init__", self._init)
-        self._replace(Strategy, "run", self._run)
-        self._replace(Strategy, "run_steps", self._run_steps)
-        self._replace(Function, "__call__", self._call)
-        self._replace(DistributedIterator, "__next__", self._next)
+        replace_method(Strategy, "__init__", self._init)
+        replace_method(Strategy, "run", self._run)
+        replace_method(Strategy, "run_steps", self._run_steps)
+        replace_method(Function, "__call__", self._call)
+        replace_method(DistributedIterator, "__next__", self._next)
         if importlib.util.find_spec("keras") is not None:
             self._install_keras()
 
@@ -73,18 +73,9 @@ class _FirstProgram:
 
         use_imported()
         for name in _LOOPS:
-            self._replace(keras.Model, name, functools.partial(self._loop, name=name))
-        self._replace(keras.Variable, "__init__", functools.partial(_variable, scope=keras.StatelessScope))
-        self._replace(keras.Variable, "_deferred_initialize", _deferred)
-
-    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            return replacement(original, instance, *args, **kwargs)
-
-        setattr(owner, name, method)
+            replace_method(keras.Model, name, functools.partial(self._loop, name=name))
+        replace_method(keras.Variable, "__init__", functools.partial(_variable, scope=keras.StatelessScope))
+        replace_method(keras.Variable, "_deferred_initialize", _deferred)
 
     def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
         context.check_may_enter(strategy)

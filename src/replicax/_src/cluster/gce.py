@@ -56,7 +56,6 @@ class GCEClusterResolver(AddressedResolver):
         self._task_type = task_type
         self._service = _service(credentials) if service is None else service
         self.task_id = task_id
-        self.environment = ""
         self.rpc_layer = rpc_layer
 
     @property

@@ -62,7 +62,6 @@ class KubernetesClusterResolver(AddressedResolver):
         self._namespace = namespace
         self.task_type = None
         self.task_id = None
-        self.environment = ""
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:

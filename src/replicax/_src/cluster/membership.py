@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -160,9 +159,7 @@ class Membership:
 
     def address_of(self, task: Task) -> str:
         """Returns the address of a task, ``UNKNOWN_ADDRESS`` if it is not in the spec."""
-        if task.type not in self.spec.jobs or task.index not in self.spec.task_indices(task.type):
-            return UNKNOWN_ADDRESS
-        return self.spec.task_address(task.type, task.index)
+        return self.spec.task_address(task.type, task.index) if task in self.spec.tasks else UNKNOWN_ADDRESS
 
 
 # --- the rules ----------------------------------------------------------------------------------------
@@ -248,23 +245,18 @@ def _num_tasks_or_alone(spec: ClusterSpec, job: str) -> int:
 
 
 def _check_addresses(spec: ClusterSpec) -> None:
-    places = [(job, index) for job in spec.jobs for index in spec.task_indices(job)]
-    addresses = [spec.task_address(*place) for place in places]
-    for (job, index), address in zip(places, addresses):
-        split_address(address, source=f"{job} {index}" + (f" of {spec.source}" if spec.source else ""))
-    counts = Counter(split_address(address.lower()) for address in addresses)
-    for (host, port), count in counts.items():
-        if count > 1 and port:
-            tasks = [f"{Task(*place)}" for place in places if _is_at(spec, place, host, port)]
+    addresses = {task: spec.task_address(task.type, task.index) for task in spec.tasks}
+    tasks_at: dict[tuple[str, int], list[Task]] = {}
+    for task, address in addresses.items():
+        split_address(address, source=f"{task}" + (f" of {spec.source}" if spec.source else ""))
+        tasks_at.setdefault(split_address(address.lower()), []).append(task)
+    for (host, port), tasks in tasks_at.items():
+        if len(tasks) > 1 and port:
             raise AddressError(
-                f"The address {join_address(host, port)!r} stands {count} times in the cluster{from_source(spec.source)}: "
-                f"for {' and '.join(tasks)}. Each task needs an address of its own; on one machine, give each another "
-                f"port."
+                f"The address {join_address(host, port)!r} stands {len(tasks)} times in the cluster{from_source(spec.source)}: "
+                f"for {' and '.join(map(str, tasks))}. Each task needs an address of its own; on one machine, give each "
+                f"another port."
             )
-
-
-def _is_at(spec: ClusterSpec, place: tuple[str, int], host: str, port: int) -> bool:
-    return split_address(spec.task_address(*place).lower()) == (host, port)
 
 
 def _check_leader(spec: ClusterSpec, leader: Task) -> None:

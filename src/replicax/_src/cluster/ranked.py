@@ -40,7 +40,7 @@ class RankedResolver(AddressedResolver):
         require(environ, self.variables, self.launcher)
         rank, num_workers = rank_and_size(environ, *self.variables[:2])
         self.task_type, self.task_id = "worker", rank
-        self.environment, self.rpc_layer = "", rpc_layer
+        self.rpc_layer = rpc_layer
         self.local_rank = optional_number(environ, self.local_rank_variable)
         addresses = [join_address(*self._leader(environ, num_workers))] + [UNKNOWN_ADDRESS] * (
             num_workers - 1

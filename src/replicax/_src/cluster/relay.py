@@ -68,29 +68,23 @@ class Relay:
 
 def _bound() -> tuple[tempfile.TemporaryDirectory[str], socket.socket]:
     """Returns a new folder, and a socket in it: some file systems have no sockets, and their paths must be short."""
-    try:
-        return _bound_in(None)
-    except OSError as error:
-        failure = error
-    try:
-        return _bound_in("/tmp")
-    except OSError as error:
-        raise ClusterStartError(
-            "JAX's connection to the other tasks goes through a Unix socket in a folder for temporary files. None could be made with "
-            f"TMPDIR={os.environ.get('TMPDIR')!r} ({failure}), nor in /tmp ({error}). Set TMPDIR to a folder on a local disk."
-        ) from failure
-
-
-def _bound_in(place: str | None) -> tuple[tempfile.TemporaryDirectory[str], socket.socket]:
-    folder = tempfile.TemporaryDirectory(prefix="replicax-", dir=place)
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(os.path.join(folder.name, "jax"))
-    except OSError:
-        listener.close()
-        folder.cleanup()
-        raise
-    return folder, listener
+    failures = []
+    for place in (None, "/tmp"):
+        with contextlib.ExitStack() as undo:
+            try:
+                folder = tempfile.TemporaryDirectory(prefix="replicax-", dir=place)
+                undo.enter_context(folder)
+                listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(os.path.join(folder.name, "jax"))
+            except OSError as error:
+                failures.append(error)
+            else:
+                undo.pop_all()
+                return folder, listener
+    raise ClusterStartError(
+        "JAX's connection to the other tasks goes through a Unix socket in a folder for temporary files. None could be made with "
+        f"TMPDIR={os.environ.get('TMPDIR')!r} ({failures[0]}), nor in /tmp ({failures[1]}). Set TMPDIR to a folder on a local disk."
+    ) from failures[0]
 
 
 def _pass_on(source: socket.socket, sink: socket.socket) -> None:

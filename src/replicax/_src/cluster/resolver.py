@@ -90,6 +90,7 @@ class AddressedResolver(ClusterResolver):
     none.
     """
 
+    environment = ""
     _accelerators: Mapping[str, int] = MappingProxyType({})
 
     def master(

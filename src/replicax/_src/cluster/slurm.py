@@ -98,7 +98,6 @@ class SlurmClusterResolver(AddressedResolver):
         places = _places(tasks_on, environ.get("SLURM_DISTRIBUTION", "block"))
         _check_node(environ, rank, places, tasks_on)
 
-        self.environment = ""
         self.rpc_layer = rpc_layer
         self.task_type, self.task_id = _task_of_rank(jobs, rank)
         self._environ = environ

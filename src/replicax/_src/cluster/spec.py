@@ -155,6 +155,11 @@ class ClusterSpec:
         """The names of the jobs."""
         return list(self._jobs)
 
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The known tasks, job after job, in the order of their indices."""
+        return tuple(Task(job, index) for job, tasks in self._jobs.items() for index in tasks)
+
     def num_tasks(self, job_name: str) -> int:
         """Returns how many tasks of this job are known.
 
@@ -203,13 +208,8 @@ class ClusterSpec:
         >>> spec.num_tasks_beside(Task("evaluator", 0))
         1
         """
-        hosts = {
-            (job, index): split_address(address)[0]
-            for job, tasks in self._jobs.items()
-            for index, address in tasks.items()
-        }
-        own = hosts.get((task.type, task.index))
-        return 1 if own is None else list(hosts.values()).count(own)
+        hosts = {known: split_address(self.task_address(known.type, known.index))[0] for known in self.tasks}
+        return max(1, list(hosts.values()).count(hosts.get(task, "")))
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Returns a list of addresses for each job, or a dict from indices where some tasks are not known."""

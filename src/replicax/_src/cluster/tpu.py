@@ -88,7 +88,6 @@ class TPUClusterResolver(AddressedResolver):
         self.needs_tpu = bool(self.tpu) and not is_local
         self.task_type = self.task_id = None  # alone
         self._job_name = job_name
-        self.environment = ""
         self.rpc_layer = None
         environ = os.environ if environ is None else environ
         hosts = (
