@@ -11,8 +11,7 @@ import json
 import logging
 import math
 import os
-import queue
-import socket
+import select
 import subprocess
 import sys
 import threading
@@ -193,25 +192,23 @@ def _start_service(
     membership: Membership, limits: Mapping[str, float], security: Security, deadline: float
 ) -> subprocess.Popen[str]:
     """The service, once the address is free of that of an earlier run."""
-    names, address, cluster = membership.names, membership.leader_address, membership.described
+    names, address = membership.names, membership.leader_address
     settings = {
         "address": address,
         "names": names,
-        "cluster": cluster,
+        "cluster": membership.described,
         "limits": dict(limits),
         "linger_s": _SERVICE_LINGER_S,
     }
-    has_asked = False
+    is_first = True
     while True:
         process, answer = _try_service(settings)
         if "coordinator" in answer:
             return process
-        if answer.get("errno") != errno.EADDRINUSE:
+        is_in_use = answer.get("errno") == errno.EADDRINUSE
+        if not (is_in_use and _becomes_free(membership, security, deadline, is_first=is_first)):
             break
-        had_ended = not has_asked and _has_ended(address)  # since it was met
-        if not (had_ended or _wait_for_earlier_run(address, names[0], cluster, security, deadline)):
-            break
-        has_asked = True
+        is_first = False
     reason = answer.get("error", "it said nothing")
     raise ClusterStartError(
         f"{names[0]} cannot listen at its own address {address}: {reason}. Another program, or an earlier run of this one, may "
@@ -236,12 +233,10 @@ def _try_service(settings: Mapping[str, Any]) -> tuple[subprocess.Popen[str], di
     assert process.stdout is not None
     process.stdin.write(json.dumps(settings) + "\n")
     process.stdin.flush()
-    lines: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()  # type: ignore[union-attr]
-    try:
-        answer = json.loads(lines.get(timeout=_SERVICE_START_S) or "{}")
-    except queue.Empty:
-        answer = {}
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    has_answered = poll.poll(1000 * _SERVICE_START_S)
+    answer = json.loads(process.stdout.readline() or "{}") if has_answered else {}
     if "coordinator" not in answer:
         process.kill()
         process.wait()
@@ -250,44 +245,38 @@ def _try_service(settings: Mapping[str, Any]) -> tuple[subprocess.Popen[str], di
     return process, answer
 
 
-def _wait_for_earlier_run(address: str, name: str, cluster: str, security: Security, deadline: float) -> bool:
-    """Whether an earlier run of this cluster was at the address, and has ended in time."""
+def _becomes_free(membership: Membership, security: Security, deadline: float, *, is_first: bool) -> bool:
+    """Waits while an earlier run of this cluster is ending at the leader's address.
+
+    Args:
+      is_first: It may have ended before it is asked: then nobody listens there.
+
+    Returns:
+      Whether it was there, and has ended in time.
+    """
     started = reminded = time.monotonic()
     was_there = False
-    while _is_ending_run(address, cluster, security, started):
-        was_there = True
+    while True:
         now = time.monotonic()
-        if now >= deadline:
-            return False
+        try:
+            answer = ask(membership.leader_address, {"kind": "ping"}, security, _ANSWER_S)
+            is_there = answer.get("cluster") == membership.described and answer.get("is_ending") is True
+        except TokenError:  # it may be one with another token
+            is_there = now - started < EARLIER_RUN_S
+        except OSError as error:
+            return was_there or (is_first and isinstance(error, ConnectionRefusedError))
+        if not is_there or now >= deadline:
+            return was_there and not is_there
+        was_there = True
         if now - reminded >= _REMINDER_S:
             reminded = now
             log.warning(
-                "%s waits since %.0f s for the other tasks of an earlier run to end: its service is still at %s.",
-                name,
+                "%s has been waiting %.0f s for the other tasks of an earlier run to end: its service is still at %s.",
+                membership.names[0],
                 now - started,
-                address,
+                membership.leader_address,
             )
         time.sleep(_POLL_S)
-    return was_there
-
-
-def _has_ended(address: str) -> bool:
-    """Whether nobody listens there any more."""
-    try:
-        socket.create_connection(split_address(address), timeout=_ANSWER_S).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
-
-
-def _is_ending_run(address: str, cluster: str, security: Security, began: float) -> bool:
-    try:
-        answer = ask(address, {"kind": "ping"}, security, _ANSWER_S)
-    except TokenError:  # it may be one with another token
-        return time.monotonic() - began < EARLIER_RUN_S
-    except OSError:
-        return False
-    return answer.get("cluster") == cluster and answer.get("is_ending") is True
 
 
 def _ping(address: str, security: Security, timeout_s: float) -> dict[str, Any] | None:
