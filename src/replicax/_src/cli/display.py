@@ -87,10 +87,12 @@ class Display:
     ):
         self.is_broken = False
         self._output, self._notes, self._lock = output, notes, threading.Lock()
-        self._logs: dict[Task, TextIO] = {}
         self._has_log_failed = False
-        for task in tasks if log_dir is not None else ():
-            self._logs[task] = (log_dir / f"{task.type}-{task.index}.log").open("a", encoding="utf-8")
+        self._logs: dict[Task, TextIO] = {}
+        if log_dir is not None:
+            for task in tasks:
+                path = log_dir / f"{task.type}-{task.index}.log"
+                self._logs[task] = path.open("a", encoding="utf-8")
         self._table = None if is_plain else live_table(output, environment)
         has_colours = is_terminal(output, environment) and not environment.get("NO_COLOR")
         is_coloured = has_colours or self._table is not None

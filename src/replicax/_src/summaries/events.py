@@ -101,11 +101,10 @@ def text(name: str, data: np.ndarray, description: str | None) -> Any:
     return _summary("text", name, _tensor("DT_STRING", data.shape, string_val=parts), description)
 
 
-def keras_model(name: str, json: str) -> Any:
+def keras_model(name: str, json: np.ndarray) -> Any:
     """A Keras model, as TensorBoard's page of graphs shows it."""
-    return _summary(
-        "graph_keras_model", name, _tensor("DT_STRING", (), string_val=[json.encode()]), None, b"1"
-    )
+    tensor = _tensor("DT_STRING", (), string_val=[str(json).encode()])
+    return _summary("graph_keras_model", name, tensor, None, b"1")
 
 
 def _summary(plugin: str, name: str, tensor: Any, description: str | None, content: bytes = b"") -> Any:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
 
 log = logging.getLogger("replicax")
-_Check = Callable[[tuple[int, ...], Any], None]
-_Make = Callable[[np.ndarray], Any]
+_Check = Callable[[str, tuple[int, ...], Any], None]
 _AT_THE_END_S = 60.0
 _AFTER_AN_ERROR_S = 10.0
 
@@ -116,17 +115,7 @@ class SummaryWriter:
           InvalidArgumentError: There is no step, or the data are not of this kind.
           SummaryError: An earlier summary could not be written, or too many are behind for 300 s.
         """
-
-        def check(shape: tuple[int, ...], dtype: Any) -> None:
-            _check_numeric(dtype, "scalar", name)
-            if shape != ():
-                raise InvalidArgumentError(
-                    f"scalar({name!r}) takes one number, got shape {shape}. Reduce it first, or write a histogram."
-                )
-
-        return self._add(
-            "scalar", name, data, step, check, lambda array: events.scalar(name, array, description)
-        )
+        return self._add("scalar", name, data, step, description)
 
     def histogram(
         self, name: str, data: Any, step: Any = None, buckets: int = 30, description: str | None = None
@@ -138,14 +127,7 @@ class SummaryWriter:
           name, data, step, description: As ``scalar``. The whole array is fetched: write it every so many steps.
         """
         whole_number("buckets", buckets, least=1)
-        return self._add(
-            "histogram",
-            name,
-            data,
-            step,
-            lambda _, dtype: _check_numeric(dtype, "histogram", name),
-            lambda array: events.histogram(name, array, buckets, description),
-        )
+        return self._add("histogram", name, data, step, buckets, description)
 
     def image(
         self, name: str, data: Any, step: Any = None, max_outputs: int = 3, description: str | None = None
@@ -159,23 +141,7 @@ class SummaryWriter:
           name, step, description: As ``scalar``.
         """
         whole_number("max_outputs", max_outputs, least=0)
-
-        def check(shape: tuple[int, ...], dtype: Any) -> None:
-            is_color = dtype == np.uint8 or jnp.issubdtype(dtype, jnp.floating)
-            if len(shape) != 4 or shape[-1] not in (1, 3, 4) or not is_color:
-                raise InvalidArgumentError(
-                    f"image({name!r}) takes [n, height, width, 1, 3 or 4] of uint8, or of floats within 0 and 1, got "
-                    f"{dtype}{list(shape)}. Of one picture give image[None]."
-                )
-
-        return self._add(
-            "image",
-            name,
-            data,
-            step,
-            check,
-            lambda array: events.image(name, array, max_outputs, description),
-        )
+        return self._add("image", name, data, step, max_outputs, description)
 
     def text(self, name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
         """A text, or an array of texts, which TensorBoard shows as a table; in Markdown.
@@ -184,26 +150,15 @@ class SummaryWriter:
           data: A str, or a nest of lists of them.
           name, step, description: As ``scalar``.
         """
-
-        def check(_: tuple[int, ...], dtype: Any) -> None:
-            if np.dtype(dtype).kind not in "UT":
-                raise InvalidArgumentError(f"text({name!r}) takes a str, or lists of them, got {dtype}.")
-
-        return self._add("text", name, data, step, check, lambda array: events.text(name, array, description))
+        return self._add("text", name, data, step, description)
 
     def keras_model(self, name: str, json: str, step: int) -> bool:
         """A Keras model, as its ``to_json`` describes it; what ``rx.keras.callbacks.TensorBoard`` writes."""
-        return self._add(
-            "keras_model",
-            name,
-            json,
-            step,
-            lambda *_: None,
-            lambda array: events.keras_model(name, str(array)),
-        )
+        return self._add("keras_model", name, json, step)
 
-    def _add(self, what: str, name: str, data: Any, step: Any, check: _Check, make: _Make) -> bool:
+    def _add(self, what: str, name: str, data: Any, step: Any, *options: Any) -> bool:
         check_place(what, name)
+        check, make = _KINDS[what]
         if self._is_closed:
             raise InvalidArgumentError(
                 f"{what}({name!r}): this SummaryWriter of {self.logdir} has been closed. Make another one."
@@ -213,15 +168,15 @@ class SummaryWriter:
         step = taken(current.step_or_default(step, what, name), what, name)
         data = taken(data, what, name)
         if not isinstance(data, RemoteValue):
-            check(data.shape, data.dtype)
+            check(name, data.shape, data.dtype)
         if not self.is_writing:
             return False
         wall_time, fetch_step, fetch = time.time(), _step_of(step, what, name), fetching(data)
 
         def write(file: events.EventFile) -> None:
             array = fetch()
-            check(array.shape, array.dtype)
-            file.add(make(array), fetch_step(), wall_time)
+            check(name, array.shape, array.dtype)
+            file.add(make(name, array, *options), fetch_step(), wall_time)
 
         self._running_thread().add(Entry(f"{what}({name!r})", write))
         return True
@@ -302,9 +257,42 @@ def _is_chief(strategy: Strategy | None) -> bool:
     return choose_resolver().membership.is_chief if peers is None else peers.is_leader
 
 
-def _check_numeric(dtype: Any, what: str, name: str) -> None:
+def _check_numeric(what: str, name: str, dtype: Any) -> None:
     if not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
         raise InvalidArgumentError(f"{what}({name!r}) takes real numbers, got {dtype}.")
+
+
+def _check_scalar(name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    _check_numeric("scalar", name, dtype)
+    if shape != ():
+        raise InvalidArgumentError(
+            f"scalar({name!r}) takes one number, got shape {shape}. Reduce it first, or write a histogram."
+        )
+
+
+def _check_image(name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    is_color = dtype == np.uint8 or jnp.issubdtype(dtype, jnp.floating)
+    if len(shape) != 4 or shape[-1] not in (1, 3, 4) or not is_color:
+        raise InvalidArgumentError(
+            f"image({name!r}) takes [n, height, width, 1, 3 or 4] of uint8, or of floats within 0 and 1, got "
+            f"{dtype}{list(shape)}. Of one picture give image[None]."
+        )
+
+
+def _check_text(name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    del shape
+    if np.dtype(dtype).kind not in "UT":
+        raise InvalidArgumentError(f"text({name!r}) takes a str, or lists of them, got {dtype}.")
+
+
+# What may be written of each kind, and its form.
+_KINDS: dict[str, tuple[_Check, Callable[..., Any]]] = {
+    "scalar": (_check_scalar, events.scalar),
+    "histogram": (lambda name, _, dtype: _check_numeric("histogram", name, dtype), events.histogram),
+    "image": (_check_image, events.image),
+    "text": (_check_text, events.text),
+    "keras_model": (lambda *_: None, events.keras_model),
+}
 
 
 def _step_of(step: Any, what: str, name: str) -> Callable[[], int]:
