@@ -274,6 +274,26 @@ def test_close_ends_it_and_all_that_it_has_started(how):
 
 
 @ON_LINUX
+def test_close_ends_it_also_while_nobody_reads_its_output():
+    def take(line):
+        lines.append(line)
+        if line == "ready":
+            until(lambda: not any(map(is_there, children())), "the end of the children")
+
+    def children():
+        return map(int, lines[:2])
+
+    lines = []
+    family = FAMILY.format(seconds=60).replace('print("ready")', "print('ready\\n' + 'x' * 500_000)")
+    with python(family, on_line=take) as process:
+        until(lambda: "ready" in lines, "its start")
+        assert all(map(is_there, children()))
+        process.kill()
+        time.sleep(0.5)  # the guard knows, and cannot say it
+    assert not any(map(is_there, (process.pid, *children())))
+
+
+@ON_LINUX
 def test_its_number_is_not_given_away_before_close():
     with python("") as process:
         process.wait(LIMIT_S)

@@ -50,7 +50,8 @@ def main() -> None:
     _sweep(started.pid, _watch(started.pid, parent, wake))
     if folder:
         _remove(folder)
-    _tell("gone")
+    if _can_tell():
+        _tell("gone")
     os._exit(0)  # or Popen would look for the command once more
 
 
@@ -81,35 +82,48 @@ def _watch(pid: int, parent: int, wake: int) -> bool:
 
 
 def _tell_if_ended(pid: int) -> bool:
-    ending = _ending(pid)
+    """Returns True if the command has ended and the parent is told, which has to read what was written before."""
+    ending = _ending(pid) if _can_tell() else None
     if ending is not None:
-        _tell(f"{ending} {time.monotonic()}")
+        _tell(ending)
     return ending is not None
 
 
 def _ending(pid: int) -> str | None:
-    """How the command ended. On Linux it stays a zombie, so that its number cannot become another process's."""
+    """How the command ended, and when. On Linux it stays a zombie, so that its number cannot become another process's."""
     if _IS_LINUX:
         seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is None:
             return None
-        return f"{'exited' if seen.si_code == os.CLD_EXITED else 'killed'} {seen.si_status}"
+        return (
+            f"{'exited' if seen.si_code == os.CLD_EXITED else 'killed'} {seen.si_status} {time.monotonic()}"
+        )
     done, status = os.waitpid(pid, os.WNOHANG)
     if not done:
         return None
     code = os.waitstatus_to_exitcode(status)
-    return f"exited {code}" if code >= 0 else f"killed {-code}"
+    return f"{'exited' if code >= 0 else 'killed'} {abs(code)} {time.monotonic()}"
 
 
-def _sweep(pid: int, has_ended: bool) -> None:
-    """Kills the command's group, and whatever of its descendants are left."""
+def _sweep(pid: int, is_told: bool) -> None:
+    """Kills the command's group, and whatever of its descendants are left; tells how the command ended."""
     deadline = time.monotonic() + _SWEEP_TIMEOUT_S
-    if _IS_LINUX or not has_ended:
+    if _IS_LINUX or not is_told:
         with contextlib.suppress(OSError):  # nobody is left in it
             os.killpg(pid, signal.SIGKILL)
-    while not has_ended and time.monotonic() < deadline:
-        has_ended = _tell_if_ended(pid)
-        time.sleep(0 if has_ended else _SWEEP_PAUSE_S)
+    ending = None
+    while not is_told and ending is None and time.monotonic() < deadline:
+        ending = _ending(pid)
+        time.sleep(0 if ending else _SWEEP_PAUSE_S)
+    _sweep_children(deadline)
+    while ending is not None and time.monotonic() < deadline:
+        if _can_tell():
+            _tell(ending)
+            return
+        time.sleep(_SWEEP_PAUSE_S)
+
+
+def _sweep_children(deadline: float) -> None:
     while (children := _children()) and time.monotonic() < deadline:
         for child in children:
             os.kill(child, signal.SIGKILL)  # not reaped yet, so it is there
@@ -152,6 +166,11 @@ def _prctl(option: int, value: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _can_tell() -> bool:
+    """Returns True if a write does not block: nobody may read the output now."""
+    return bool(select.select([], [_OUTPUT], [], 0)[1])
 
 
 def _tell(line: str) -> None:
