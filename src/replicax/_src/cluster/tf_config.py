@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
@@ -88,10 +88,10 @@ class TFConfigClusterResolver(EnvironmentResolver):
         return "" if is_one_task(self.cluster_spec()) else master_of(self, task_type, task_id, rpc_layer)
 
     def _read_task_type(self) -> str | None:
-        return _task_type(_task(read_tf_config(self._environ)))
+        return _of_task(self._environ, "type", _is_name, str, "the name of a job")
 
     def _read_task_id(self) -> int | None:
-        return _task_index(_task(read_tf_config(self._environ)))
+        return _of_task(self._environ, "index", _is_index, int, "a whole number from 0")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -109,43 +109,39 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         raise ClusterEnvironmentError(
             f'"{key}" in TF_CONFIG must be a JSON object, got {_part(value)}. Write {_EXAMPLE}.'
         )
-    return value
+    return value or {}
 
 
-def _task(config: Mapping[str, Any]) -> dict[str, Any]:
-    return _object(config, "task")
-
-
-def _task_type(task: Mapping[str, Any]) -> str | None:
-    value = task.get("type")
-    if value is None:
-        return None
-    if not isinstance(value, (str, int)) or isinstance(value, bool):
+def _of_task(
+    environ: Mapping[str, str],
+    key: str,
+    is_right: Callable[[Any], bool],
+    kind: Callable[[Any], Any],
+    must_be: str,
+) -> Any:
+    """What TF_CONFIG says of this process's task; None where it says nothing."""
+    task = _object(read_tf_config(environ), "task")
+    value = task.get(key)
+    if value is not None and not is_right(value):
         raise ClusterEnvironmentError(
-            f'"type" of "task" in TF_CONFIG must be the name of a job, got {_part(value)} in {_part(task)}. Write, for '
-            f'example, "task": {{"type": "worker", "index": 0}}.'
+            f'"{key}" of "task" in TF_CONFIG must be {must_be}, got {_part(value)} in {_part(task)}. Write {_EXAMPLE}, '
+            "and number the tasks of each job from 0, in the order of their addresses."
         )
-    return str(value)
+    return None if value is None else kind(value)
 
 
-def _task_index(task: Mapping[str, Any]) -> int | None:
-    value = task.get("index")
-    if value is None:
-        return None
-    is_digits = isinstance(value, str) and value.isascii() and value.strip().isdecimal()
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if not is_digits and not is_whole:
-        raise ClusterEnvironmentError(
-            f'"index" of "task" in TF_CONFIG must be a whole number from 0, got {_part(value)} in {_part(task)}. '
-            f"Number the tasks of each job from 0, in the order of their addresses."
-        )
-    return int(value)
+def _is_name(value: Any) -> bool:
+    return isinstance(value, (str, int)) and not isinstance(value, bool)
+
+
+def _is_index(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.isascii() and value.strip().isdecimal()
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _part(value: Any) -> str:

@@ -113,16 +113,9 @@ class PreemptionCheckpointHandler:
                 f"handler.run takes the function of a step and its arguments, handler.run(train_step, batch); got "
                 f"{distributed_train_function!r:.200}. Where a step is no function, call save_checkpoint_if_preempted() after it."
             )
-        must_save = self._begin()
-        self._is_inside = True
-        try:
+        with self._step():
             result = distributed_train_function(*args, **kwargs)
-        finally:
-            self._is_inside = False
-        self._num_calls += 1
-        self._steps.end()
-        if must_save:
-            self._save()
+            self._num_calls += 1
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -162,29 +155,30 @@ class PreemptionCheckpointHandler:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _begin(self) -> bool:
-        """Begins a step; if it is to be saved, before it. Returns whether it is to be saved after it instead."""
-        while self._steps.begin():
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Around a step. If all are to save, saves before it, or after it where its data has been read."""
+        while has_to_save := self._steps.begin():
             if self._steps.must_run_first():
-                return True
+                break
             self._save()
-        return False
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+        self._steps.end()
+        if has_to_save:
+            self._save()
 
     @contextlib.contextmanager
     def _around_program(self) -> Iterator[None]:
         if self._is_inside or current_capture() is not None:
             yield
             return
-        must_save = self._begin()
-        self._is_inside = True
-        try:
+        with self._step():
             yield
-        finally:
-            self._is_inside = False
-        self._saved_at = None
-        self._steps.end()
-        if must_save:
-            self._save()
+            self._saved_at = None
 
     def _save(self) -> None:
         self._steps.save(self._write)
