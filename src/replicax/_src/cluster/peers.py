@@ -43,7 +43,6 @@ class Peers:
         self.cluster = membership.described
         self._num_gathered: dict[str, int] = {}
         self._num_topics = 0
-        self._num_agreed = 0
         self._labels: dict[str, str] = {}  # by the digest of a program
         self._digests: dict[str, str] = {}
         self._orders: set[tuple[str | None, str]] = set()  # of two that have followed each other
@@ -86,14 +85,11 @@ class Peers:
         Raises:
           ClusterFailureError: Somebody is gone, or missing for too long.
         """
+        return self._gathered(topic, value, what, is_cancelled=is_cancelled)
+
+    def _gathered(self, topic: str, value: Any, what: str, **how: Any) -> list[Any]:
         count = self._num_gathered[topic] = self._num_gathered.get(topic, -1) + 1
-        return self._channel.gather(
-            f"{topic} {count}",
-            value,
-            self._timeout_s,
-            what=what,
-            is_cancelled=is_cancelled,
-        )
+        return self._channel.gather(f"{topic} {count}", value, self._timeout_s, what=what, **how)
 
     def gather_before_program(self, name: str, value: Any) -> list[Any]:
         """As ``gather``, for what all do before the next program: who runs that without it is told, and the others too.
@@ -106,14 +102,7 @@ class Peers:
           ClusterFailureError: Somebody is gone, or missing for too long, or has not done it.
         """
         with self._lock:
-            count = self._num_gathered[name] = self._num_gathered.get(name, -1) + 1
-            offers = self._channel.gather(
-                f"{name} {count}",
-                [value, name],
-                self._timeout_s,
-                what=f"for {name}",
-                position=self._position + 1,
-            )
+            offers = self._gathered(name, [value, name], f"for {name}", position=self._position + 1)
             return [offer[0] for offer in offers]
 
     def check(self) -> None:
@@ -164,16 +153,9 @@ class Peers:
     def _agree_now(self, digest: str, name: str) -> str:
         """All are about to run this program next, or it raises."""
         position = self._position + 1
-        offers = self._channel.gather(
-            f"program {self._num_agreed}",
-            [digest, name, position],
-            self._timeout_s,
-            what=f"to run {name}",
-            position=position,
-        )
+        offers = self._gathered("program", [digest, name, position], f"to run {name}", position=position)
         if any(offer[0] != digest or offer[2] != position for offer in offers):
             raise self._mismatch(offers)
-        self._num_agreed += 1
         label = self._labels.setdefault(digest, f"#{len(self._labels)} {offers[0][1]}")
         self._digests[label] = digest
         self._orders.add((self._last, label))
