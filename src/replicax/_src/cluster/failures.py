@@ -48,30 +48,22 @@ def of_gone(
       text: Its error, or for how many seconds it has been silent.
       status: Of its last beat.
     """
-    name = names[number]
-    where = describe_status(status)
-    again = "This process cannot go on without it: end it, and start the job again."
-    if how == "raised":
-        return PeerFailureError(f"{name} raised an error ({where}):\n{_indented(text)}\n{again}", (name,))
-    if how == "failed":
-        return PeerFailureError(f"{name} ended before all had joined: {text}\n{again}", (name,))
-    if how == "left":
-        return PeerFailureError(
-            f"{name} has ended its program, and this process still needs it. All tasks must run the same steps: look for "
-            f"what only some of them do (an early return, another number of epochs or batches). It was {where}.",
-            (name,),
-        )
-    if how == "silent":
-        return PeerFailureError(
-            f"{name} has been silent for {text} s: it is stopped, its machine hangs, or the network between is down. It was "
-            f"{where}. {again}",
-            (name,),
-        )
-    return PeerFailureError(
-        f"{name} died without a word: it was killed (out of memory?) or crashed; its own output may say more. It was "
-        f"{where}. {again}",
-        (name,),
-    )
+    indented = _indented(text) if how == "raised" else text
+    told = _GONE[how].format(text=indented, where=describe_status(status), again=_AGAIN)
+    return PeerFailureError(f"{names[number]} {told}", (names[number],))
+
+
+_AGAIN = "This process cannot go on without it: end it, and start the job again."
+_GONE = {
+    "raised": "raised an error ({where}):\n{text}\n{again}",
+    "failed": "ended before all had joined: {text}\n{again}",
+    "left": "has ended its program, and this process still needs it. All tasks must run the same steps: look for what only "
+    "some of them do (an early return, another number of epochs or batches). It was {where}.",
+    "silent": "has been silent for {text} s: it is stopped, its machine hangs, or the network between is down. It was {where}. "
+    "{again}",
+    "died": "died without a word: it was killed (out of memory?) or crashed; its own output may say more. It was {where}. "
+    "{again}",
+}
 
 
 def of_mismatch(
