@@ -176,14 +176,7 @@ class Comparison:
             self._not_compared.append(
                 f"{num_hidden} gradient(s), which are applied in a scan, loop or condition; the variables tell."
             )
-        ours, wanted = (
-            [
-                (name, np.asarray(value), np.asarray(weighed))
-                for a in outcome.applied
-                for name, value, weighed in zip(a.names, a.values, a.weighed, strict=True)
-            ]
-            for outcome in (self._ours, self._wanted)
-        )
+        ours, wanted = self._ours.gradients, self._wanted.gradients
         if [name for name, *_ in ours] != [name for name, *_ in wanted]:
             self._not_compared.append(
                 f"gradients: {len(ours)} are applied on replicas and {len(wanted)} on one device, or others."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -23,22 +22,6 @@ from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_val
 _PER_REPLICA = (Sharing.AVERAGED, Sharing.FIRST)
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The gradients that one run gave to optimizers.
-
-    Attributes:
-      names: Of the variables, or where the gradient stands in a nest.
-      values: As applied.
-      weighed: Each replica's share times its part of the batch's rows, summed: what one device has where the shares
-        are means.
-    """
-
-    names: list[str]
-    values: list[Any]
-    weighed: list[Any]
-
-
 @final
 class ObservedRunner:
     """A runner whose replica functions also return the gradients that they apply.
@@ -49,7 +32,11 @@ class ObservedRunner:
       num_replicas: How many replicas ``runner`` has.
 
     Attributes:
-      applied: What each run since ``restart`` has applied: values of the trace around it.
+      names: Of the gradients that the runs since ``restart`` gave to optimizers: their variables', or where the
+        gradient stands in a nest.
+      values: These gradients as applied: values of the trace around the runs.
+      weighed: Of each gradient every replica's share times its part of the batch's rows, summed: what one device has
+        where the shares are means.
       per_replica_state: Variables that are the same on all replicas after the step only because they were averaged, or
         the first replica's taken.
       num_hidden: How many gradients were applied where they could not be looked at (in a scan, in a condition).
@@ -63,7 +50,9 @@ class ObservedRunner:
 
     def restart(self) -> None:
         """Forgets everything: the function around the runs is traced again."""
-        self.applied: list[Applied] = []
+        self.names: list[str] = []
+        self.values: list[Any] = []
+        self.weighed: list[Any] = []
         self.per_replica_state: list[str] = []
         self.num_hidden = 0
         self.num_runs = 0
@@ -95,7 +84,9 @@ class ObservedRunner:
             return result, notes.values, notes.weighed
 
         result, values, weighed = self._runner.run(observed, nest, {}, DEFAULT_OPTIONS)
-        self.applied.append(Applied(list(names), [_whole(v) for v in values], [_whole(w) for w in weighed]))
+        self.names += names
+        self.values += map(_whole, values)
+        self.weighed += map(_whole, weighed)
         self.num_hidden += sum(hidden)
         program = self._runner.last_launcher.program
         for index, is_same in zip(program.written, program.same_writes, strict=True):

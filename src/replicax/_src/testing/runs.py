@@ -20,7 +20,7 @@ from replicax._src.strategies.code import on_mesh
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.running import Runner
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.testing.observation import Applied, ObservedRunner, on_host
+from replicax._src.testing.observation import ObservedRunner, on_host
 from replicax._src.tracing import key
 from replicax._src.tracing.cache import array_leaf
 from replicax._src.tracing.program import Variant, check_no_leaks, trace_variant
@@ -53,7 +53,7 @@ class Outcome:
     Attributes:
       result: What the function returned, each array a NumPy one, typed keys KeyWords; PerReplica where run
         returns such.
-      applied: The gradients, of each ``strategy.run``.
+      gradients: Of all calls of ``strategy.run``: the name, the value as applied, and the weighed one.
       states: The variables that it assigned, by ``id``.
       per_replica_state, num_hidden: See ``ObservedRunner``.
       has_randomness: Random numbers were drawn.
@@ -61,7 +61,7 @@ class Outcome:
     """
 
     result: Any
-    applied: list[Applied]
+    gradients: list[tuple[str, np.ndarray, np.ndarray]]
     states: dict[int, State]
     per_replica_state: tuple[str, ...]
     num_hidden: int
@@ -125,7 +125,7 @@ class Side:
             slots = [entry.slot for entry in variant.entries]
             olds = {id(s): on_host(_held(self._own_slots.slot_of(s.variable))) for s in slots}
             results, writes = _evaluate(variant, self._load(slots), arrays, self.parts.topology)
-        names = [a.names for a in self.observed.applied]
+        names = list(self.observed.names)
         result, values, weighed = jax.tree_util.tree_unflatten(variant.tree, results)
         states = {
             id(entry.slot.variable): State(
@@ -135,7 +135,7 @@ class Side:
         }
         return Outcome(
             result,
-            [Applied(n, v, w) for n, v, w in zip(names, values, weighed, strict=True)],
+            list(zip(names, map(np.asarray, values), map(np.asarray, weighed), strict=True)),
             states,
             tuple(self.observed.per_replica_state),
             self.observed.num_hidden,
@@ -153,8 +153,7 @@ class Side:
             remaining = iter(tracers)
             given = [next(remaining) if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
             result = step(*jax.tree_util.tree_unflatten(tree, given))
-            seen = self.observed.applied
-            return result, [a.values for a in seen], [a.weighed for a in seen]
+            return result, self.observed.values, self.observed.weighed
 
         variant = trace_variant(
             call,
