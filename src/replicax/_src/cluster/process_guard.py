@@ -90,7 +90,7 @@ def _tell_if_ended(pid: int) -> bool:
 
 
 def _ending(pid: int) -> str | None:
-    """How the command ended, and when. On Linux it stays a zombie, so that its number cannot become another process's."""
+    """How the command ended, and when. On Linux it stays a zombie: no other process gets its number."""
     if _IS_LINUX:
         seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is None:
