@@ -16,7 +16,7 @@ from checks import in_a_process_of_its_own, message
 from replicax._src import jax_compat, jax_compat_names
 
 
-def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_cached_program_is_complete_or_absent(tmp_path, monkeypatch):
     """Who is killed while writing it leaves what was there before; what was damaged is replaced."""
 
     def killed(path, data):

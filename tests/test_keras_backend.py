@@ -45,7 +45,7 @@ def test_keras_takes_the_same(tmp_path, environment, file):
         assert done.stdout.strip() == expected
 
 
-def test_what_needs_keras_says_what_to_write(monkeypatch):
+def test_code_that_needs_keras_says_what_to_write(monkeypatch):
     check_keras("This")
     wrong = KerasBackend("tensorflow", "KERAS_BACKEND is not set")
     monkeypatch.setattr(keras_backend, "backend_now", lambda: wrong)
@@ -66,7 +66,7 @@ def without_backend(tmp_path):
     return {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)}
 
 
-def test_people_without_keras_see_nothing_of_it(tmp_path):
+def test_programs_without_keras_are_not_affected(tmp_path):
     program = """
     import os, sys
     before = dict(os.environ)

@@ -174,12 +174,12 @@ def test_only_jax_compat_knows_jax_internals():
         assert not [name for name in imports_of(file) if name.startswith(("jax._src", "jaxlib"))], file
 
 
-def test_nothing_is_told_by_hasattr():
+def test_no_code_uses_hasattr():
     asking = [ids(file) for file in FILES if "hasattr(" in file.read_text()]
     assert not asking, "use isinstance; or getattr, where another version of a package lacks a name"
 
 
-def test_no_module_has_a_list_of_hooks_that_others_fill():
+def test_no_module_has_hooks_that_others_fill():
     """What a framework does is in its ``Framework``; who reads a module sees what it calls."""
     lists = {
         f"{name_of(file)}:{node.target.id}"
@@ -229,7 +229,7 @@ assert not replicax.has_strategy()
 """
 
 
-def test_what_starts_often_starts_without_jax():
+def test_frequent_processes_start_without_jax():
     subprocess.run([sys.executable, "-c", WITHOUT_JAX], check=True, timeout=120)
 
 

@@ -97,7 +97,7 @@ def test_links_in_code_stay_and_each_picture_of_a_set_is_found():
     )
 
 
-def test_links_of_the_readme_work_where_it_stands_alone(metadata):
+def test_links_of_the_readme_work_on_the_package_index(metadata):
     """Those of files of the repository lead into it, and to files that are there."""
     assert metadata["Description-Content-Type"] == "text/markdown"
     text = re.sub(r"^```.*?^```", "", metadata.get_payload(), flags=re.MULTILINE | re.DOTALL)
@@ -114,7 +114,7 @@ def test_links_of_the_readme_work_where_it_stands_alone(metadata):
 
 
 @pytest.mark.rest
-def test_the_wheel_holds_the_package_alone(wheel):
+def test_wheel_contains_only_the_package(wheel):
     names = wheel.namelist()
     assert {name.partition("/")[0] for name in names} == {"replicax", f"replicax-{rx.__version__}.dist-info"}
     assert "replicax/py.typed" in names

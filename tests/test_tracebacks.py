@@ -269,7 +269,7 @@ def test_an_error_that_the_caller_handles_keeps_its_frames():
     assert files_of(error) == files_of(error.__context__) == {__file__}
 
 
-def test_errors_pickle_and_keep_notes_and_what_they_came_from():
+def test_errors_pickle_with_notes_and_causes():
     error = raised()
     error.add_note("a note")
     again = pickle.loads(pickle.dumps(error))
@@ -305,7 +305,7 @@ def test_nothing_holds_an_error_after_it_was_caught():
     assert gone() is None
 
 
-def test_an_error_that_refuses_assignments_arrives_as_it_is():
+def test_error_that_rejects_attributes_is_raised_unchanged():
     @dataclasses.dataclass(frozen=True)
     class BadBatch(Exception):
         index: int

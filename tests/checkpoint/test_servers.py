@@ -98,7 +98,7 @@ def test_onto_other_servers_and_shards(is_built_before, tmp_path, monkeypatch):
         np.testing.assert_array_equal(value, wanted[name], err_msg=name)
 
 
-def test_a_table_is_read_and_given_in_blocks(tmp_path, monkeypatch):
+def test_table_is_read_and_restored_in_blocks(tmp_path, monkeypatch):
     """Larger than what there is of it on the coordinator at any time."""
     monkeypatch.setattr(orbax_files, "_CHUNK_BYTES", 1 << 18)
     monkeypatch.setattr(leaves, "_BLOCK_BYTES", 1 << 17)

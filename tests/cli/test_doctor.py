@@ -62,7 +62,7 @@ def free():
     return lambda: f"127.0.0.1:{next(ports)}"
 
 
-def test_a_worker_on_its_own(doctor):
+def test_single_worker(doctor):
     code, printed = doctor()
     assert code == 0
     assert "Nothing in the environment" in printed
@@ -133,7 +133,7 @@ def test_the_cluster_is_a_table(doctor, free):
     ]
 
 
-def test_who_does_not_answer_in_time_is_wrong(doctor, free):
+def test_task_that_does_not_answer_in_time_is_reported(doctor, free):
     code, printed = doctor(config_of(free(), free()), "--wait", "0.5")
     assert code == 1
     assert "wrong: worker 1 at" in printed
@@ -212,7 +212,7 @@ def test_another_program_is_at_an_address(doctor, free):
     assert f"worker 1 at {address} is another program's" in printed
 
 
-def test_servers_answer_who_has_their_token(doctor, free, monkeypatch):
+def test_servers_answer_clients_with_their_token(doctor, free, monkeypatch):
     """As their own doctor, and as that of another task."""
     cluster = {"chief": [free()], "worker": [free()], "ps": [free()]}
     monkeypatch.setenv("REPLICAX_TOKEN", "theirs")
@@ -235,7 +235,7 @@ def test_servers_answer_who_has_their_token(doctor, free, monkeypatch):
         assert f"wrong: ps 0 at {cluster['ps'][0]} runs `replicax server`, and refuses this token" in printed
 
 
-def test_a_host_that_nobody_knows(doctor, free):
+def test_unknown_host(doctor, free):
     start = time.monotonic()
     code, printed = doctor(config_of(free(), "no-such-host.invalid:2222"))
     assert code == 1
@@ -250,7 +250,7 @@ def rows_of(printed):
     return {f"{job} {index}": text for job, index, _, text in words}
 
 
-def test_its_own_host_is_unknown(doctor, free):
+def test_own_host_is_unknown(doctor, free):
     code, printed = doctor(config_of("no-such-host.invalid:2222", free()))
     assert code == 1
     assert rows_of(printed)["worker 0"] == "this task, no host is called 'no-such-host.invalid' here"
@@ -317,13 +317,13 @@ def test_mpi_without_its_library(doctor, free, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["nan", "-1", "soon"])
-def test_how_long_to_wait_is_a_number_of_seconds(doctor, capsys, text):
+def test_wait_is_a_number_of_seconds(doctor, capsys, text):
     with pytest.raises(SystemExit):
         doctor(None, f"--wait={text}")
     assert f"'{text}' is not a number of seconds of at least 0" in capsys.readouterr().err
 
 
-def test_addresses_that_nobody_knows_are_not_wrong(doctor, free, monkeypatch):
+def test_unknown_addresses_are_not_reported(doctor, free, monkeypatch):
     """Of what torchrun started only the first worker's host is known."""
     host, port = free().split(":")
     monkeypatch.setenv("REPLICAX_PORT", port)

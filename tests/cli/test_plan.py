@@ -237,7 +237,7 @@ importlib.util.find_spec = lambda name, *more: None if name == "libtpu" else fou
 
 
 @pytest.mark.long
-def test_a_compiler_that_is_missing_is_told_before_the_script_runs(tmp_path, monkeypatch):
+def test_missing_compiler_is_reported_before_the_script_runs(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_LIBTPU)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

@@ -46,11 +46,11 @@ def test_the_path_of_the_library(tmp_path):
     ],
     ids=["no library", "no mpirun", "srun without PMIx", "an evaluator too", "no number"],
 )  # fmt: skip
-def test_what_is_missing_is_said(environ, says):
+def test_missing_parts_are_named(environ, says):
     assert says in message(errors.ClusterEnvironmentError, lambda: check_mpi(environ, 2))
 
 
-def test_what_to_do_is_said():
+def test_errors_say_what_to_do():
     says = message(errors.ClusterEnvironmentError, lambda: check_mpi(LIBRARY, 2))
     assert "mpirun -n 2" in says
 
@@ -68,7 +68,7 @@ def test_one_device_in_each_process():
 
 
 @pytest.mark.parametrize("chosen", ["gloo", None])
-def test_gloo_unless_mpi_is_asked_for(chosen):
+def test_gloo_unless_mpi_is_requested(chosen):
     with changed("jax_cpu_collectives_implementation", chosen):
         assert jax_compat.cpu_collectives() == "gloo"
     with changed("jax_cpu_collectives_implementation", "mpi"):
@@ -105,7 +105,7 @@ class changed:
         ("RING", "gpu", "gloo", "RING is gloo's, on CPUs: here the workers use NCCL, which chooses"),
     ],
 )
-def test_an_implementation_that_the_hardware_has_not(wanted, platform, library, says, caplog):
+def test_implementation_that_the_hardware_lacks(wanted, platform, library, says, caplog):
     with changed("jax_cpu_collectives_implementation", library), caplog.at_level(logging.WARNING, "replicax"):
         _say_what_communicates(CommunicationImplementation(wanted), platform)
     assert len(caplog.messages) == (says is not None)

@@ -54,7 +54,7 @@ def test_an_interrupt_after_jax_has_connected_leaves_no_client_that_waits_at_exi
 
 
 @pytest.mark.parametrize(("answers", "serves"), [([None, {}], True), ([None, None], False)])
-def test_a_service_that_misses_one_question_is_not_taken_for_stopped(answers, serves, monkeypatch):
+def test_service_that_misses_one_question_is_not_considered_stopped(answers, serves, monkeypatch):
     monkeypatch.setattr(start, "_ping", lambda *args: answers.pop(0))
     cluster = object.__new__(start._LiveCluster)
     cluster._security = Security()

@@ -119,7 +119,7 @@ def test_uneven_values_through_own_operations():
     assert [float(v) for v in total.values] == [6.0] * 3
 
 
-def test_own_operations_are_asked():
+def test_own_operations_are_called():
     ops = Own()
     strategy = rx.MirroredStrategy(DEVICES, cross_device_ops=ops)
     strategy.reduce("MEAN", values_of(strategy), axis=None)

@@ -85,7 +85,7 @@ def test_every_sum_is_that_of_its_array(packing):
         (LOGICAL_DEVICES, [KIB // 2, KIB // 4], [KIB // 2, KIB // 4]),
     ],
 )
-def test_what_suits_the_devices(topology, sizes, expected):
+def test_packing_fits_the_devices(topology, sizes, expected):
     assert sorted(buffers(sizes, Packing.on(topology))) == sorted(expected)
 
 
@@ -103,7 +103,7 @@ def test_buffers_have_at_most_the_bytes_that_the_options_say(topology, bytes_per
     assert sorted(buffers([8, 8, 12, 400 * KIB, 3 * MIB], packing)) == sorted(expected)
 
 
-def test_each_dtype_has_a_buffer_of_its_own():
+def test_each_dtype_has_its_own_buffer():
     rows = [jnp.ones((3, 5), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.int32)]
     text = summed(rows, Packing.on(SEVERAL_PROCESSES)).lower().as_text()
     assert text.count("stablehlo.all_reduce") == 2

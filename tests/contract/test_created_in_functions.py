@@ -183,12 +183,12 @@ def test_a_variable_created_in_every_call_is_an_error_in_the_first(strategy, kin
     ],
     ids=["metric", "layer", "optimizer", "seed_generator"],
 )
-def test_what_has_variables_is_not_created_in_every_call_either(create):
+def test_objects_with_variables_cannot_be_created_in_every_call(create):
     with pytest.raises(VariableError):
         rx.MirroredStrategy(["cpu:0", "cpu:1"]).run(create)
 
 
-def test_a_function_that_creates_one_in_each_call_of_its_own_is_an_error():
+def test_inner_function_that_creates_one_in_each_call_is_an_error():
     """Each replica function keeps its variable, but each call of the outer function makes another replica function."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
 

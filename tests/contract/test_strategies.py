@@ -226,7 +226,7 @@ def test_run_traces_once_for_all_replicas(strategy):
     assert len(calls) == 1
 
 
-def test_run_inside_and_outside_of_scope_is_the_same(strategy, num_replicas):
+def test_run_inside_and_outside_scope_is_the_same(strategy, num_replicas):
     values = per_replica(strategy, lambda r: np.float32(r))
     with strategy.scope():
         inside = strategy.run(lambda x: x * 2, (values,))
@@ -275,7 +275,7 @@ def test_reduce_with_empty_replicas(strategy, num_replicas):
     assert float(strategy.reduce("SUM", nothing, axis=0)) == 0.0
 
 
-def test_reduce_maps_over_nests(strategy, num_replicas):
+def test_reduce_maps_over_pytrees(strategy, num_replicas):
     nest = {
         "a": per_replica(strategy, lambda r: np.float32(r)),
         "b": [per_replica(strategy, lambda r: np.float32(1))],
@@ -285,7 +285,7 @@ def test_reduce_maps_over_nests(strategy, num_replicas):
     assert float(result["b"][0]) == num_replicas
 
 
-def test_reduce_of_what_run_proved_equal(strategy, num_replicas):
+def test_reduce_of_a_result_proven_equal(strategy, num_replicas):
     same = strategy.run(lambda: jnp.array([1.0, 2.0]))
     assert np.asarray(strategy.reduce("SUM", same, axis=None)).tolist() == [num_replicas, 2.0 * num_replicas]
     assert np.asarray(strategy.reduce("MEAN", same, axis=None)).tolist() == [1.0, 2.0]
@@ -740,7 +740,7 @@ def test_a_float_variable_takes_integers_of_64_bits(strategy):
 # --- inside rx.function -------------------------------------------------------------------------------
 
 
-def test_a_whole_step_in_a_function(strategy, num_replicas):
+def test_complete_step_in_a_function(strategy, num_replicas):
     with strategy.scope():
         v = rx.Variable(1.0)
 

@@ -85,7 +85,7 @@ def finished(dom):
     return int(shown.replace(",", "")) - 1000
 
 
-def test_the_page_refreshes_itself_and_runs_nothing_that_a_name_says(server, browse):
+def test_page_refreshes_itself_and_executes_no_name(server, browse):
     dom = browse("--virtual-time-budget=3500", "--dump-dom", server.url)
     assert finished(dom) == server.asked[-1] >= 3
     assert "<title>replicax status</title>" in dom
@@ -94,7 +94,7 @@ def test_the_page_refreshes_itself_and_runs_nothing_that_a_name_says(server, bro
     assert 'role="status"></p>' in dom
 
 
-def test_the_page_says_when_what_it_shows_is_old(server, browse):
+def test_page_says_when_its_data_are_old(server, browse):
     server.num_answers = 2
     dom = browse("--virtual-time-budget=6500", "--dump-dom", server.url)
     assert finished(dom) == 2

@@ -55,7 +55,7 @@ def send_now(connection, closures):
     return closures[connection.send(connection.small(closures, 0, 8), may_block=False) :]
 
 
-def test_beside_much_that_is_unanswered_nothing_is_sent_without_blocking(connection, link):
+def test_nothing_is_sent_without_blocking_with_many_unanswered_requests(connection, link):
     """A worker whose own answer is not taken takes nothing: the thread that takes answers must not wait for it."""
     small = [closure(number) for number in (1, 2)]
     connection.send(connection.whole(closure(0, 2**20), 0))
@@ -66,7 +66,7 @@ def test_beside_much_that_is_unanswered_nothing_is_sent_without_blocking(connect
     assert link.sent == [[0], [1, 2]]
 
 
-def test_what_could_not_be_sent_is_not_awaited_though_some_of_it_is_answered(connection, link):
+def test_unsent_requests_are_not_awaited_if_others_are_answered(connection, link):
     """The first of several frames got through."""
     send_now(connection, [closure(0)])
 
@@ -81,7 +81,7 @@ def test_what_could_not_be_sent_is_not_awaited_though_some_of_it_is_answered(con
     assert connection.running() == []
 
 
-def test_a_request_that_cannot_travel_is_left_to_the_thread_that_may_block(connection, link):
+def test_unsendable_request_is_left_to_the_blocking_thread(connection, link):
     link.error = MessageError("too large")
     assert send_now(connection, [closure(0)]) != []
     with pytest.raises(MessageError):

@@ -116,7 +116,7 @@ CHECKED = [
 
 
 @pytest.mark.rest
-def test_a_type_checker_finds_no_mistake_of_ours(tmp_path):
+def test_type_checker_finds_no_mistake(tmp_path):
     """In each listing, behind those before it on its page."""
     starts = {}
     for page in CHECKED:

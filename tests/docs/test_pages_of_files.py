@@ -105,7 +105,7 @@ def test_commands_print_what_the_page_says_in_processes(page, shell):
         assert pattern(expected).fullmatch(got), f"{code}\nprinted\n{got}"
 
 
-def test_the_page_has_all_that_replicax_testing_offers():
+def test_page_has_every_name_of_replicax_testing():
     page = (ROOT / "docs" / "reference" / "testing.md").read_text()
     offered = list(testing.__all__)
     for cls in (testing.LocalCluster, testing.LocalTask):

@@ -73,7 +73,7 @@ def internal_members() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("name", "members"), internal_members().items())
-def test_members_that_the_api_leaves_out_exist_and_stand_on_no_page(name, members):
+def test_omitted_members_exist_and_are_on_no_page(name, members):
     (cls,) = {
         value
         for path in public_names()
@@ -132,7 +132,7 @@ def variables_in_source() -> set[str]:
     return found - {*NOT_VARIABLES}
 
 
-def test_the_page_has_every_environment_variable_and_no_other():
+def test_page_has_exactly_the_environment_variables():
     page = (DOCS / "reference" / "environment_variables.md").read_text()
     documented = {name for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", page) if VARIABLE.fullmatch(name)}
     read_by_others = {"OMPI_MCA_orte_hnp_uri"}

@@ -514,7 +514,7 @@ def test_tensor_parallelism_by_a_layout_map():
 
 
 @pytest.mark.rest
-def test_checkpoints_go_on_with_another_number_of_devices(tmp_path):
+def test_checkpoints_resume_with_another_number_of_devices(tmp_path):
     options = "--directory", str(tmp_path / "training")
     first = output_of("checkpoints.py", "--epochs", "1", *options).splitlines()
     second = output_of("checkpoints.py", "--epochs", "3", "--devices", "3", *options).splitlines()

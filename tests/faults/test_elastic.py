@@ -50,7 +50,7 @@ def run(folder, program, workers, **arguments):
         ),
     ],
 )
-def test_a_loop_goes_on_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
+def test_loop_resumes_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
     """Where the batch does not divide by it, too."""
     num_steps, given = 12, {"batch_size": batch_size, "pause_s": 0}
     expected = losses(
@@ -69,7 +69,7 @@ def test_a_loop_goes_on_with_another_number_of_workers(tmp_path, monkeypatch, ca
 @LONG
 @pytest.mark.parametrize("batch_size", [12, 10, 7])
 @pytest.mark.parametrize("workers", [(2, 1), (2, 3), (3, 2)])
-def test_fit_goes_on_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
+def test_fit_resumes_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
     """Dropout and batch normalisation are of the global batch."""
     given = {"batch_size": batch_size, "pause_s": 0}
     expected = losses(alone(fitting, tmp_path, monkeypatch, capsys, epochs=2, **given), "epoch")

@@ -182,6 +182,6 @@ def test_a_blackhole_holds_even_the_end_of_a_connection(echo):
         assert all_of(connection) == b"abc"
 
 
-def test_a_proxy_to_nobody_ends_connections():
+def test_proxy_without_a_target_ends_connections():
     with Proxy("127.0.0.1", *free_ports(1)) as proxy, connected(proxy) as connection:
         assert connection.recv(1) == b""

@@ -124,7 +124,9 @@ def run_to_the_end(cluster, args):
     ],
     ids=["told", "told_with_divided_state", "dataset", "many"],
 )
-def test_workers_that_end_go_on_in_the_middle_of_an_epoch(local_cluster, tmp_path, faults, shard_state, data):
+def test_terminated_workers_resume_in_the_middle_of_an_epoch(
+    local_cluster, tmp_path, faults, shard_state, data
+):
     expected = run_to_the_end(
         local_cluster(2, timeout_s=LIMIT_S), [str(tmp_path / "whole"), shard_state, data]
     )

@@ -85,7 +85,7 @@ def test_another_order_of_known_programs_is_an_error_before_they_meet(local_clus
 
 
 @pytest.mark.rest
-def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_cluster):
+def test_known_orders_that_differ_are_an_error_soon_after(local_cluster):
     """They have mixed up their values by then."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(orders, ["known", "4"])
@@ -98,7 +98,7 @@ def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_clus
 
 
 @pytest.mark.rest
-def test_where_gloo_aborts_a_process_the_other_says_why(local_cluster):
+def test_other_process_says_why_if_gloo_aborts_one(local_cluster):
     """Both orders are known, and the collectives that meet have different sizes."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(orders, ["known", "1000"])
@@ -194,7 +194,7 @@ def processes_of(tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["0", pytest.param("1", marks=pytest.mark.long)])
-def test_a_job_whose_worker_is_killed_is_started_again_and_ends_well(tmp_path, victim):
+def test_job_with_a_killed_worker_restarts_and_completes(tmp_path, victim):
     arguments = [tmp_path / "state", victim, "1"]
     with launched(tmp_path, JOB, *arguments, options=["--max-restarts", "2"]) as launcher:
         output = launcher.communicate(timeout=LIMIT_S)[0]
@@ -213,7 +213,7 @@ def test_a_job_whose_worker_is_killed_is_started_again_and_ends_well(tmp_path, v
 
 
 @pytest.mark.rest
-def test_a_job_that_fails_more_often_than_it_may(tmp_path):
+def test_job_that_fails_too_often_ends(tmp_path):
     arguments = [tmp_path / "state", "1", "9"]
     with launched(tmp_path, JOB, *arguments, options=["--max-restarts", "1"]) as launcher:
         output = launcher.communicate(timeout=LIMIT_S)[0]
@@ -264,7 +264,7 @@ def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, failed, af
 
 
 @pytest.mark.rest
-def test_a_worker_of_another_host_that_comes_after_the_failure_hears_of_it(tmp_path):
+def test_worker_that_joins_after_a_failure_hears_of_it(tmp_path):
     """Worker 1 fails before it joins, worker 0 hears of that and ends, and worker 2 comes only then."""
     hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(3))
 
@@ -452,7 +452,7 @@ def unknown_lengths(lengths):
 
 @pytest.mark.parametrize("lengths", ["4,2", pytest.param("1,4", marks=pytest.mark.long)])
 @pytest.mark.rest
-def test_a_worker_whose_data_end_early_steps_on_without_rows(local_cluster, lengths):
+def test_worker_whose_data_end_early_continues_without_rows(local_cluster, lengths):
     """The numbers are those of one device that is given the same global batches."""
     found = {}
     for num_workers in (1, 2):

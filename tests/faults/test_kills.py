@@ -27,7 +27,7 @@ def damage(folder):
     return len(kept)
 
 
-def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
+def test_killed_tasks_resume_bit_identically(tmp_path, monkeypatch, capsys):
     """The chief and the other one, where one restart may count: only those without progress do.
 
     Compiled programs are kept, those of all tasks; that they are damaged is no failure, and only the next start compiles them anew.

@@ -141,7 +141,7 @@ coordinator.close()
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_anybody_is_killed_again_and_again(tmp_path):
+def test_any_task_is_killed_repeatedly(tmp_path):
     """Fifty times: workers, the coordinator and parameter servers, at random moments, also while they start."""
     script, stop, chance = tmp_path / "counts.py", tmp_path / "stop", random.Random(50)
     script.write_text(COUNTS)

@@ -246,7 +246,7 @@ def test_a_function_fails_while_a_worker_is_killed(job, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job, tmp_path):
+def test_stopped_worker_is_lost_and_its_late_updates_are_rejected(job, tmp_path):
     values = job.take_of(held_dataset(tmp_path / "goes on"), 12)
     until(lambda: job.counts == [2.0, 2.0], "each worker waits for its second element")
     job.until_in_flight(0, 1)
@@ -270,7 +270,7 @@ def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job,
 
 
 @pytest.mark.rest
-def test_others_go_on_beside_a_slow_worker(job):
+def test_others_continue_beside_a_slow_worker(job):
     def dataset_fn():
         is_slow = '"index": 0' in os.environ["TF_CONFIG"]
         return Slow(2.0 if is_slow else 0.02)
@@ -375,7 +375,7 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 
 @pytest.mark.rest
 @pytest.mark.parametrize("what", ["stop", "partition"])
-def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
+def test_training_resumes_after_all_parameter_servers_were_silent_for_20_s(what):
     with (
         faulty_server_cluster(workers=2, ps=2) as (cluster, network),
         contextlib.closing(Job(cluster)) as job,
@@ -399,7 +399,7 @@ def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
 
 
 @pytest.mark.rest
-def test_a_parameter_server_that_is_stopped_for_long_is_named_until_it_goes_on(servers, monkeypatch):
+def test_stopped_parameter_server_is_named_until_it_resumes(servers, monkeypatch):
     monkeypatch.setattr(cluster_coordinator, "Limits", functools.partial(limits.Limits, ps_silence_s=8.0))
     with contextlib.closing(Job(servers)) as job:
         _is_named_until_it_goes_on(job)
@@ -518,7 +518,7 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
 
 
 @pytest.mark.rest
-def test_all_parameter_servers_go_back_together(tmp_path, caplog):
+def test_all_parameter_servers_rewind_together(tmp_path, caplog):
     arguments = snapshots_in(tmp_path, 1000)
     with (
         server_cluster(workers=2, ps=2, server_arguments=arguments) as cluster,
@@ -548,7 +548,7 @@ def test_all_parameter_servers_go_back_together(tmp_path, caplog):
 
 
 @pytest.mark.rest
-def test_the_job_goes_on_without_room_for_snapshots(tmp_path, caplog):
+def test_job_continues_without_room_for_snapshots(tmp_path, caplog):
     """A limit of what a process may write to files stands for the full disk."""
     arguments = snapshots_in(tmp_path, 0.2)
     with (
@@ -583,7 +583,7 @@ def test_the_job_goes_on_without_room_for_snapshots(tmp_path, caplog):
 
 
 @pytest.mark.rest
-def test_who_comes_later_takes_over(job):
+def test_later_coordinator_takes_over(job):
     job.schedule(2)
     job.join()
     iterator = iter(job.coordinator.create_per_worker_dataset(slow_dataset(0.1)))

@@ -125,7 +125,7 @@ def check_finished(cluster, num_steps=NUM_STEPS):
     ("num_steps", "preempted"),
     [(60, [(0,)]), pytest.param(400, [(0,), (1,), (0, 1)] * 4, marks=[LONG, pytest.mark.timeout(900)])],
 )
-def test_tasks_that_are_told_to_end_go_on_where_they_were(local_cluster, tmp_path, num_steps, preempted):
+def test_preempted_tasks_resume_where_they_were(local_cluster, tmp_path, num_steps, preempted):
     """Worker 0, beside which the hub is, and more, two at once too; at random moments."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(training, [str(tmp_path), "", "0", str(num_steps)])
@@ -276,7 +276,7 @@ def scoped(folder):
 
 
 @pytest.mark.rest
-def test_a_scope_and_who_waits_for_the_one_that_is_to_end(local_cluster, tmp_path):
+def test_scope_and_tasks_that_wait_for_the_preempted_one(local_cluster, tmp_path):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(scoped, [str(tmp_path)])
     victim, other = cluster.tasks["worker", 1], cluster.tasks["worker", 0]
@@ -312,7 +312,7 @@ training(os.environ["REPLICAX_CHECKPOINT_DIR"])
 
 
 @LONG
-def test_launch_starts_again_what_was_told_to_end(tmp_path):
+def test_launch_restarts_preempted_tasks(tmp_path):
     """Three times, with no restart allowed."""
     import inspect
     import subprocess

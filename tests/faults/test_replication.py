@@ -168,7 +168,7 @@ def test_a_primary_is_killed_and_nothing_is_lost(job, caplog):
 
 
 @pytest.mark.long
-def test_one_comes_back_has_all_brought_to_it_and_takes_over(job, caplog):
+def test_returning_server_gets_the_full_state_and_takes_over(job, caplog):
     job.steps(5)
     job.join()
     job.ps(1).kill()
@@ -227,7 +227,7 @@ def newest_snapshots(folder, group):
 
 
 @pytest.mark.rest
-def test_both_servers_are_killed_and_go_on_with_the_newer_snapshot(tmp_path, caplog):
+def test_both_killed_servers_resume_from_the_newer_snapshot(tmp_path, caplog):
     """Two groups; of one of them each server has the newer snapshot. What the job says is lost is lost, and no more."""
     with (
         server_cluster(workers=1, ps=2, server_arguments=snapshots_in(tmp_path, 4)) as cluster,
@@ -332,7 +332,7 @@ def test_both_are_killed_at_random_while_they_write_snapshots(tmp_path, caplog):
         assert job.counts == [count + 10.0 for count in before]
 
 
-def test_too_few_servers_and_snapshots_of_some_are_refused():
+def test_too_few_servers_and_partial_snapshots_raise():
     cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
     told = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
     resolver = TFConfigClusterResolver(environ={"TF_CONFIG": told})
@@ -382,7 +382,7 @@ def test_servers_are_killed_at_random_with_time_to_come_back():
 
 
 @pytest.mark.long
-def test_a_primary_is_stopped_and_says_nothing_when_it_wakes(job):
+def test_stopped_primary_rejects_requests_when_it_wakes(job):
     job.steps(20)
     job.join()
     job.steps(200)
@@ -406,7 +406,7 @@ def test_a_primary_is_stopped_and_says_nothing_when_it_wakes(job):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("apart_s", [0.0, 6.0])
-def test_training_goes_on_when_both_servers_were_silent_for_20_s(job, apart_s):
+def test_training_resumes_after_both_servers_were_silent_for_20_s(job, apart_s):
     job.steps(20)
     job.schedule()  # its program is on the servers then
     job.join()
@@ -445,7 +445,7 @@ def test_a_backup_is_stopped(job):
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["blackhole", "cut"])
-def test_two_servers_are_parted_that_all_others_reach(how):
+def test_partition_between_two_servers_that_all_others_reach(how):
     with (
         faulty_server_cluster(workers=1, ps=2) as (cluster, network),
         contextlib.closing(Job(cluster)) as job,
@@ -511,7 +511,7 @@ def test_shards_and_embeddings(servers):
 
 
 @pytest.mark.long
-def test_fit_goes_on(servers):
+def test_fit_continues(servers):
     with contextlib.closing(Job(servers)) as job:
 
         class Kill(keras.callbacks.Callback):

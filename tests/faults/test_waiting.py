@@ -75,7 +75,7 @@ def assert_trained(cluster, num_steps):
 
 
 @pytest.mark.rest
-def test_who_waits_for_one_that_is_alive_says_so_and_goes_on(local_cluster):
+def test_wait_for_a_living_worker_is_logged_and_continues(local_cluster):
     """Two seconds are a stall here, four are no failure."""
     cluster = local_cluster(2, environment={"REPLICAX_STALL_WARNING_S": "2"}, timeout_s=LIMIT_S)
     cluster.start(steps, ["stays away for a while", "60"])
@@ -92,7 +92,7 @@ def test_who_waits_for_one_that_is_alive_says_so_and_goes_on(local_cluster):
 
 
 @pytest.mark.rest
-def test_after_the_time_that_was_given_the_step_ends(local_cluster):
+def test_step_ends_after_its_timeout(local_cluster):
     """Its heartbeats have not stopped. It hears of it when it comes."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(steps, ["stays away for too long", "60"])
@@ -148,7 +148,7 @@ def parted(local_cluster, faulty_network, how, silence_s):
         ),
     ],
 )
-def test_a_worker_that_is_parted_and_the_others_name_each_other(
+def test_partitioned_worker_and_the_others_name_each_other(
     local_cluster, faulty_network, how, of_hub, of_worker_1
 ):
     """Their collectives go on meanwhile: those go another way."""

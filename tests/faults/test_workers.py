@@ -128,7 +128,7 @@ LONG, REST = pytest.mark.long, pytest.mark.rest
         pytest.param("compiling", "died without a word", 1, marks=LONG),
     ],
 )
-def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim):
+def test_lost_worker_is_named_within_seconds(local_cluster, fault, says, victim):
     """Process 0 included, which JAX's own coordination takes down with it."""
     cluster, survivors = run(local_cluster, fault, victim)
     results = cluster.wait()
@@ -148,7 +148,7 @@ def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim)
 
 
 @pytest.mark.long
-def test_all_survivors_of_three_learn_it(local_cluster):
+def test_all_survivors_of_three_are_told(local_cluster):
     cluster, survivors = run(local_cluster, "killed", 0, workers=3)
     results = cluster.wait()
     assert [results["worker", n].report["tasks"] for n in survivors] == [["worker 0"]] * 2
@@ -156,7 +156,7 @@ def test_all_survivors_of_three_learn_it(local_cluster):
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.rest
-def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
+def test_stopped_worker_is_named_after_the_timeout(local_cluster, victim):
     """The step that waits for it is unblocked."""
     _, survivors = run(local_cluster, "stopped", victim, REPLICAX_SILENCE_TIMEOUT_S="6")
     ((_, survivor),) = survivors.items()
@@ -277,7 +277,7 @@ def source_of(function, before=""):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_who_is_missing_is_named_in_time(local_cluster, missing):
+def test_missing_member_is_named_in_time(local_cluster, missing):
     leave = f"""
     import json, os, sys
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == {missing}:
@@ -362,7 +362,7 @@ def test_two_processes_with_one_index(local_cluster, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_job_may_start_again_on_the_same_ports(local_cluster):
+def test_job_may_restart_on_the_same_ports(local_cluster):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(starting)
     cluster.wait().raise_if_failed()

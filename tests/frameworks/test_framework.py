@@ -29,7 +29,7 @@ class Both:
     """An object that two frameworks know."""
 
 
-def test_the_order_of_frameworks_does_not_depend_on_who_came_first(in_use):
+def test_order_of_frameworks_does_not_depend_on_import_order(in_use):
     keras_first = Framework("keras", tracking=Tracking(lambda tracked: {"of": "keras"}))
     nnx_first = Framework("flax.nnx", tracking=Tracking(lambda tracked: {"of": "nnx"}))
     for order in ((keras_first, nnx_first), (nnx_first, keras_first)):
@@ -93,7 +93,7 @@ def test_replicax_leaves_the_finders_of_imports_alone():
     assert sys.meta_path == finders
 
 
-def test_what_keras_makes_unseen_in_a_scope_is_told_whatever_else_the_scope_does():
+def test_unseen_keras_objects_in_a_scope_raise_in_every_case():
     program = """
         import replicax as rx
         strategy = rx.MirroredStrategy(1)

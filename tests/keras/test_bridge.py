@@ -80,7 +80,7 @@ def test_replicax_does_not_import_keras():
     assert in_a_process_of_its_own(program, "-W", "error").strip() == "[]"
 
 
-def test_keras_on_another_backend_is_refused():
+def test_keras_on_another_backend_raises():
     program = """
     import keras
     assert keras.backend.backend() == "numpy"
@@ -169,9 +169,7 @@ DIFFERENTIATED = pytest.mark.parametrize(
 
 @DIFFERENTIATED
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "mean_with_sample_weight"])
-def test_a_mean_loss_that_is_differentiated_is_refused_with_the_lines_to_write(
-    strategy, differentiate, reduction
-):
+def test_differentiated_mean_loss_raises_with_the_lines_to_write(strategy, differentiate, reduction):
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     with pytest.raises(KerasLossError) as caught:
         strategy.run(differentiate(loss_object), args=(LOGITS,))
@@ -241,7 +239,7 @@ def test_losses_outside_replica_functions_are_keras_own():
     np.testing.assert_allclose(gradient, [1.0, 2.0])
 
 
-def test_an_optimizer_of_keras_says_which_variables_it_takes(strategy):
+def test_keras_optimizer_says_which_variables_it_accepts(strategy):
     with strategy.scope():
         v = rx.Variable(jnp.float32(1.0), name="w")
         optimizer = keras.optimizers.SGD(0.1)
@@ -312,7 +310,7 @@ def test_an_error_in_a_scope_in_which_keras_is_imported_is_that_error():
     assert "own" in in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax")
 
 
-def test_a_framework_that_is_not_there_is_missed_as_ever():
+def test_missing_framework_raises_import_error():
     program = """
     import sys
     import replicax as rx

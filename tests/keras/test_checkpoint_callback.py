@@ -150,7 +150,7 @@ FEEDS = {
     "generator": lambda strategy: {"x": generator(), "steps_per_epoch": 5},
 }
 # Each place in the data is kept by one that stays: passes of arrays, a PyDataset's with its state, that of rx.data, of which
-# test_goes_on_at_the_end_of_an_epoch has the distributed one.
+# test_resumes_at_the_end_of_an_epoch has the distributed one.
 LONG_FEEDS = {"arrays_by_steps", "arrays_split", "py_dataset", "distributed"}
 
 
@@ -201,7 +201,7 @@ def assert_goes_on(strategy, feed, folder, dies_after, save_freq=1, **options):
 @pytest.mark.parametrize(
     "feed", [pytest.param(feed, marks=[pytest.mark.long] * (feed in LONG_FEEDS)) for feed in FEEDS]
 )
-def test_goes_on_in_the_middle_of_an_epoch(mirrored, feed, tmp_path):
+def test_resumes_in_the_middle_of_an_epoch(mirrored, feed, tmp_path):
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=8)
     assert len(again.batches) == len(log.batches) - 8
 
@@ -269,13 +269,13 @@ def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
         ("distributed", 5),
     ],
 )
-def test_goes_on_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
+def test_resumes_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
     """Of which a pass through the data may be in the middle."""
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=steps + 1, save_freq="epoch")
     assert len(again.batches) == len(log.batches) - steps
 
 
-def test_a_pass_ends_with_an_epoch_that_goes_on(one_device, tmp_path):
+def test_pass_ends_with_a_resumed_epoch(one_device, tmp_path):
     """Keras counts what it has taken of a pass, and begins the next one where all has been: it had taken less here."""
     again, _ = assert_goes_on(one_device, "arrays", tmp_path, dies_after=4, steps_per_epoch=3)
     assert [(epoch, batch) for epoch, batch, *_ in again.batches] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
@@ -415,7 +415,7 @@ RESTARTS = {
 
 
 @pytest.mark.parametrize("name", RESTARTS)
-def test_what_callbacks_of_keras_restart_from(one_device, tmp_path, name):
+def test_restart_values_of_keras_callbacks(one_device, tmp_path, name):
     make, look, uninterrupted, resumed = RESTARTS[name]
     folders = [tmp_path / part for part in ("whole", "parts")]
     for folder in folders:
@@ -468,7 +468,7 @@ def test_averaged_weights_in_validation_resume(one_device, tmp_path):
             np.testing.assert_array_equal(here, wanted)
 
 
-def test_weights_that_are_swapped_at_the_end_of_an_epoch_are_refused(one_device, tmp_path):
+def test_swap_on_epoch_raises(one_device, tmp_path):
     """The checkpoint of an epoch's end would have the averages in place of the weights to train on from."""
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     with pytest.raises(UnsupportedError, match="swap_on_epoch"):
@@ -490,7 +490,7 @@ def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_a_rate_that_is_set_when_a_training_resumes_at_an_epoch_counts(one_device, tmp_path):
+def test_learning_rate_set_at_a_resumed_epoch_takes_effect(one_device, tmp_path):
     """By a callback that comes later, as callbacks in a CallbackList do."""
     with pytest.raises(Died):
         fit(one_device, "arrays", [CheckpointCallback(tmp_path), Dies(BATCHES)])
@@ -510,7 +510,7 @@ def test_a_rate_that_is_set_when_a_training_resumes_at_an_epoch_counts(one_devic
     assert float(model.optimizer.learning_rate) == pytest.approx(1e-6 * 2**2)
 
 
-def test_a_training_that_has_ended_and_one_that_is_to_be_longer(one_device, tmp_path, caplog):
+def test_finished_training_and_longer_training(one_device, tmp_path, caplog):
     expected, history = fit(one_device, "arrays", [], epochs=4)
     fit(one_device, "arrays", [CheckpointCallback(tmp_path)], epochs=2)
     log = Log()
@@ -535,7 +535,7 @@ def test_the_newest_and_the_best_are_kept(one_device, tmp_path):
     assert callback.manager.best_checkpoint == str(tmp_path / "ckpt-2")
 
 
-def test_epochs_that_are_not_validated_are_not_judged(one_device, tmp_path):
+def test_epochs_without_validation_are_not_compared(one_device, tmp_path):
     x, y = rows()
     options = {"epochs": 4, "validation_freq": [2, 3]}
     callback = CheckpointCallback(tmp_path, max_to_keep=1, monitor="val_loss", mode="max")
@@ -621,7 +621,7 @@ test.fit(strategy, "arrays", [test.CheckpointCallback({folder!r}), IsTold()])
 """
 
 
-def test_a_process_that_is_told_to_end_saves_and_another_goes_on(mirrored, tmp_path):
+def test_preempted_process_saves_and_another_resumes(mirrored, tmp_path):
     here = Path(__file__).parent
     program = PROGRAM.format(tests=str(here.parent), here=str(here), folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
@@ -655,7 +655,7 @@ def test_with_parameter_servers_at_the_ends_of_epochs(tmp_path):
 
 
 @pytest.mark.quick
-def test_what_has_no_meaning_is_refused(tmp_path):
+def test_unsupported_options_raise(tmp_path):
     manager = rx.CheckpointManager(rx.Checkpoint(), tmp_path)
     for arguments, said in (
         ({"save_freq": 0}, "a number of batches of at least 1; got 0"),
@@ -670,7 +670,7 @@ def test_what_has_no_meaning_is_refused(tmp_path):
         CheckpointCallback(tmp_path).on_train_begin()
 
 
-def test_another_fit_than_the_one_that_was_saved(one_device, tmp_path):
+def test_other_fit_than_the_saved_one(one_device, tmp_path):
     with pytest.raises(Died):
         fit(one_device, "arrays", [CheckpointCallback(tmp_path, 1), Dies(5)])
     for options, said in (

@@ -120,7 +120,7 @@ BRIEF = ("adamw_clipped", "optimizer")
     ],
 )
 @pytest.mark.quick
-def test_training_equals_one_device_and_divides_memory(optimizer, state, monkeypatch):
+def test_training_equals_one_device_and_shards_memory(optimizer, state, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)  # each gathers what it needs
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state=state)
     model, history, values = trained(optimizer, strategy)
@@ -129,7 +129,7 @@ def test_training_equals_one_device_and_divides_memory(optimizer, state, monkeyp
     assert_divided(model, range(4), 4, "all" if model.optimizer.use_ema else state)
 
 
-def test_groups_have_all_of_the_state_each(monkeypatch):
+def test_each_group_has_the_full_state(monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state="all", shard_size=2)
     model, _, values = trained("adamw_clipped", strategy, steps_per_execution=4)
@@ -159,7 +159,7 @@ def test_evaluation_and_predictions_are_those_of_one_device():
     assert bytes_on(3, model.variables) == bytes_divided(model.variables, 4)
 
 
-def test_variables_are_made_in_pieces_with_the_values_of_one_device():
+def test_variables_are_created_in_shards_with_the_values_of_one_device():
     def made():
         keras.utils.set_random_seed(3)
         model = keras.Sequential([keras.Input((12,)), layers.Dense(24, kernel_initializer="orthogonal")])
@@ -179,7 +179,7 @@ def test_variables_are_made_in_pieces_with_the_values_of_one_device():
 @pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword"
 )  # of Keras, where it saves
-def test_weights_that_are_loaded_stay_divided(tmp_path):
+def test_loaded_weights_stay_sharded(tmp_path):
     path = tmp_path / "all.weights.h5"
     with rx.MirroredStrategy(CPUS[:4], shard_state="all").scope():
         model = keras.Sequential([keras.Input((12,)), layers.Dense(24), layers.Dense(5)])
@@ -195,7 +195,7 @@ def test_weights_that_are_loaded_stay_divided(tmp_path):
     assert bytes_on(3, kernels) == bytes_divided(kernels, 4)
 
 
-def test_steps_gather_variables_and_not_what_layers_compute():
+def test_steps_gather_variables_but_no_activations():
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state="all")
     with strategy.scope():
         model = keras.Sequential(

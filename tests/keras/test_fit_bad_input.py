@@ -82,7 +82,7 @@ def test_keras_scope_error_is_a_value_error_of_replicax():
     assert errors.KerasScopeError.__name__ in errors.__all__
 
 
-def test_a_model_made_outside_is_not_compiled_in_a_scope(strategy, one_device_loss):
+def test_model_made_outside_cannot_be_compiled_in_a_scope(strategy, one_device_loss):
     model = model_named("outer")
     with strategy.scope():
         message(
@@ -294,7 +294,7 @@ def test_datasets_without_a_batch(strategy, one_device_loss):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_arrays_of_no_rows_where_keras_lets_out_what_its_loops_run_into(strategy, method):
+def test_arrays_without_rows_raise_a_clear_error(strategy, method):
     """A model that is not built is built of its first batch; ``predict`` puts the outputs of its batches together."""
     with strategy.scope():
         model = keras.Sequential([layers.Dense(1)], name="small")
@@ -322,7 +322,7 @@ class NoBatches(keras.utils.PyDataset):
         raise IndexError(index)
 
 
-def test_validation_data_of_no_rows_are_said_before_training(strategy):
+def test_validation_data_without_rows_raise_before_training(strategy):
     with strategy.scope():
         model = compiled()
     before = model.get_weights()
@@ -333,7 +333,7 @@ def test_validation_data_of_no_rows_are_said_before_training(strategy):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_a_stop_iteration_of_a_callback_is_its_own(strategy):
+def test_stop_iteration_of_a_callback_is_raised_unchanged(strategy):
     class Exhausted(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             next(iter([]))
@@ -369,7 +369,7 @@ def wrong_calls():
 
 
 @pytest.mark.parametrize("name", wrong_calls())
-def test_what_keras_refuses_is_refused_in_its_words(strategy, one_device_loss, name):
+def test_errors_of_keras_keep_their_messages(strategy, one_device_loss, name):
     call = wrong_calls()[name]
     expected = keras_says(lambda: call(compiled("same")))
     with strategy.scope():
@@ -529,7 +529,7 @@ def test_keras_may_be_imported_after_the_strategy_was_made():
     assert in_a_process_of_its_own(program).strip() == "{2}"
 
 
-def test_a_model_on_another_backend_is_refused_before_it_is_made():
+def test_model_on_another_backend_raises_before_it_is_made():
     program = """
     import keras
     import numpy as np
@@ -648,7 +648,7 @@ def test_predict_and_mapped_files_are_checked_too(strategy, tmp_path):
     message(errors.NarrowingError, lambda: model.predict(mapped, batch_size=2, verbose=0), "1099511627776")
 
 
-def test_arrays_of_models_of_no_scope_are_left_to_keras(strategy):
+def test_arrays_of_models_without_a_scope_are_left_to_keras(strategy):
     with strategy.scope():
         model_of_ids()  # from here on Keras's methods are replaced
     assert model_of_ids().predict(wrong(IDS, 2**40), verbose=0).shape == (6, 1)

@@ -49,7 +49,7 @@ def step_of(name, phase):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "phase"), CASES)
-def test_a_step_split_by_rows_is_the_whole_step(name, phase):
+def test_step_split_by_rows_equals_the_unsplit_step(name, phase):
     step, state, rows = step_of(name, phase)
     plan, _ = plan_of(step, state, rows, SIZES)
     assert plan.num_rounds == ROUNDS.get(name, (1, 1))[phase is TEST]

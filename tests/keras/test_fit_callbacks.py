@@ -293,7 +293,7 @@ def test_callbacks_that_steer(strategy, name):
 
 
 @pytest.mark.quick
-def test_early_stopping_gives_back_the_weights_of_the_best_epoch(strategy):
+def test_early_stopping_restores_the_weights_of_the_best_epoch(strategy):
     """The best is the first epoch, as nothing can improve by 10; the weights are those after one epoch."""
     _, (weights, _) = STEERED["early_stopping"](strategy)
     model = make_model(None)
@@ -683,7 +683,7 @@ class Broken(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
-def test_data_whose_first_batch_cannot_be_read_leaves_a_trained_model_as_it_is(strategy, call):
+def test_unreadable_first_batch_does_not_change_a_trained_model(strategy, call):
     model = make_model(strategy)
     train(model, epochs=1)
     before = state_of(model)
@@ -761,7 +761,7 @@ def test_a_later_batch_of_wrong_width_leaves_the_weights_of_the_steps_done(strat
 
 @ends
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
-def test_an_evaluation_or_prediction_that_ends_with_an_error_leaves_the_weights(strategy, call):
+def test_failed_evaluation_or_prediction_keeps_the_weights(strategy, call):
     model = make_model(strategy)
     train(model)
     before = state_of(model)
@@ -789,7 +789,7 @@ def test_an_evaluation_or_prediction_that_ends_with_an_error_leaves_the_weights(
     assert_equal(state_of(model), state_of(expected))
 
 
-def test_a_validation_that_ends_with_an_error_leaves_the_weights_of_the_epoch(strategy):
+def test_failed_validation_keeps_the_weights_of_the_epoch(strategy):
     model, expected = make_model(strategy), make_model(None)
 
     def raises(batch, logs):

@@ -266,7 +266,7 @@ def test_training_equals_one_device(model, feed, strategy):
     assert_variables_at_home(trained_model, strategy)
 
 
-def test_every_model_feed_and_strategy_is_met():
+def test_every_model_feed_and_strategy_is_tested():
     met = {(m, f, s) for m, feeds in CASES.items() for f, names in feeds.items() for s in names}
     models, feeds, strategies = ({case[i] for case in met} for i in range(3))
     assert models == set(SUBJECTS)
@@ -326,7 +326,7 @@ def test_single_batches_equal_one_device(model, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["mirrored_3", pytest.param("central_2", marks=pytest.mark.long)])
-def test_each_device_computes_its_part_of_a_batch(strategy):
+def test_each_device_computes_its_slice_of_a_batch(strategy):
     """XLA says how it laid out a layer's outputs, each time when it compiles them."""
     seen = []
 
@@ -352,7 +352,7 @@ def test_each_device_computes_its_part_of_a_batch(strategy):
             assert not sharding.is_fully_replicated
 
 
-def test_a_model_made_in_no_scope_stays_on_one_device():
+def test_model_made_without_a_scope_stays_on_one_device():
     """Also when models of strategies were trained in the same process."""
     expected = on_one_device("dense", "arrays")
     trained(SUBJECTS["dense"], "arrays", strategy_of("mirrored_2"))

@@ -93,7 +93,7 @@ def test_a_smaller_batch_is_averaged_with_the_next_one():
             assert coordinator.statistics()["closures"]["rounds"] == 2
 
 
-def test_an_epoch_that_ends_within_a_round_goes_on_with_it(caplog):
+def test_round_continues_in_the_next_epoch(caplog):
     with in_memory_strategy(2, 1) as strategy, ClusterCoordinator(strategy, replicas_to_aggregate=2):
         with strategy.scope():
             model = dense(lambda: O.SGD(0.1))

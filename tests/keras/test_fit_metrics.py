@@ -173,7 +173,7 @@ def on_three_devices():
 
 
 @pytest.mark.quick
-def test_every_metric_of_keras_is_here():
+def test_every_metric_of_keras_is_tested():
     classes = {name for name, value in vars(metrics).items() if inspect.isclass(value)}
     assert classes - {"Metric"} == set(ALL)
 

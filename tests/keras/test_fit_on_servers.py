@@ -111,7 +111,7 @@ def test_one_worker_trains_as_one_device_does(case):
         same_state(expected, model)
 
 
-def test_fit_keeps_variables_whole_for_an_optimizer_that_needs_it():
+def test_fit_does_not_shard_variables_for_an_optimizer_that_needs_them_in_full():
     expected = classifier(lambda: keras.optimizers.Lamb(0.05))
     with in_memory_strategy(workers=1, partitioner=FixedShardsPartitioner(2)) as strategy:
         model = made_in(strategy, lambda: keras.optimizers.Lamb(0.05))
@@ -143,7 +143,7 @@ def test_two_devices_of_a_worker_train_as_one_device_does(case):
 
 
 @pytest.mark.long
-def test_of_a_table_only_rows_travel_to_a_worker_of_two_devices():
+def test_only_rows_of_a_table_are_sent_to_a_worker_of_two_devices():
     ids = np.random.RandomState(0).randint(0, 50, (22, 3)).astype("int32")
 
     def made():
@@ -341,7 +341,7 @@ class WithoutLogs(keras.Sequential):
 
 
 @pytest.mark.quick
-def test_steps_that_cannot_be(two_workers):
+def test_unsupported_steps(two_workers):
     for kind, error, says in (
         (
             WithArrayStep,
@@ -410,7 +410,7 @@ def test_callbacks_see_the_model_and_its_logs(two_workers, tmp_path):
     np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
 
 
-def test_early_stopping_gives_the_best_weights_back(two_workers):
+def test_early_stopping_restores_the_best_weights(two_workers):
     weights = []
 
     class Record(keras.callbacks.Callback):
@@ -437,7 +437,7 @@ def test_training_stops_when_a_callback_says_so(two_workers):
     assert model.optimizer.iterations.value == 4
 
 
-def test_nothing_goes_on_when_fit_was_left(two_workers):
+def test_nothing_runs_after_fit_was_left(two_workers):
     class Fail(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 4:
@@ -453,7 +453,7 @@ def test_nothing_goes_on_when_fit_was_left(two_workers):
     assert model.optimizer.iterations.value == 4 + 12
 
 
-def test_nothing_goes_on_when_evaluate_was_left(two_workers, slow_worker):
+def test_nothing_runs_after_evaluate_was_left(two_workers, slow_worker):
     class Fail(keras.callbacks.Callback):
         def on_test_batch_begin(self, batch, logs=None):
             if batch == 4:
@@ -502,7 +502,7 @@ def for_ever(context):
 
 
 @pytest.mark.parametrize("way", ["function", "dataset of the coordinator", "distributed"])
-def test_each_worker_has_a_dataset_of_its_own(two_workers, way):
+def test_each_worker_has_its_own_dataset(two_workers, way):
     data = {
         "function": lambda: for_ever,
         "dataset of the coordinator": lambda: ClusterCoordinator(two_workers).create_per_worker_dataset(
@@ -530,7 +530,7 @@ def test_a_dataset_that_ends_too_early_is_an_error_of_fit(two_workers):
     fitted(model, epochs=1)  # and all goes on
 
 
-def test_what_a_dataset_of_the_workers_leaves_no_room_for(two_workers):
+def test_arguments_that_conflict_with_a_dataset_of_the_workers(two_workers):
     values = ClusterCoordinator(two_workers).create_per_worker_dataset(for_ever)
     model, eager = made_in(two_workers), made_in(two_workers, run_eagerly=True)
     for call, says in (
@@ -565,7 +565,7 @@ def test_a_dataset_of_replicax_is_read_here(two_workers):
         lambda: "rmsprop",
     ],
 )
-def test_compile_may_be_called_outside_of_the_scope(optimizer):
+def test_compile_may_be_called_outside_the_scope(optimizer):
     """With an optimizer that was made there, too: its rate and its iterations are on the servers then."""
     expected = classifier(optimizer)
     with in_memory_strategy(ps=2) as strategy:
@@ -601,7 +601,7 @@ def test_the_coordinator_is_the_users_or_the_strategys():
         own.schedule(lambda: 1)
 
 
-def test_a_strategy_that_is_dropped_goes_with_its_coordinator():
+def test_deleted_strategy_is_freed_with_its_coordinator():
     with in_memory_strategy() as strategy:
         coordinator_of(strategy)
         gone = weakref.ref(strategy)

@@ -164,7 +164,7 @@ def contents(path):
 
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.quick
-def test_what_is_saved_is_what_one_device_saves(strategy, tmp_path, name):
+def test_saved_file_equals_that_of_one_device(strategy, tmp_path, name):
     """The same entries, classes, configuration and compilation, whether it was trained or not."""
     model, expected = make_model(strategy, BUILDERS[name]), make_model(None, BUILDERS[name])
     for one, file in ((model, "replicas.keras"), (expected, "one.keras")):
@@ -223,7 +223,7 @@ def test_a_model_that_is_loaded_in_a_scope_trains_on_as_one_device(strategy, tmp
     assert num_devices(model) == 3
 
 
-def test_a_model_that_is_loaded_outside_of_scopes_trains_on_one_device(strategy, tmp_path):
+def test_a_model_that_is_loaded_outside_scopes_trains_on_one_device(strategy, tmp_path):
     source, expected = make_model(strategy), make_model(None)
     train(source)
     train(expected)
@@ -529,7 +529,7 @@ def in_turns(strategy):
     return seen, model
 
 
-def test_fit_and_loops_of_ones_own_in_turns(strategy):
+def test_fit_and_custom_loops_in_turns(strategy):
     seen, model = in_turns(strategy)
     expected_seen, expected = in_turns(None)
     for got, value in zip(seen, expected_seen, strict=True):
@@ -540,7 +540,7 @@ def test_fit_and_loops_of_ones_own_in_turns(strategy):
     )
 
 
-def test_a_metric_goes_on_in_a_loop_where_evaluate_left_it(strategy):
+def test_metric_continues_in_a_loop_after_evaluate(strategy):
     """Its counts of ``evaluate`` are there, once and not once per replica."""
 
     def counted(home):

@@ -537,7 +537,7 @@ def test_a_compute_loss_of_the_users_sees_the_rows_of_all_replicas(own, steps, r
 
 
 @pytest.mark.quick
-def test_a_mean_loss_of_keras_is_refused():
+def test_mean_loss_of_keras_raises():
     class Mean(ByHand):
         def total_loss(self, x, y, y_pred, sample_weight):
             return losses.SparseCategoricalCrossentropy(from_logits=True)(y, y_pred)
@@ -549,7 +549,7 @@ def test_a_mean_loss_of_keras_is_refused():
 
 @not_with_keras_3_12("leaves nested logs as they are")
 @pytest.mark.quick
-def test_logs_of_what_differs_are_the_mean_over_the_rows():
+def test_logs_of_varying_values_are_the_mean_over_rows():
     """Also where some replicas have no row, whose mean is nan."""
 
     class LocalLogs(ByHand):

@@ -113,7 +113,7 @@ def test_rows_are_split_over_the_devices():
     assert sharding.shard_shape((9, 2)) == (3, 2)
 
 
-def test_what_does_not_change_does_not_come_out():
+def test_unchanged_arrays_are_not_outputs():
     step, held = made(2)
     groups = held.hold(new_state())
     program = step.program(held, Batch(batch_of(4)), 1)
@@ -124,7 +124,7 @@ def test_what_does_not_change_does_not_come_out():
     assert held.values()[1] is fixed
 
 
-def test_an_array_that_somebody_holds_is_not_given_away():
+def test_held_array_is_not_donated():
     step, held = made(2)
     state = new_state()
     first = state[0][0]
@@ -143,7 +143,7 @@ def test_an_array_that_somebody_holds_is_not_given_away():
     np.testing.assert_array_equal(kept, kept + 0)
 
 
-def test_a_program_that_writes_more_than_the_one_before():
+def test_program_that_writes_more_than_the_previous_one():
     def step(state, batch):
         (a, b), (c,) = state
         return jnp.sum(batch), ([a + 1, b + 1 if batch.shape[0] < 8 else b], [c])
@@ -157,7 +157,7 @@ def test_a_program_that_writes_more_than_the_one_before():
     np.testing.assert_array_equal(list(groups[0])[1], np.full(2, 2.0))
 
 
-def test_an_array_that_nobody_holds_is_given_away():
+def test_unreferenced_array_is_donated():
     step, held = made(2)
     _, groups = run(step, new_state(), held, batch_of(4))
     arrays = [list(group) for group in groups]

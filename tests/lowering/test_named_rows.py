@@ -57,7 +57,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch):
+def test_rows_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch):
     monkeypatch.setattr(changed_rows, "MIN_TRACKED_BYTES", 0)
     stores = [Store(), Store()]
     strategy = servers(2, FixedShardsPartitioner(3), stores)
@@ -97,7 +97,7 @@ def test_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.rest
-def test_of_assignments(is_whole, named):
+def test_rows_of_assignments(is_whole, named):
     strategy = servers(2, None if is_whole else FixedShardsPartitioner(3))
     with strategy.scope():
         variable = rx.Variable(np.zeros((ROWS, COLUMNS), np.float32), name="v")

@@ -379,7 +379,7 @@ def test_collectives_inside_a_scan_whose_shapes_do_not_depend_on_the_batch():
     np.testing.assert_allclose([float(v) for v in result.values], [133.0, 137.0])
 
 
-def test_an_all_reduce_of_the_ragged_dim_is_refused_and_says_what_to_do():
+def test_all_reduce_of_the_ragged_dim_raises_and_says_what_to_do():
     strategy = mirrored(2)
     with pytest.raises(StructureError, match="reduce over the batch first") as caught:
         strategy.run(lambda x: rx.get_replica_context().all_reduce("SUM", x), args=(rows((2, 1)),))
@@ -403,7 +403,7 @@ def test_a_gradient_that_is_summed_for_one_size_is_summed_for_all():
     assert float(weight.value) == 10.0 - (0 + 1 + 2)
 
 
-def test_python_that_branches_on_the_batch_around_a_collective_is_refused():
+def test_python_branch_on_the_batch_around_a_collective_raises():
     strategy = mirrored(2)
 
     def step(x):
@@ -415,13 +415,13 @@ def test_python_that_branches_on_the_batch_around_a_collective_is_refused():
         strategy.run(step, args=(rows((2, 1)),))
 
 
-def test_other_structures_for_other_sizes_are_refused():
+def test_other_structures_for_other_sizes_raise():
     strategy = mirrored(2)
     with pytest.raises(StructureError, match="different structures"):
         strategy.run(lambda x: (x, x) if x.shape[0] > 1 else x, args=(rows((2, 1)),))
 
 
-def test_other_variables_for_other_sizes_are_refused():
+def test_other_variables_for_other_sizes_raise():
     strategy = mirrored(2)
     with strategy.scope():
         first, second = rx.Variable(0.0, name="first"), rx.Variable(0.0, name="second")
@@ -500,7 +500,7 @@ OF_A_VARIABLE = {
 
 
 @pytest.mark.parametrize("name", OF_A_VARIABLE)
-def test_what_no_row_takes_part_in_is_the_same_in_all_variants(name):
+def test_values_without_rows_are_the_same_in_all_variants(name):
     """No false alarm: the traces for different sizes are recognised as the same computation."""
     strategy = mirrored(2)
     with strategy.scope():

@@ -48,7 +48,7 @@ def until(table, rows, ids):
 
 @pytest.mark.parametrize("fn", [direct, in_a_loop, in_branches, in_a_gradient, until])
 @pytest.mark.quick
-def test_they_are_whole_at_any_depth(fn):
+def test_operations_are_replicated_at_any_depth(fn):
     args = (jnp.ones((4, 3)), ROWS, IDS)
     topology = rx.MirroredStrategy(["cpu:0", "cpu:1"]).topology
     rule = whole_operations.rule_of_batches(4, topology, is_padded=True)

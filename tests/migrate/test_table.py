@@ -110,7 +110,7 @@ def test_examples_of_rows_for_steps_give_what_tensorflow_gave():
     assert {example: text for example, text in wrong.items() if text} == {}
 
 
-def test_rows_that_steps_cannot_have_are_marked_in_steps():
+def test_rows_unsupported_in_steps_are_marked_in_steps():
     rows = [
         row
         for row in ROWS
@@ -287,7 +287,7 @@ def test_forms_of_arguments(before, after):
         "tf.function(f, autograph=False, nothing=1)",
     ],
 )
-def test_a_call_that_no_row_covers_is_marked_and_stays(call):
+def test_uncovered_call_is_marked_and_unchanged(call):
     done = rewritten(f"import tensorflow as tf\nr = {call}\n")
     assert [mark.rule for mark in done.marks] == ["argument"]
     assert call in done.code.decode()

@@ -39,7 +39,7 @@ for number in range(100):
         pytest.param(1, "raises", 1, marks=pytest.mark.long),
     ],
 )
-def test_the_worker_that_fails_is_named_and_not_one_that_fails_for_it(tmp_path, victim, how, code):
+def test_failing_worker_is_named_and_not_its_followers(tmp_path, victim, how, code):
     """Worker 0 too, whose process ends after the others', since they need the service beside it."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

@@ -74,7 +74,7 @@ def test_the_exit_code_is_kept(tmp_path):
 
 @pytest.mark.parametrize("victim", ["0", "1"])
 @pytest.mark.parametrize(("fault", "code"), [("raises", 1), ("killed", 128 + 9)])
-def test_the_end_of_one_is_the_end_of_all(tmp_path, fault, code, victim):
+def test_end_of_one_process_ends_all(tmp_path, fault, code, victim):
     done = mpirun(tmp_path, fault, victim)
     assert done.returncode == code, done.stdout
     assert "total" not in done.stdout

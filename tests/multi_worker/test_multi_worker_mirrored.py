@@ -53,7 +53,7 @@ def test_devices_and_replicas(size, workers):
         assert worker["checkpoint"] == worker["summary"] == (number == 0)
 
 
-def test_the_chiefs_initial_value_is_everywhere(workers):
+def test_chiefs_initial_value_is_used_by_all(workers):
     assert [worker["initial"] for worker in workers] == [5.0] * len(workers)
 
 
@@ -104,7 +104,7 @@ def test_arrays_are_summed_in_common_buffers(reports_of, bytes_per_pack, num_buf
         assert worker["num_buffers"] == num_buffers
 
 
-def test_a_value_is_shown_with_the_numbers_of_this_workers_replicas(size, workers):
+def test_repr_shows_the_replicas_of_this_worker(size, workers):
     last = size[0] * size[1] - 1
     assert f"  {last}: array({10 * (last + 1)}., dtype=float32)" in workers[-1]["shown"]
     assert "  0: " not in workers[-1]["shown"]
@@ -190,7 +190,7 @@ def test_a_worker_without_data_steps_with_the_others(fed):
     assert steps(fed, "nothing") == [[[], []], [[0, 1], [2, 3]]]
 
 
-def test_a_dataset_can_be_gone_through_again(fed):
+def test_dataset_can_be_iterated_again(fed):
     assert [worker["again"] for worker in fed] == [[[[[0, 1]]]] * 2, [[[[2, 3]]]] * 2]
 
 
@@ -261,7 +261,7 @@ def test_fit_equals_one_device(size, reports_of):
 
 
 @pytest.mark.rest
-def test_what_the_first_step_creates_is_as_if_it_had_been_created_before(reports_of):
+def test_variables_created_in_the_first_step_equal_earlier_ones(reports_of):
     first, second = reports_of(creating_late)
     for worker in (first, second):
         assert worker["refused"]
@@ -323,7 +323,7 @@ def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
 
 
 @pytest.mark.rest
-def test_what_cannot_be_split_by_rows_is_in_the_global_view_and_the_log_says_which(reports_of):
+def test_unsplittable_step_stays_in_the_global_view_and_the_log_names_the_operation(reports_of):
     (expected,) = reports_of(fitting_of_similarities, workers=1)
     assert expected["said"] == []
     for worker in reports_of(fitting_of_similarities):
@@ -342,7 +342,7 @@ def test_what_cannot_be_split_by_rows_is_in_the_global_view_and_the_log_says_whi
 
 
 @pytest.mark.rest
-def test_mistakes_around_fit_are_named_on_all(reports_of):
+def test_mistakes_around_fit_are_named_on_all_workers(reports_of):
     for worker in reports_of(fitting_with_mistakes):
         here = "given different batches, here number 1: worker 0 float32[8, 1], float32[8, 1] digest"
         assert here in worker["shuffled"]

@@ -53,7 +53,7 @@ TWOS = np.full(400, 2, np.int32)
 
 
 @pytest.mark.rest
-def test_a_dataset_of_each_worker_in_every_way_to_give_one(strategy, coordinator):
+def test_per_worker_dataset_in_every_form(strategy, coordinator):
     twos = TWOS
     dataset = rx.data.from_arrays(twos).batch(2)
     ways = {
@@ -72,7 +72,7 @@ def test_a_dataset_of_each_worker_in_every_way_to_give_one(strategy, coordinator
         assert taken(coordinator, given) == [[2, 2]] * 6, way
 
 
-def test_dataset_functions_are_told_which_worker_calls(strategy, coordinator):
+def test_dataset_functions_know_the_calling_worker(strategy, coordinator):
     def dataset_fn(context):
         assert context.input_pipeline_id == experimental_get_current_worker_index()
         numbers = [context.input_pipeline_id, context.num_input_pipelines, context.num_replicas_in_sync]
@@ -129,7 +129,7 @@ def test_run_and_reduce_in_a_scheduled_function(strategy, coordinator):
     assert coordinator.done()
 
 
-def test_results_are_nests_and_stay_when_all_is_closed(strategy):
+def test_results_are_pytrees_and_outlive_the_strategy(strategy):
     with ClusterCoordinator(strategy) as coordinator:
         value = coordinator.schedule(lambda x: {"a": (x + 1, None), "name": "b"}, args=(np.float32(1),))
         value.fetch(JOIN_S)
@@ -150,7 +150,7 @@ def test_an_error_while_tracing_is_raised_by_schedule_and_nothing_else_ends(coor
     coordinator.join(JOIN_S)
 
 
-def test_a_closed_strategy_says_so(cluster):
+def test_closed_strategy_raises(cluster):
     strategy = rx.ParameterServerStrategy()
     with strategy.scope():
         variable = rx.Variable(1.0)

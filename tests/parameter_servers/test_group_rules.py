@@ -385,7 +385,7 @@ ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 40))
 
 @examples(400, short=120)
 @given(st.lists(ACTION, max_size=20) | st.lists(ACTION, min_size=40, max_size=80))
-def test_what_was_answered_is_there_and_once(actions):
+def test_answered_updates_exist_exactly_once(actions):
     world = World()
     for name, number in actions:
         getattr(world, name)(number)
@@ -420,7 +420,7 @@ def part(epoch, backup="none", position=START):
     return {"epoch": epoch, "backup": backup, "position": position}
 
 
-def test_a_backup_that_leads_takes_nothing_of_the_one_before():
+def test_new_primary_accepts_nothing_from_the_previous_one():
     backup = rules_of(1, PAIR)
     assert backup.forwarded(1, 1) is True
     backup.applied(Position(1, 1))
@@ -437,7 +437,7 @@ def test_a_backup_that_leads_takes_nothing_of_the_one_before():
     assert joined.forwarded(3, 1) is True
 
 
-def test_what_was_ordered_before_is_not_answered_after_another_time():
+def test_updates_of_an_earlier_epoch_are_not_answered_later():
     """Who is the primary, is followed, and is the primary again, has not done what it was asked the first time."""
     rules = rules_of(0, PAIR)
     place = rules.order()
@@ -449,7 +449,7 @@ def test_what_was_ordered_before_is_not_answered_after_another_time():
     assert rules.may_answer(rules.order())
 
 
-def test_the_backup_counts_once_it_has_said_that_it_has_what_was_answered_without_it():
+def test_backup_counts_once_it_confirmed_every_answered_update():
     rules = rules_of(0, PAIR, View(0, 2, 0, None), View(0, 3, 0, 1, is_joining=True))
     assert all(rules.may_answer(rules.order()) for _ in range(4))
     assert rules.synced(3, acked=2)
@@ -463,7 +463,7 @@ def test_the_backup_counts_once_it_has_said_that_it_has_what_was_answered_withou
     assert rules.described()["backup"] == Partner.LOST
 
 
-def test_nobody_is_made_what_it_cannot_be():
+def test_no_server_gets_an_impossible_role():
     joins = rules_of(1, PAIR, View(0, 2, 0, 1, is_joining=True))
     message(InvalidArgumentError, lambda: joins.take(View(0, 3, 1, None)), "does not have all of group 0")
     followed = rules_of(0, PAIR)
@@ -472,7 +472,7 @@ def test_nobody_is_made_what_it_cannot_be():
     message(InvalidArgumentError, lambda: followed.take(View(0, 3, 0, None)), "does not have all of group 0")
 
 
-def test_who_leads_is_decided_once_and_a_copy_that_is_behind_never_leads():
+def test_primary_is_decided_once_and_is_never_a_copy_that_is_behind():
     groups = Groups(3)
     assert [view.members for view in groups.views] == [(1, 0), (2, 1), (0, 2)]
     assert [(v.group, v.epoch, v.primary, v.backup) for v in groups.gone(1)] == [
@@ -496,7 +496,7 @@ def test_who_leads_is_decided_once_and_a_copy_that_is_behind_never_leads():
     assert groups.to_be_told(0, {"0": {"epoch": 3}}) == [View(0, 4, 0, None), View(2, 2, 0, None)]
 
 
-def test_one_with_a_snapshot_leads_only_if_that_is_taken_for_all():
+def test_server_with_a_snapshot_leads_only_if_the_view_accepts_it():
     """Who decided that it leads may not have known that it was started again."""
 
     def restored():
@@ -530,7 +530,7 @@ def has(seq, epoch=1):
     return {"0": part(epoch, position=Position(epoch, seq))}
 
 
-def test_lost_group_goes_on_with_the_newer_one_when_the_last_primary_is_another_process():
+def test_lost_group_resumes_from_the_newer_copy_when_the_last_primary_has_restarted():
     groups = lost_group()
     groups.returned(0, has(9))
     assert groups.restart() == []  # ps 1 may only be silent
@@ -569,7 +569,7 @@ def test_other_server_of_a_lost_group_is_waited_for():
     assert groups.restart() == [View(0, 4, 0, None, since=Position(2, 3))]
 
 
-def test_lost_group_of_which_nothing_is_left():
+def test_lost_group_without_any_copy():
     groups = lost_group()
     groups.returned(1, {})
     assert groups.restart() == groups.hopeless == []

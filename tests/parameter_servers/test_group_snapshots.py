@@ -134,7 +134,7 @@ def test_a_snapshot_is_taken_every_interval_by_both(tmp_path, monkeypatch):
         assert network.position(0).seq == seq  # where nothing changes none is ordered
 
 
-def test_nobody_leads_with_a_snapshot_who_is_not_told_that_this_is_all(network, add):
+def test_server_with_a_snapshot_needs_a_view_that_accepts_it(network, add):
     network.step(0, add, 0, [ONE])
     network.order_snapshot()
     network.step(0, add, 1, [ONE])
@@ -150,7 +150,7 @@ def test_nobody_leads_with_a_snapshot_who_is_not_told_that_this_is_all(network, 
 
 
 @pytest.mark.parametrize("how", ["ended", "killed", "with gradients"])
-def test_one_that_comes_back_with_a_snapshot_gets_what_it_lacks(network, add, monkeypatch, how):
+def test_server_that_returns_with_a_snapshot_gets_the_missing_updates(network, add, monkeypatch, how):
     """Only the updates after its snapshot, where those are in the log: so after SIGTERM. A snapshot has no gradients that wait."""
     parts = network.parts_from(monkeypatch)
     network.step(0, add, 0, [ONE])
@@ -179,7 +179,7 @@ def test_one_that_comes_back_with_a_snapshot_gets_what_it_lacks(network, add, mo
         assert network.read(1) == 6.0
 
 
-def test_one_that_comes_back_is_given_the_state_where_a_program_is_gone(network, add, monkeypatch):
+def test_returning_server_gets_the_state_if_a_program_is_gone(network, add, monkeypatch):
     parts = network.parts_from(monkeypatch)
     network.step(0, add, 0, [ONE])
     network.end(1)
@@ -193,7 +193,7 @@ def test_one_that_comes_back_is_given_the_state_where_a_program_is_gone(network,
     assert network.ask(0, "checksum").header["is_on_two"]
 
 
-def test_a_backup_that_writes_a_snapshot_may_say_nothing_for_longer(network, add, monkeypatch):
+def test_backup_may_be_silent_longer_while_writing_a_snapshot(network, add, monkeypatch):
     """An update may wait there until there is room beside what is written, and its disk may be the slower one."""
     goes_on, store, waited = threading.Event(), network.servers[1]._copies[GROUP]._state.store, []
     write, receive = store._snapshots.write, Open.receive

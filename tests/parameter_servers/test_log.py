@@ -118,7 +118,7 @@ def log_of(*sizes):
     return log
 
 
-def test_log_keeps_what_is_not_acknowledged():
+def test_log_keeps_unacknowledged_updates():
     log = log_of(10, 20, 30)
     assert log.num_bytes == 60
     log.acknowledge(12)

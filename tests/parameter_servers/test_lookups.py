@@ -40,7 +40,7 @@ def test_rows_come_back_where_the_ids_were(table_of, ids):
 
 
 @given(tables(), st.lists(st.integers(-3, 25), min_size=1, max_size=12))
-def test_gradients_arrive_at_the_rows_they_are_of(table_of, ids):
+def test_gradients_arrive_at_their_rows(table_of, ids):
     pieces, num_rows = table_of
     ids = np.array(ids, np.int32)
     wanted = RowsWanted.of(ids, pieces, num_rows)

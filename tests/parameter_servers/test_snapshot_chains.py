@@ -102,7 +102,7 @@ def numbers(directory):
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
-def test_bytes_are_those_of_what_has_changed(tmp_path, monkeypatch, is_copied):
+def test_snapshot_has_the_bytes_of_the_changes(tmp_path, monkeypatch, is_copied):
     if not is_copied:
         monkeypatch.setattr(snapshot_entries, "_MAX_COPIED_BYTES", 0)
     store = new_store()
@@ -130,7 +130,7 @@ def test_bytes_are_those_of_what_has_changed(tmp_path, monkeypatch, is_copied):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_it_goes_on_after_restoring(tmp_path):
+def test_chain_continues_after_restoring(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     update(store, 1, 2, 3)
@@ -144,7 +144,7 @@ def test_it_goes_on_after_restoring(tmp_path):
     assert_same(restored(tmp_path)[0], values(again))
 
 
-def test_where_much_has_changed_all_of_it_is_written(tmp_path):
+def test_piece_with_many_changes_is_written_in_full(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     table, _, _ = values(store)
@@ -161,7 +161,7 @@ def test_where_much_has_changed_all_of_it_is_written(tmp_path):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_pieces_that_are_dropped_and_made_again_are_others(tmp_path):
+def test_recreated_pieces_are_new_ones(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     table, _, _ = values(store)
@@ -193,7 +193,7 @@ def test_bounds_of_a_chain(tmp_path, monkeypatch):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_snapshots_that_a_store_has_gone_back_from_are_removed(tmp_path, monkeypatch):
+def test_snapshots_after_a_rewind_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 3)
     store = new_store()
     for epoch in range(1, 5):
@@ -234,7 +234,7 @@ def test_a_snapshot_that_fails_is_in_the_next_one(tmp_path, monkeypatch):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_files_that_somebody_removed_are_not_gone_on_from(tmp_path):
+def test_chain_does_not_continue_from_removed_files(tmp_path):
     for breaks in (os.unlink, lambda path: os.truncate(path, 100)):
         store = new_store()
         first = store.snapshot(tmp_path)["file"]
@@ -338,7 +338,7 @@ class Killed(BaseException):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.rest
-def test_what_comes_back_is_what_the_last_whole_snapshot_was_of(tmp_path, data):
+def test_restore_gives_the_last_intact_snapshot(tmp_path, data):
     """Any sequence of updates, snapshots, snapshots that fail, crashes, and bits that flip in the last file."""
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
     store, states, is_flipped = new_store(), [], False

@@ -198,7 +198,7 @@ def test_random_frames_under_tls(tmp_path):
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_a_stranger_costs_no_memory(task, token):
+def test_unauthenticated_peer_costs_no_memory(task, token):
     assert_serves(task)
     before = task.memory("VmHWM")
     with TaskClient(task.address, Credentials(token=token), "ps 0") as client:
@@ -212,7 +212,7 @@ def test_a_stranger_costs_no_memory(task, token):
     assert statistics_at_rest(task)["rejected"] >= 100
 
 
-def test_a_task_without_descriptors_waits_and_goes_on():
+def test_task_without_descriptors_waits_and_continues():
     with EchoTask() as task, contextlib.ExitStack() as strangers:
         assert_serves(task)
         num_open = len(os.listdir(f"/proc/{task.process.pid}/fd"))
@@ -234,7 +234,7 @@ def processor_s(task):
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_300_idle_strangers_keep_nobody_out_of_a_task(task):
+def test_300_idle_unauthenticated_peers_do_not_block_a_task(task):
     assert_serves(task)
     before = task.memory()
     with TaskClient(task.address, TOKEN, "ps 0") as friend, friend.open() as link:

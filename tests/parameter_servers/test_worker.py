@@ -111,7 +111,7 @@ def test_a_closure_of_a_dataset_and_a_constant(worker, servers):
     assert worker.statistics()["num_closures"] == 2
 
 
-def test_a_resource_that_is_not_there_aborts_the_closure(worker, servers):
+def test_missing_resource_aborts_the_closure(worker, servers):
     program = counting(servers)
     send_program(worker, program)
     with pytest.raises(ClosureAbortedError, match="resource d"):
@@ -123,7 +123,7 @@ def test_a_resource_that_is_not_there_aborts_the_closure(worker, servers):
     assert worker.statistics()["num_resources"] == 0
 
 
-def test_a_resource_that_is_made_again_starts_anew(worker, servers):
+def test_recreated_resource_restarts(worker, servers):
     program = counting(servers)
     send_program(worker, program)
     ask(worker, "constant", [np.float32(1)], name="c")
@@ -154,6 +154,6 @@ def test_resources_are_closed_when_they_are_replaced_and_released(worker, monkey
     assert closed == [0, 1, 2]
 
 
-def test_it_knows_these_operations(worker):
+def test_worker_answers_these_operations(worker):
     with pytest.raises(MessageError, match=r"'step'.*program, constant, resource"):
         ask(worker, "step")

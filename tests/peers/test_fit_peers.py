@@ -125,7 +125,7 @@ def trained(model, name):
 # Keras and TensorFlow say so of datasets whose length is not known.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("name", DATA)
-def test_datasets_of_others_equal_one_device(three, name):
+def test_datasets_of_other_libraries_equal_one_device(three, name):
     expected = trained(make_model(), name)
     with three.scope():
         model = make_model()
@@ -145,7 +145,7 @@ def test_datasets_of_others_equal_one_device(three, name):
 @pytest.mark.parametrize(
     "make", [lambda: DATA["tf_data"]()[0], lambda: DATA["torch"]()[0]], ids=["tf_data", "torch"]
 )
-def test_distributed_datasets_made_of_them(three, make):
+def test_distributed_datasets_of_other_libraries(three, make):
     """Given to Keras by way of ``experimental_distribute_dataset``."""
     with three.scope():
         model = make_model()

@@ -63,7 +63,7 @@ def test_signature_is_that_of_tensorflow(name, row):
 OVERLOADS = {"tf.range": {"start", "limit"}}
 
 
-def test_recording_is_what_tensorflow_gives():
+def test_recording_equals_tensorflow():
     again = runpy.run_path(str(MIGRATE / "table_examples.py"))["record"]()
     recorded = json.loads((MIGRATE / "recorded.json").read_text())
     assert rounded(again) == rounded(recorded)

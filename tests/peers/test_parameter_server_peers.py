@@ -125,7 +125,7 @@ def free_ports(count):
             each.close()
 
 
-def test_one_worker_computes_what_tensorflow_computes(tmp_path):
+def test_one_worker_equals_tensorflow(tmp_path):
     data, path = made(), str(tmp_path / "data.npz")
     np.savez(path, **data)
     done = subprocess.run(

@@ -61,7 +61,7 @@ class UnevenRows(PerReplica):
 
 
 @pytest.mark.parametrize(("topology", "width", "share"), [("v5e:2x4", 2048, 0.1), ("h100:1x8", 4096, 0.8)])
-def test_memory_hardly_grows_with_layers_where_batches_are_uneven(topology, width, share, monkeypatch):
+def test_memory_hardly_grows_with_layers_with_uneven_batches(topology, width, share, monkeypatch):
     """On TPUs. GPUs compute some gradients before they sum the first, yet need half of what they would with all gathers first."""
     monkeypatch.setattr(lowering, "PerReplica", UnevenRows)
     few, many = (planned(topology, count, "run", width) for count in (FEW, MANY))
@@ -94,7 +94,7 @@ def test_memory_hardly_grows_with_layers(topology, width, share, way, monkeypatc
         assert grown()[0] > 0.8 * of_layers
 
 
-def test_gathers_stand_between_multiplications(monkeypatch):
+def test_gathers_lie_between_multiplications(monkeypatch):
     texts = []
     read = planning.read_hlo
     monkeypatch.setattr(planning, "read_hlo", lambda text, *others: texts.append(text) or read(text, *others))
@@ -122,7 +122,7 @@ class Stacked(keras.layers.Layer):
         return jax.lax.scan(layer, rows, self.kernels.value)[0]
 
 
-def test_gradients_of_scanned_layers_are_never_stacked_whole():
+def test_gradients_of_scanned_layers_are_never_stacked_in_full():
     width = 2048
 
     def peak(num_layers):

@@ -127,7 +127,7 @@ def test_cpu_by_its_compiler():
     assert found.collectives == [Collective("all-reduce", 1024, 4, 6), Collective("all-gather", 4096, 4, 1)]
 
 
-def test_two_of_one_channel_in_one_computation():
+def test_two_collectives_of_one_channel_in_one_computation():
     """As CPU's compiler leaves two sums, one of which waits for the other."""
     text = """\
 ENTRY %main (x: f32[86], y: f32[]) -> f32[86] {
@@ -145,7 +145,7 @@ def test_a_program_without_collectives():
     assert read_hlo(jax.jit(jnp.sin).lower(jnp.zeros(3)).compile().as_text(), 1).collectives == []
 
 
-def test_groups_that_are_on_several_hosts():
+def test_groups_on_several_hosts():
     """Of 16 devices on 2 hosts: all, neighbours, those 8 apart, and permutations within and between."""
     text = """\
 ENTRY %main (x: f32[64]) -> f32[64] {
@@ -177,7 +177,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {
     assert sent[permuted, 2, 2] == (0, 256)
 
 
-def test_all_reduces_that_are_something_else():
+def test_all_reduces_that_replace_other_collectives():
     """One of a piece among zeros, one of which a piece is kept, one that is what it says; as TPU's compiler leaves them."""
     text = """\
 %put (p.0: f32[64,8], p.1: f32[8,8]) -> f32[64,8] {
@@ -209,7 +209,7 @@ ENTRY %main (w: f32[8,8], g: f32[64,8]) -> f32[8,8] {
     assert all(one.kind == "all-reduce" and one.bytes == 64 * 8 * 4 for one in found)
 
 
-def test_all_reduces_of_several_arrays_are_what_most_of_their_bytes_are():
+def test_all_reduces_of_several_arrays_are_classified_by_most_bytes():
     text = """\
 ENTRY %main (g: f32[64,8], b: f32[1]) -> f32[8,8] {
   %g = f32[64,8]{1,0} parameter(0)

@@ -124,7 +124,7 @@ def test_costs_and_collectives(plan):
     assert sent == sum(one.wire_bytes for one in plan.requested) >= IN * OUT * F32
 
 
-def test_where_everything_is(plan):
+def test_layouts(plan):
     where = {
         array.name: (array.role, array.device_bytes, array.split[:1], array.is_written)
         for array in plan.arrays
@@ -180,7 +180,7 @@ def test_functional_state_is_described_by_replicate(training):
     assert [array.name for array in plan.arrays] == ["args[0]['w']", "args[1]"]
 
 
-def test_plain_arrays_are_whole_on_each_device():
+def test_plain_arrays_are_replicated():
     """As ``run`` gives them to every replica."""
     x, table = np.ones((ROWS, IN), "float32"), jnp.ones((IN, 4))
     plan = rx.MirroredStrategy(["cpu:0"]).plan(
@@ -239,7 +239,7 @@ def machine_of(monkeypatch):
     hardware.this_machine.cache_clear()
 
 
-def test_what_does_not_fit_and_what_would(training, plan, machine_of):
+def test_excess_and_remedies(training, plan, machine_of):
     machine_of(2 * plan.memory.peak)  # enough for two devices with as many rows as there are
     large = training.strategy.plan(
         training.step, args=training.batch(), topology="cpu:2", global_batch=2 * 4 * ROWS
@@ -255,7 +255,7 @@ def test_what_does_not_fit_and_what_would(training, plan, machine_of):
     assert enough.change in str(large)
 
 
-def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan, machine_of):
+def test_variables_too_large_for_a_device_are_sharded(training, plan, machine_of):
     machine_of(2 * plan.memory.peak - 2 * 64)
     found = training.strategy.plan(training.step, args=training.batch(), topology="cpu:2")
     assert not found.fits
@@ -268,7 +268,7 @@ def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan
     assert same.memory.arguments == plan.memory.arguments - IN * OUT * F32  # of w and of momentum a half
 
 
-def test_the_plan_is_told_before_its_remedies(training, plan, machine_of):
+def test_plan_is_reported_before_its_remedies(training, plan, machine_of):
     machine_of(2 * plan.memory.peak)
     heard = []
     step = Step(training.step, training.batch(), {}, global_batch=16 * ROWS)
@@ -371,7 +371,7 @@ def test_variables_elsewhere_are_not_planned():
         rx.CentralStorageStrategy(["cpu:0"]).plan(lambda: None)
 
 
-def test_the_users_own_error_comes_through(training):
+def test_users_error_is_raised_unchanged(training):
     with pytest.raises(ZeroDivisionError):
         training.strategy.plan(lambda x: 1 / 0, args=training.batch()[:1], topology="cpu:2")
     assert training.strategy.num_replicas_in_sync == 2

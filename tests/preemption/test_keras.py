@@ -49,7 +49,7 @@ def weights(model):
     return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
 
 
-def test_fit_is_saved_between_batches_and_goes_on_bit_equally(tmp_path):
+def test_fit_is_saved_between_batches_and_resumes_bit_identically(tmp_path):
     rows = np.random.default_rng(0).standard_normal((32, 2)).astype(np.float32)
     fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
     model, handler = model_and_handler(tmp_path / "never")

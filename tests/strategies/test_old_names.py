@@ -160,7 +160,7 @@ def test_logical_devices(strategy):
         (lambda s: s.update_config_proto(None), ["jax.config.update", "experimental_xla_options"]),
     ],
 )
-def test_what_has_no_meaning_says_what_to_use(strategy, call, instead):
+def test_unsupported_names_say_what_to_use(strategy, call, instead):
     with pytest.raises(errors.UnsupportedError, match="TensorFlow 1 sessions") as caught:
         call(strategy)
     assert isinstance(caught.value, NotImplementedError)

@@ -139,7 +139,7 @@ def test_reduced_gradients_are_applied_as_they_are(reduce, expected, differentia
     ],
     ids=["constant", "zero", "variable", "argument"],
 )
-def test_what_is_no_gradient_at_all_is_summed_too(gradient_of, expected):
+def test_values_that_are_not_gradients_are_summed_too(gradient_of, expected):
     assert change_by(gradient_of) == expected
 
 
@@ -167,7 +167,7 @@ def test_some_reduced_and_some_not_in_one_apply():
     assert [START - float(w.value) for w in weights] == [3.0, 3.0, 4.0]
 
 
-def test_a_source_without_gradient_is_left_alone_by_the_optimizer():
+def test_source_without_gradient_is_not_updated():
     """Weight decay and momentum must not touch a variable whose gradient is None, as in TensorFlow."""
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
     with strategy().scope():
@@ -307,7 +307,7 @@ def test_apply_under_a_condition_that_is_the_same_on_all_replicas():
     assert int(optimizer.iterations.value) == 2
 
 
-def test_apply_under_jax_grad_or_vmap_is_refused():
+def test_apply_under_jax_grad_or_vmap_raises():
     optimizer = keras.optimizers.SGD(1.0)
     weight = make_weight(optimizer)
 
@@ -319,7 +319,7 @@ def test_apply_under_jax_grad_or_vmap_is_refused():
     assert float(weight.value) == START
 
 
-def test_outside_of_replica_functions_apply_is_keras_own():
+def test_outside_replica_functions_apply_is_keras_own():
     optimizer = keras.optimizers.SGD(1.0)
     weight = make_weight(optimizer)
     optimizer.apply([jnp.float32(0.5)], [weight])

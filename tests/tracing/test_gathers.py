@@ -130,7 +130,7 @@ def test_each_equation_gathers_what_it_needs(monkeypatch, function, is_one, expe
     )
 
 
-def test_gradients_of_stacked_variables_are_cut_in_the_loop(monkeypatch):
+def test_gradients_of_stacked_variables_are_sharded_in_the_loop(monkeypatch):
     """Asked for whole, then in pieces, behind the loop: no device ever has the stack."""
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))

@@ -370,12 +370,12 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.rest
-def test_wherever_lookups_stand_there_is_one(place):
+def test_lookups_anywhere_are_merged_into_one(place):
     loss, num_ids = PLACES[place]
     check(trained(loss), TABLE, IDS, num_ids=[num_ids], gradients=1)
 
 
-def test_a_branch_that_is_not_taken_wants_no_rows():
+def test_untaken_branch_needs_no_rows():
     def loss(table, ids):
         return jax.lax.cond(ids[0] < 0, lambda t: jnp.sum(t[ids]), lambda t: jnp.sum(t[ids + 1]), table)
 
@@ -427,7 +427,7 @@ def jitted_twice(table, ids):
 
 
 @pytest.mark.parametrize("gather", QUICK_GATHERS)
-def test_what_jax_grad_gives_is_by_rows(gather):
+def test_gradients_of_jax_grad_are_by_rows(gather):
     weights = jnp.asarray(rng().normal(size=(len(ODD), D)), jnp.float32)
     check(by_jax(weighted(GATHERS[gather])), TABLE, ODD, weights, gradients=1)
 
@@ -470,7 +470,7 @@ INTO = {
 
 
 @pytest.mark.parametrize("into", INTO)
-def test_what_is_added_at_the_indices_of_a_lookup(into):
+def test_additions_at_the_indices_of_a_lookup(into):
     base, shape, window, gradients = INTO[into]
     gathered = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
     added = jax.lax.ScatterDimensionNumbers(window, (0,), (0,))
@@ -536,13 +536,13 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("after", KEPT)
-def test_what_keeps_gradients_by_rows(after):
+def test_operations_that_keep_gradients_by_rows(after):
     function, gradients = KEPT[after]
     check(with_gradient(function), TABLE, IDS, gradients=gradients)
 
 
 @pytest.mark.parametrize("after", NEEDED)
-def test_what_needs_the_gradient_of_all_rows(after):
+def test_operations_that_need_the_gradient_of_all_rows(after):
     primitive, function = NEEDED[after]
     why = refused(with_gradient(lambda g: jnp.nan_to_num(function(g), posinf=0, neginf=0)), TABLE, IDS)
     assert why.primitive == primitive
@@ -611,7 +611,7 @@ WHOLE = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_the_whole_table_is_named(name):
+def test_operation_that_needs_the_full_table_is_named(name):
     primitive, loss = WHOLE[name]
     why = refused(trained(loss), TABLE, IDS)
     assert why.primitive == primitive
@@ -623,7 +623,7 @@ def test_a_table_that_is_returned():
     assert "result" in str(refused(lambda t, i: (t, t[i]), TABLE, IDS))
 
 
-def test_one_table_of_two_is_needed_whole():
+def test_one_of_two_tables_is_needed_in_full():
     def loss(table, other, ids):
         return jnp.sum(table[ids] ** 2) + jnp.sum(other[ids] @ other.T)
 

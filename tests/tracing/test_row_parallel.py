@@ -125,7 +125,7 @@ def test_updates_row_by_row(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_rows_is_named(name):
+def test_operation_that_mixes_rows_is_named(name):
     make, primitives = REFUSED[name]
     update, _ = of(make)
     mixing = find_mixing(update)
@@ -173,7 +173,7 @@ IDS = st.tuples(st.permutations(range(SHARD)), st.integers(0, ROWS), st.lists(PA
 @pytest.mark.parametrize("name", MOVING)
 @settings(max_examples=5)
 @given(drawn=IDS, seed=st.integers(0, 99))
-def test_some_rows_are_updated_as_all_would_be(name, drawn, seed):
+def test_updating_some_rows_equals_updating_all(name, drawn, seed):
     order, count, padding = drawn
     ids = np.asarray([*order[:count], *padding][:ROWS], np.int32)
     there = ids[:count]
@@ -262,7 +262,7 @@ def test_operations_that_mix_rows(name):
     assert mixing.primitive == primitive
 
 
-def test_what_all_rows_share_may_not_depend_on_them():
+def test_shared_values_may_not_depend_on_rows():
     found = mixing_of(lambda t, g, scale: (t - scale * g, g[0]), jnp.ones(WIDTH))
     assert found is not None
     assert found.primitive == "slice"

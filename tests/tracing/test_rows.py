@@ -161,7 +161,7 @@ CASES = {
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_it_gives_what_the_whole_program_gives(name, sizes):
+def test_split_program_equals_the_unsplit_one(name, sizes):
     """Also where replicas have different numbers of rows, or none: what they hold besides is never seen."""
     check(*CASES[name][:3], sizes, rounds=CASES[name][3])
 
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_rows_is_refused(name):
+def test_operations_that_mix_rows_are_rejected(name):
     with pytest.raises(NotByRowsError) as caught:
         plan_of(REFUSED[name], W, X, (4, 3, 2))
     if name != "rows given back":
@@ -238,7 +238,7 @@ STEPS = [
     st.sampled_from([EVEN, UNEVEN]),
     st.booleans(),
 )
-def test_random_programs_are_equal_or_refused(steps, sizes, is_differentiated):
+def test_random_programs_are_equal_or_rejected(steps, sizes, is_differentiated):
     def program(w, x):
         values = [x, x @ w[:, :4], jnp.ones((9, 4)) * w[0, 0]]
         for step, one, other in steps:

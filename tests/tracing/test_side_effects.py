@@ -254,13 +254,13 @@ def test_a_scope_that_is_not_entered_is_reported_with_its_line(strategy, told):
     assert len(told()) == 1
 
 
-def test_a_strategy_itself_is_no_context(strategy):
+def test_strategy_itself_is_not_a_context(strategy):
     with pytest.raises(rx.errors.ContextError, match=r"strategy\.scope\(\)"), strategy:
         pass
 
 
 @pytest.mark.parametrize("combine", ["reduce", "gather"])
-def test_a_result_of_none_is_refused_with_its_line(strategy, combine):
+def test_result_of_none_raises_with_its_line(strategy, combine):
     result = strategy.run(lambda: None)
     with pytest.raises(rx.errors.ReductionError, match=r"test_side_effects\.py:.* returns nothing"):
         strategy.reduce("SUM", result, axis=None) if combine == "reduce" else strategy.gather(result, 0)
