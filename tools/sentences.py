@@ -1,7 +1,7 @@
-"""Draws sentences of the sources and the pages at random, for a reader who marks those that must be read twice.
+"""Draws sentences of the sources and the pages at random; a reader marks those that must be read twice.
 
-``python tools/sentences.py --seed 7`` prints sixty, each with its place. At most three may be marked; a fresh seed gives a
-fresh draw.
+``python tools/sentences.py --seed 7`` prints sixty, each with its place. At most three may be marked; a new
+seed gives a new draw.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sentences() -> list[tuple[str, str]]:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """Docstrings, messages of errors and logs, and comments of a file."""
+    """Docstrings, messages of errors, and comments of a file."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
