@@ -1,4 +1,4 @@
-"""Saves that nobody has waited for: which ones are found, and until when."""
+"""Saves that nobody has waited for: which ones are found, and for how long."""
 
 import os
 import threading

@@ -1,4 +1,5 @@
-"""Every file of a checkpoint deleted, emptied, cut, or with one bit flipped: found, named, and an older one is used."""
+"""Each file of a checkpoint is deleted, emptied, truncated, or gets one flipped bit: the damage is found and named,
+and an older checkpoint is used."""
 
 import os
 import shutil
@@ -98,7 +99,7 @@ def test_manifest_of_another_kind_is_named(two_checkpoints, tmp_path):
 
 
 def test_values_are_checked_too(two_checkpoints, monkeypatch):
-    """What is read is not what was written, though the files are: a disk may lie only once."""
+    """The values read differ from those written, although the files are intact: a disk may return wrong data once."""
     read = saved_files.read_arrays
     monkeypatch.setattr(saved_files, "read_arrays", lambda *args: {k: v + 1 for k, v in read(*args).items()})
     checkpoint = tracked(0.0)

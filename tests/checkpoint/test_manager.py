@@ -1,4 +1,4 @@
-"""Several checkpoints of one directory: which stay, what half of one is, and what happens where nothing can be written."""
+"""Several checkpoints in one directory: which are kept, how incomplete ones are treated, and failures to write."""
 
 import errno
 import gc
@@ -157,7 +157,7 @@ def test_numbers_and_intervals(checkpoint, tmp_path):
 
 
 def test_metrics_are_checked_before_saving(checkpoint, tmp_path):
-    """And those of an earlier program, which cannot be, are the worst."""
+    """Checkpoints of an earlier program cannot be compared and count as the worst."""
     rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False).save(metrics={"loss": 9.0})
     manager = rx.CheckpointManager(
         checkpoint, tmp_path, max_to_keep=1, keep_best=1, best_fn=lambda metrics: metrics["a"]
@@ -230,7 +230,7 @@ def test_program_may_grow_but_not_change(tmp_path, caplog):
 
 
 def test_unbuilt_objects_count_as_part_of_the_program(tmp_path, caplog):
-    """An optimizer is there for the first time, and the model is not built yet."""
+    """The optimizer is new, and the model is not built yet."""
     model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
     wanted = model(np.ones((1, 3)))
     path = rx.CheckpointManager(rx.Checkpoint(model=model), tmp_path, asynchronous=False).save()
@@ -258,7 +258,8 @@ def test_without_a_checkpoint_restoring_does_nothing(checkpoint, tmp_path):
 
 
 def test_save_takes_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
-    """The next step changes the variable before the writer has begun; it is not found before it is whole."""
+    """The next step changes the variable before the writer has started; the checkpoint is not found before it is
+    complete."""
     may_write = threading.Event()
     write_arrays = writing.write_arrays
     monkeypatch.setattr(writing, "write_arrays", lambda *args: may_write.wait(60) and write_arrays(*args))
@@ -277,7 +278,7 @@ def test_save_takes_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
 
 @pytest.fixture
 def slow_writer(monkeypatch):
-    """Writing begins after the call that follows ``save``."""
+    """Writing starts after the call that follows ``save``."""
     write_arrays = writing.write_arrays
     monkeypatch.setattr(writing, "write_arrays", lambda *args: (time.sleep(0.2), write_arrays(*args)))
 
@@ -393,7 +394,7 @@ def test_files_of_another_living_writer_are_not_removed(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("when", ["before it is verified", "before it is read"])
 def test_reader_takes_the_newer_checkpoint_if_one_is_removed(when, tmp_path, monkeypatch, caplog):
-    """An evaluator beside a training that keeps few."""
+    """An evaluator runs beside a training that keeps few checkpoints."""
     v, verify = rx.Variable(1.0), SavedCheckpoint.verify
     training = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, max_to_keep=1, best_fn=lambda m: m["m"])
     training.save(metrics={"m": math.nan})
@@ -419,7 +420,7 @@ def test_reader_takes_the_newer_checkpoint_if_one_is_removed(when, tmp_path, mon
 
 
 def test_unreadable_checkpoint_is_not_a_removed_one(tmp_path, monkeypatch):
-    """The directory lists it, and a stale handle, say, answers for it that there is nothing."""
+    """The directory lists the checkpoint, and a stale handle, for example, says that it does not exist."""
     v = rx.Variable(1.0)
     training = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path)
     training.save()
@@ -456,7 +457,7 @@ def test_full_disk_raises_and_keeps_existing_checkpoints(checkpoint, tmp_path, m
 
 
 def test_disk_fills_up_while_writing(tmp_path, capfd, caplog):
-    """A limit on the size of files: what orbax writes fails inside of it, in hundreds of lines that nobody needs."""
+    """A limit on the size of files: orbax's writes fail, with hundreds of lines that nobody needs."""
     checkpoint = rx.Checkpoint(v=rx.Variable(np.random.RandomState(0).rand(1 << 18).astype("float32")))
     manager = rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False)
     manager.save()

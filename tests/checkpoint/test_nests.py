@@ -1,4 +1,4 @@
-"""Nests of arrays and numbers, random keys, modules of nnx, and what has a state of its own."""
+"""Pytrees of arrays and numbers, random keys, modules of nnx, and objects with their own state."""
 
 import collections
 import random
@@ -145,7 +145,7 @@ def test_numbers_are_restored_as_they_were_saved(saved):
 
 
 def test_lists_of_numbers_and_none_get_the_saved_values(saved):
-    """A history, and the best there was: programs begin without."""
+    """Programs start without a history and without a best value."""
     losses = [float(i) for i in range(12)]
     variable = rx.Variable(1.0)
     path = saved(history=losses, best=0.25, last=[variable, [jnp.float32(3), jnp.float32(4)]], empty=[])
@@ -161,7 +161,7 @@ def test_lists_of_numbers_and_none_get_the_saved_values(saved):
 
 
 def test_lists_and_none_in_pytrees_get_the_saved_values(saved):
-    """What was saved of other forms has no room, and is said."""
+    """A saved value of another form has no place, and raises an error."""
     path = saved(
         logs={"loss": [1.0, 2.0], "best": 3, "by.name/": Pair([4], None), "odd": [[5]], "w": jnp.ones(2)}
     )
@@ -176,7 +176,8 @@ def test_lists_and_none_in_pytrees_get_the_saved_values(saved):
 
 
 def test_numbers_set_after_restoring_stay(saved, tmp_path):
-    """Also while something else of the checkpoint has no place yet, and attributes are looked at when they are set."""
+    """This also holds while another object of the checkpoint has no place yet, when attributes are checked as they are
+    set."""
     path = saved(
         extra=rx.Variable(1.0),
         history=[1, 2, 3],

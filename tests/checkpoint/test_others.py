@@ -1,4 +1,4 @@
-"""Checkpoints read by others: plain orbax, Keras's weights, safetensors; and read by name."""
+"""Checkpoints read by other programs (plain orbax, Keras's weights, safetensors) and by name."""
 
 import os
 import subprocess

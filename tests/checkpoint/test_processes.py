@@ -1,4 +1,4 @@
-"""A process that does not write follows the chief's checkpoint on the disk, as long as something happens there."""
+"""A process that does not write follows the chief's checkpoint on the disk, as long as the files change."""
 
 import threading
 import time

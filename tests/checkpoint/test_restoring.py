@@ -1,4 +1,5 @@
-"""What comes back: under another strategy, on other numbers of replicas, bit by bit on the same, and later, when it is made."""
+"""Restoring: under another strategy, on other numbers of replicas, bit-identically on the same number, and later, when
+an object is created."""
 
 import gc
 
@@ -33,7 +34,7 @@ STRATEGIES = {
 
 
 class Training:
-    """A model, its optimizer and data, as the guide has them."""
+    """A model, its optimizer and data, as in the guide."""
 
     def __init__(self, strategy, names_before=0):
         for _ in range(names_before):
@@ -84,7 +85,7 @@ class Training:
 
 
 def test_same_strategy_resumes_bit_identically(tmp_path):
-    """Before anything is built: layers, slots of the optimizer and components of sums are restored when they are made."""
+    """Nothing is built yet: layers, optimizer slots and components of sums are restored when they are created."""
     first = Training(mirrored(2))
     first.train(2)
     path = first.tracked.save(tmp_path / "ckpt")
@@ -175,7 +176,7 @@ def test_per_replica_values_are_restored(aggregation, dtype, values, on_two, on_
 
 
 def test_components_of_a_metric_are_restored_before_its_first_step(tmp_path):
-    """Each replica goes on with its own sum: another order would round otherwise."""
+    """Each replica continues with its own sum: another order would round differently."""
     values = np.float32([[0.1, 1e3], [0.7, 3e-3], [1e-4, 0.3], [0.2, 7e3], [1e-3, 0.9]])
 
     def means(halves):
@@ -200,7 +201,8 @@ def test_components_of_a_metric_are_restored_before_its_first_step(tmp_path):
 
 
 def test_restored_components_are_given_to_a_program_once(tmp_path):
-    """The variable may show the sum again that was restored, when the program is gone: its parts have gone with it."""
+    """The variable may show the restored sum again when the program is deleted, because its components are deleted
+    too."""
 
     def update():
         each = strategy.experimental_distribute_values_from_function(lambda _: np.float32(1))
@@ -317,7 +319,7 @@ def test_layers_are_restored_as_they_are_built(saved):
 
 
 def test_normalization_layer_uses_restored_values(saved):
-    """It makes constants of its variables when it is built."""
+    """The model makes constants of its variables when it is built."""
     x = np.arange(8, dtype="float32").reshape(4, 2)
     layer = keras.layers.Normalization()
     layer.adapt(x)
@@ -331,7 +333,7 @@ def test_normalization_layer_uses_restored_values(saved):
 
 
 def test_last_restore_of_two_checkpoints_wins(tmp_path):
-    """The newest, and then the best, before anything is built."""
+    """The newest is restored, and then the best, before anything is built."""
 
     def made(value):
         layer = keras.layers.Dense(1)
@@ -351,7 +353,7 @@ def test_last_restore_of_two_checkpoints_wins(tmp_path):
 
 
 def test_deferred_restore_does_not_undo_a_later_one(tmp_path):
-    """As in TensorFlow: the last restore wins, whenever the objects are found."""
+    """As in TensorFlow, the last restore wins, no matter when the objects are found."""
 
     def made(late, history):
         return rx.Checkpoint(late=rx.Variable(late), history=history, fresh=rx.Variable(late))
@@ -381,7 +383,7 @@ def test_deferred_restore_stays_pending_if_another_restore_fails(saved, tmp_path
 
 
 def test_later_mismatch_is_raised_once_and_stops_nothing_else(saved, tmp_path):
-    """Neither what is saved, nor other checkpoints that wait, nor what is set next, of the right shape too."""
+    """It stops neither saves, nor other deferred restores, nor later attributes of the right shape."""
     part = rx.Checkpoint()
     of_part = rx.Checkpoint(late=rx.Variable([1.0, 2.0]), more=rx.Variable(3.0))
     outer = rx.Checkpoint(part=part)
@@ -401,7 +403,7 @@ def test_later_mismatch_is_raised_once_and_stops_nothing_else(saved, tmp_path):
 
 
 def test_attribute_set_in_a_nested_checkpoint_is_restored_then(saved):
-    """As in TensorFlow's guide, which takes single variables out of a model."""
+    """As in TensorFlow's guide, which takes single variables from a model."""
     layer = keras.layers.Dense(3)
     layer.build((None, 2))
     path = saved(net=rx.Checkpoint(l1=layer))
@@ -414,7 +416,7 @@ def test_attribute_set_in_a_nested_checkpoint_is_restored_then(saved):
 
 
 class Begun(keras.layers.Layer):
-    """Its build makes a layer, and gives that a first value."""
+    """Its build creates a layer, and assigns a first value."""
 
     def __init__(self):
         super().__init__()
@@ -429,7 +431,7 @@ class Begun(keras.layers.Layer):
 
 
 def test_model_is_restored_after_the_assignments_of_its_build(saved, monkeypatch):
-    """And read once, not for each of its layers, which took 7 s for 200 of them."""
+    """The checkpoint is read once, not for each layer, which took 7 s for 200 layers."""
     model = keras.Sequential([Begun(), keras.layers.Dense(4), keras.layers.Dense(2)])
     x = np.ones((1, 3), "float32")
     model.build((None, 3))
@@ -490,7 +492,7 @@ def test_subclass_of_an_optimizer_restores_its_moments(saved_of_adam, make):
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_moments_are_not_restored_into_another_optimizer(saved_of_adam, caplog, is_built):
-    """Both are called momentums, and have the same shapes: training would go on with numbers that mean something else."""
+    """Both are called momentums and have the same shapes: training would continue with numbers of another meaning."""
     saved, folder = saved_of_adam
     model = compiled(keras.optimizers.SGD(0.5, momentum=0.9), is_built)
     status = rx.Checkpoint(model=model).restore(folder / "ckpt-1")
@@ -518,7 +520,7 @@ def test_training_does_not_resume_with_another_optimizer(saved_of_adam):
 
 
 def test_evaluation_needs_no_optimizer(saved_of_adam):
-    """compile() makes one of Keras's choice, which is never built."""
+    """compile() makes an optimizer of Keras's choice, which is never built."""
     saved, folder = saved_of_adam
     model = compiled("rmsprop", is_built=False)
     checkpoint = rx.Checkpoint(model=model)

@@ -1,4 +1,4 @@
-"""Under which names things are saved: by structure, so that what Keras counts does not matter."""
+"""Names in checkpoints follow the structure, so Keras's counters do not matter."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_layers_by_position_and_weights_by_attribute(saved):
 
 
 class Classifier(keras.Model):
-    """With layers in attributes, lists and dicts, one of them twice, and a variable of its own."""
+    """A subclass with layers in attributes, lists and dicts, one of them twice, and a variable of its own."""
 
     def __init__(self):
         super().__init__()

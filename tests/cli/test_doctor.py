@@ -1,4 +1,4 @@
-"""``replicax doctor``: what it prints for clusters that are well, and for those that are not."""
+"""``replicax doctor``: its output for healthy clusters and for broken ones."""
 
 import json
 import socket
@@ -38,7 +38,7 @@ LAUNCHERS = [
 
 @pytest.fixture
 def doctor(monkeypatch, capsys):
-    """``doctor(config, *options)``: the exit code and what it printed, with that TF_CONFIG."""
+    """``doctor(config, *options)``: the exit code and the output with that TF_CONFIG."""
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
 
@@ -57,7 +57,7 @@ def config_of(*addresses, index=0):
 
 @pytest.fixture
 def free():
-    """Addresses at which nobody listens, each another."""
+    """Different addresses at which no process listens."""
     ports = iter(free_ports(20))
     return lambda: f"127.0.0.1:{next(ports)}"
 
@@ -141,7 +141,7 @@ def test_task_that_does_not_answer_in_time_is_reported(doctor, free):
 
 @pytest.mark.rest
 def test_doctors_answer_each_other(free):
-    """And end soon after that, however long they may wait."""
+    """The doctors end soon after that, no matter how long they may wait."""
     addresses = [free(), free()]
     doctors = [
         subprocess.Popen(
@@ -165,7 +165,7 @@ def test_doctors_answer_each_other(free):
 
 @pytest.mark.rest
 def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
-    """What the doctor answers is not taken for the job's welcome."""
+    """The answer of a doctor is not mistaken for the job's welcome."""
     address = free()
     process = subprocess.Popen(
         [sys.executable, "-m", "replicax", "doctor", "--no-devices", "--wait", "60"],
@@ -213,7 +213,7 @@ def test_another_program_is_at_an_address(doctor, free):
 
 
 def test_servers_answer_clients_with_their_token(doctor, free, monkeypatch):
-    """As their own doctor, and as that of another task."""
+    """It answers like its own doctor, and like that of another task."""
     cluster = {"chief": [free()], "worker": [free()], "ps": [free()]}
     monkeypatch.setenv("REPLICAX_TOKEN", "theirs")
     with rx.Server(cluster, "ps", 0), rx.Server(cluster, "worker", 0) as worker:
@@ -324,7 +324,7 @@ def test_wait_is_a_number_of_seconds(doctor, capsys, text):
 
 
 def test_unknown_addresses_are_not_reported(doctor, free, monkeypatch):
-    """Of what torchrun started only the first worker's host is known."""
+    """For torchrun, only the first worker's host is known."""
     host, port = free().split(":")
     monkeypatch.setenv("REPLICAX_PORT", port)
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": host, "MASTER_PORT": "1"}.items():

@@ -1,4 +1,4 @@
-"""``replicax launch``: what it prints, what it exits with, and that it leaves nothing. The scripts are a few lines."""
+"""``replicax launch``: its output and exit codes, and that it leaves no process. The scripts are a few lines."""
 
 import contextlib
 import gc
@@ -53,7 +53,7 @@ def tell(path):
     os.rename(path + ".new", path)
 
 def wait_for_the_end(path):
-    # Of the process that has told its number there: it may take longer to end than this one.
+    # The process whose number is in the file may take longer to end than this one.
     while not os.path.exists(path):
         time.sleep(0.01)
     try:
@@ -94,7 +94,7 @@ def launch(*arguments, **environment):
 
 @contextlib.contextmanager
 def launched(*arguments):
-    """A launcher that goes on, and is gone afterwards."""
+    """A running launcher, which is gone afterwards."""
     process = subprocess.Popen(
         [*START, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -268,7 +268,7 @@ def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(sc
 
 @pytest.mark.rest
 def test_first_task_to_start_ending_is_the_first_failure(script, tmp_path):
-    """As worker 0 of a cluster does: it waits for the others, who end because it has failed."""
+    """Like worker 0 of a cluster: it waits for the others, which end because it has failed."""
     path = script("""
     if task == "worker 1":
         while not os.path.exists(sys.argv[1]):
@@ -376,7 +376,8 @@ def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
 
 
 def test_terminated_server_restarts_without_being_counted(tmp_path, capfd, monkeypatch):
-    """It keeps nothing that is lost, so its machine may be taken away as often as it likes. Each end is noticed at once."""
+    """It keeps no state that could be lost, so its machine may be taken away any number of times. Each end is noticed
+    at once."""
     monkeypatch.setattr(supervisor, "_TICK_S", 1000.0)
     made, num_kept = [], []
 
@@ -515,7 +516,7 @@ def test_a_signal_that_was_ignored_stays_ignored(script):
 
 
 def on_a_terminal(*arguments, **environment):
-    """What is written on a terminal of 100 columns, and the exit code."""
+    """The output on a terminal of 100 columns, and the exit code."""
     terminal, other_end = pty.openpty()
     process = subprocess.Popen(
         [*START, *map(str, arguments)],
@@ -635,7 +636,7 @@ SEES = "print(task, os.environ['CUDA_VISIBLE_DEVICES'])"
 
 
 def with_gpus(folder, num_gpus):
-    """The PATH of a machine whose driver shows so many GPUs; None: it does not answer."""
+    """The PATH of a machine whose driver shows this number of GPUs; with None the driver does not answer."""
     stand_in = folder / "nvidia-smi"
     lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n}{n})\\n" for n in range(num_gpus or 0))
     stand_in.write_text("#!/bin/sh\nexit 9\n" if num_gpus is None else f"#!/bin/sh\nprintf '{lines}'\n")
@@ -751,7 +752,7 @@ def test_help(capsys):
 
 
 def test_python_m_replicax(script):
-    """The real command, JAX and all."""
+    """The real command, with JAX."""
     result = subprocess.run(
         [sys.executable, "-m", "replicax", "launch", script("print('done')")],
         capture_output=True,

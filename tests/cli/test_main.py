@@ -1,4 +1,4 @@
-"""``replicax`` itself: its summary, its version, and what it says to words that it does not know."""
+"""``replicax`` itself: its summary, its version, and its answers to unknown words."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What counts as a restart, and how long it is waited for, without processes."""
+"""Which restarts count, and how long they are delayed, without processes."""
 
 import pytest
 

@@ -43,7 +43,7 @@ token = os.environ.get("REPLICAX_TOKEN", "")
 
 @pytest.fixture
 def launch(tmp_path):
-    """``launch(script, *options, server=, **environment)``: the launcher, ended, and what it printed."""
+    """``launch(script, *options, server=, **environment)``: runs the launcher to its end, and returns its output."""
 
     def run(script, *options, server=None, **environment):
         path = tmp_path / "train.py"
@@ -101,7 +101,7 @@ def test_invalid_servers_do_not_start(monkeypatch, capsys, task, more, says):
 
 
 def test_one_by_hand():
-    """The options instead of TF_CONFIG, or in place of a part of it; Ctrl-C ends it, also with an open stream."""
+    """The options replace TF_CONFIG, or a part of it; Ctrl-C ends the server, even with an open stream."""
     port = free_ports(1)[0]
     cluster = {"worker": ["127.0.0.1:1", f"127.0.0.1:{port}"], "ps": ["127.0.0.1:2"]}
     environment = {**os.environ, "REPLICAX_TOKEN": "a secret", "REPLICAX_PROGRAM_CACHE": "off"}
@@ -262,7 +262,7 @@ def test_servers_are_not_waited_for_when_the_script_fails(launch, tmp_path):
 
 @pytest.mark.rest
 def test_complete_cluster(launch):
-    """Real servers. The script is the coordinator, and kills the worker; another process takes its place."""
+    """Real servers. The script is the coordinator, and kills the worker; another process replaces it."""
     script = """
     import pathlib
     from replicax._src.cluster.credentials import Credentials
@@ -292,5 +292,5 @@ def test_complete_cluster(launch):
     assert "worker 0 was killed by SIGKILL. Starting it again: restart 1 of 3." in result.stderr
     pids = re.search(r"chief 0  \| pids (\d+) (\d+) (\d+)", result.stdout).groups()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    # The second worker may be ended when it has answered, and not yet said where it listens.
+    # The second worker may be ended when it has answered, but has not yet printed its address.
     assert len([line for line in result.stdout.splitlines() if " listens at 127.0.0.1:" in line]) in (2, 3)

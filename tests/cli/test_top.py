@@ -1,4 +1,4 @@
-"""``replicax top``: what it shows of a coordinator's status, where it looks for it, and how it ends."""
+"""``replicax top``: how it shows a coordinator's status, where it looks for it, and how it ends."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def environment(monkeypatch):
 
 
 class Cluster:
-    """A worker that runs a closure each time somebody looks."""
+    """A worker that runs one closure per look."""
 
     num_finished = 0
 

@@ -1,4 +1,4 @@
-"""The control channel on real sockets: members in threads of this process, and the hub in another thread."""
+"""The control channel on real sockets: members in threads of this process, and the controller in another thread."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ NAMES = ["worker 0", "worker 1", "worker 2"]
 
 @contextlib.contextmanager
 def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
-    """A hub, and its address. When the block ends it ends too, whoever is still connected."""
+    """A controller, and its address. It ends when the block ends, even with connected members."""
     listener = listen(*split_address(at), backlog=8)
     server = HubServer(
         Hub(names, **options), listener, SECURITY, "print", "worker 0 at here", {"coordinator": "there"}
@@ -127,7 +127,7 @@ def test_task_that_reports_an_error_has_begun_to_end(monkeypatch, tmp_path):
 
 
 def test_task_that_ends_after_anothers_failure_reports_no_time(monkeypatch, tmp_path):
-    """Its process ends after the other's, however late the launcher learns of that."""
+    """Its process ends after the other's, no matter when the launcher learns of that."""
     path = tmp_path / "status.json"
     with serving(NAMES[:2]) as address:
         second = Channel(address, 1, NAMES[:2], "print", SECURITY)
@@ -184,7 +184,7 @@ def test_member_that_left_is_no_failure_until_it_is_needed():
 
 
 def test_member_that_left_is_not_needed_for_programs_it_has_run():
-    """Of such programs some have nothing to wait for: variables whose pieces all lie in one process are read in them."""
+    """Some such programs need not wait: they read variables whose shards all lie in one process."""
     with serving() as address, channels(address) as (first, second, third):
         unblocked = []
         for channel in (first, third):
@@ -212,7 +212,7 @@ def test_member_that_left_is_not_needed_for_programs_it_has_run():
 
 
 def test_member_that_left_is_needed_for_an_unfinished_program():
-    """It was dispatched, and gave an error, or goes on without the one who has left."""
+    """It was dispatched, and failed, or continues without the member that left."""
     with serving() as address, channels(address) as (first, second, _):
         for channel in (first, second):
             channel.begin(0, "#0 step")
@@ -255,7 +255,7 @@ def test_silent_member_is_given_up():
 
 @pytest.mark.rest
 def test_silent_member_is_not_waited_for_long():
-    """Ten seconds at most, where others may take a minute to leave."""
+    """At most ten seconds, while others may take a minute to leave."""
     with serving(NAMES[:1], linger_s=60.0, silence_s=1.0) as address:
         soon = time.monotonic() + PATIENCE_S
         stopped = connect(address, SECURITY, soon)
@@ -266,7 +266,7 @@ def test_silent_member_is_not_waited_for_long():
 
 
 def test_lost_controller():
-    """Its machine is down, say: here its thread ends with the block."""
+    """Its machine is down, for example; here its thread ends with the block."""
     with serving() as address:
         channel = Channel(address, 1, NAMES, "print", SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
@@ -311,7 +311,7 @@ def test_wait_can_be_cancelled():
 
 @pytest.mark.rest
 def test_wait_for_a_living_member_is_logged_and_ends_in_time(caplog):
-    """It is named with what it does; here it is in this test."""
+    """The message names what the member does; here it is in this test."""
     limits = {"stall_s": 1.0, "timeout_s": 5.0}
     with (
         serving(NAMES[:2], **limits) as address,
@@ -395,7 +395,8 @@ def test_an_earlier_run_that_does_not_end_is_named():
 @pytest.mark.rest
 @pytest.mark.parametrize("is_silent_then", [False, True])
 def test_another_program_at_the_address(is_silent_then):
-    """It answers with something else: the members say so when their time is over, also if the last attempt was not answered."""
+    """The program answers something else: members say so when their time is over, even if the last attempt was not
+    answered."""
     with listen("127.0.0.1", 0, backlog=8) as listener:
         stop = threading.Event()
 
@@ -455,14 +456,15 @@ def test_joining_and_ending_a_job_need_the_token(token):
     ("at", "reached_by"), [("[2001:db8::1]:0", ["::1", "127.0.0.1"]), ("[::1]:0", ["::1"])]
 )
 def test_an_ipv6_address_is_listened_at(at, reached_by):
-    """On all networks, as at an IPv4 one: the machine may have the address only for others."""
+    """It listens on all networks, as at an IPv4 address: the machine may have the address only for others."""
     with listen(*split_address(at), backlog=2) as listener:
         for host in reached_by:
             socket.create_connection((host, listener.getsockname()[1]), timeout=PATIENCE_S).close()
 
 
 def test_reserved_port_is_only_for_processes_that_share_it():
-    """As gRPC does: nobody else can take it before its server listens there, which alone gets connections then."""
+    """As with gRPC, no other process can take the port before its server listens there, and only the server gets
+    connections then."""
     with bind_shared("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
@@ -488,7 +490,7 @@ def test_invalid_messages(text):
 
 @pytest.mark.rest
 def test_waiting_is_logged(caplog):
-    """With the names, every few seconds."""
+    """The message names the tasks, every few seconds."""
     with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
         channel = Channel(address, 2, NAMES, "print", SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Credentials: what goes together, what the environment says, and where a task can do without."""
+"""Credentials: valid combinations, the environment, and where a task needs none."""
 
 import dataclasses
 

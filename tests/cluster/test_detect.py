@@ -1,4 +1,4 @@
-"""Which resolver is chosen in recorded environments, and what is said of those that are not."""
+"""Which resolver is chosen in recorded environments, and why the others are not."""
 
 import json
 import os

@@ -83,7 +83,7 @@ def test_all_others_hear_once_which_member_is_lost_and_how(how, go):
 
 
 def test_leaving_member_reports_its_position():
-    """Its last beat may be a second old."""
+    """Its last heartbeat may be a second old."""
     hub = hub_with(0, 1)
     for number in (0, 1):
         hub.receive(number, offer("program 0", ["digest", "step", 3], position=3), now=0.0)
@@ -165,7 +165,7 @@ def test_before_the_first_program_nothing_is_compared():
 
 @pytest.mark.parametrize("is_past_first", [True, False])
 def test_new_program_of_one_member_against_a_known_one_is_a_mismatch(is_past_first):
-    """It waits for the other to agree, and the other for it, in a collective."""
+    """Each waits for the other: one to agree, the other in a collective."""
     hub = hub_with(0, 1)
     agreement = offer("program 1", ["digest", "g", 5], position=5)
     if is_past_first:
@@ -195,7 +195,7 @@ def test_member_that_has_not_reached_the_agreement_is_no_mismatch():
 
 
 def test_positions_without_a_heartbeat_are_compared_too():
-    """A beat comes when the program is another than before, so what ran between two beats is known."""
+    """A heartbeat is sent when the program changes, so the programs between two heartbeats are known."""
     hub = hub_with(0, 1)
     for number in (0, 1):
         assert hub.receive(number, beat(0, "#0 f"), now=0.0) == []
@@ -210,7 +210,7 @@ def test_positions_without_a_heartbeat_are_compared_too():
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=12), st.data())
 def test_equal_runs_match_and_one_difference_is_a_mismatch(programs, data):
-    """However their beats come to the hub."""
+    """The result does not depend on the order of heartbeats."""
     changed = data.draw(st.one_of(st.none(), st.integers(0, len(programs) - 1)))
     other = ["c" if position == changed else program for position, program in enumerate(programs)]
     hub, todo, found = hub_with(0, 1), {}, []
@@ -247,7 +247,7 @@ def test_compared_positions_are_forgotten():
 
 
 def hub_of_one_that_waits(**options):
-    """Worker 0 waits in program 3 since 100.0; worker 1 has been behind since 98.0, and beats."""
+    """Worker 0 waits in program 3 since 100.0; worker 1 has been behind since 98.0, and sends heartbeats."""
     hub = hub_with(0, 1, **options)
     for number in (0, 1):
         hub.receive(number, beat(2, "#0 f"), now=97.0)
@@ -257,7 +257,7 @@ def hub_of_one_that_waits(**options):
 
 
 def told_at(hub, now, position=2):
-    """What is said at a time at which both beat."""
+    """The messages at a time at which both send heartbeats."""
     hub.receive(0, beat(3, "#0 f"), now=now)
     hub.receive(1, beat(position, "#0 f", "between", at="train.py:7 in load"), now=now)
     return [(to, message) for to, message in hub.tick(now) if message["kind"] != "pulse"]
@@ -303,7 +303,7 @@ def test_program_that_all_have_reached_has_no_time_limit():
 
 
 def test_no_member_waits_between_programs():
-    """The chief writes a checkpoint, say, and the others are where it is."""
+    """The chief writes a checkpoint, for example, and the others are at its position."""
     hub = hub_with(0, 1, silence_s=10_000.0)
     for number in (0, 1):
         hub.receive(number, beat(2, "#0 f", "between"), now=0.0)

@@ -20,7 +20,7 @@ def pod(name, phase="Running", pod_ip="10.1.2.3"):
 
 
 class FakeClient:
-    """The two calls of CoreV1Api that are made."""
+    """The two calls of CoreV1Api that the resolver makes."""
 
     def __init__(self, pods):
         self.pods = pods

@@ -1,4 +1,4 @@
-"""Which tasks there are, what they are told, and ports that are free."""
+"""The tasks of a launched cluster, their environments, and free ports."""
 
 import json
 import socket
@@ -50,7 +50,7 @@ def test_ports_are_different_and_free():
 
 
 def system_gives(monkeypatch, tmp_path, text):
-    """What the system says of the ports that it gives to outgoing connections; None: nothing."""
+    """Replaces the system's range of ports for outgoing connections; None for no information."""
     file = tmp_path / "ip_local_port_range"
     if text is not None:
         file.write_text(text)

@@ -1,4 +1,4 @@
-"""Who leads and who is counted are TensorFlow's rules; clusters that cannot be are named."""
+"""The leader and the counts follow TensorFlow's rules; impossible clusters raise errors."""
 
 import json
 
@@ -223,7 +223,7 @@ def test_port_0_is_allowed_for_tasks_that_do_not_listen():
 
 @st.composite
 def clusters(draw):
-    """Valid ones, with at least one task that computes."""
+    """Valid clusters, with at least one task that computes."""
     num_chiefs, num_evaluators = draw(st.integers(0, 1)), draw(st.integers(0, 1))
     counts = {
         "worker": draw(st.integers(0 if num_chiefs else 1, 6)),

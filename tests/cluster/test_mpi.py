@@ -1,5 +1,5 @@
-"""Whether MPI collectives can start, from the environment; that they are used only if asked for; and the end of a process
-that used them. ``tests/multi_worker/test_mpi.py`` runs them, where there is an MPI."""
+"""Whether MPI collectives can start, by the environment; that they are used only on request; and how a process that
+used them ends. ``tests/multi_worker/test_mpi.py`` runs them if there is an MPI."""
 
 import logging
 import subprocess
@@ -76,7 +76,7 @@ def test_gloo_unless_mpi_is_requested(chosen):
 
 
 class changed:
-    """A JAX option that has another value for a while."""
+    """Sets a JAX option for a while."""
 
     def __init__(self, name, value):
         self.name, self.value = name, value
@@ -145,7 +145,7 @@ def test_the_log_says_gloo_in_processes(local_cluster):
 
 @pytest.mark.timeout(90)
 def test_mpi_without_a_library_is_an_error_in_processes(local_cluster):
-    """At once, and not JAX's end of the process in MPI_Init."""
+    """It ends at once, before JAX ends the process in MPI_Init."""
     environment = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", "MPITRAMPOLINE_LIB": None}
     cluster = local_cluster(2, environment=environment)
     cluster.start(join)
@@ -158,7 +158,7 @@ def test_mpi_without_a_library_is_an_error_in_processes(local_cluster):
 @pytest.mark.rest
 @pytest.mark.timeout(90)
 def test_mpi_on_one_of_the_workers_is_an_error_in_processes(local_cluster):
-    """As where mpirun does not pass the variable on to other hosts."""
+    """As if mpirun did not pass the variable to other hosts."""
 
     def one_has_mpi():
         import json

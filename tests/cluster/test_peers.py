@@ -1,4 +1,5 @@
-"""When processes compare which program they are about to run. The channel has a twin here: what others offer is given."""
+"""When processes compare the program that they are about to run. The channel is replaced: the values of the other
+process are given."""
 
 import pytest
 
@@ -8,7 +9,7 @@ from replicax._src.cluster.peers import Peers
 
 
 class Channel:
-    """The other process offers what this one does, unless it is told otherwise."""
+    """The other process offers the values of this one, unless told otherwise."""
 
     def __init__(self):
         self.gathered, self.begun, self.ended, self.other = [], [], [], None

@@ -1,4 +1,5 @@
-"""Processes are watched, obey, and leave nothing behind: not when they are closed, nor when their parent is killed."""
+"""Processes are watched, obey signals, and leave nothing behind: not when they are closed, nor when their parent is
+killed."""
 
 import os
 import signal
@@ -32,7 +33,7 @@ def until(condition, what, limit_s=LIMIT_S):
 
 
 def is_there(pid):
-    """Whether a process runs; a zombie does not."""
+    """True if a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -41,7 +42,7 @@ def is_there(pid):
 
 
 def has_no_more_lines(process):
-    """For a while; one that counts has 20."""
+    """The test runs for a while; one that counts has 20 lines."""
     before = len(process.lines)
     time.sleep(0.2)
     return len(process.lines) == before
@@ -143,7 +144,7 @@ def test_death_by_a_signal():
 
 
 def test_time_of_the_end_shows_which_process_was_first():
-    """Whoever is asked first."""
+    """The order of the questions does not matter."""
     with python("import time; time.sleep(60)") as late, python("") as early:
         until(lambda: not early.is_running, "its end")
         late.kill()
@@ -245,7 +246,7 @@ def test_memory():
 
 # --- leaving nothing ----------------------------------------------------------------------------------
 
-# Starts a child in its group and one in a session of its own, whose numbers it prints.
+# Starts a child in its group and one in a separate session, and prints their numbers.
 FAMILY = """
 import subprocess, sys, time
 for own_session in (False, True):
@@ -393,7 +394,7 @@ def test_folder_is_removed_after_close_for_any_ending(tmp_path):
 @ON_LINUX
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None], ids=["interrupted", "too slow"])
 def test_failed_start_leaves_nothing(monkeypatch, tmp_path, error):
-    """It ends while the command starts, which takes some 30 ms."""
+    """The parent ends while the command starts, which takes some 30 ms."""
 
     class Impatient(threading.Event):
         def wait(self, timeout_s=None):

@@ -1,4 +1,4 @@
-"""The relay in front of JAX's coordination service: what passes, and what becomes of it when the service has gone."""
+"""The relay in front of JAX's coordination service: what it passes, and how it behaves when the service has gone."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from replicax.errors import ClusterStartError
 
 @contextlib.contextmanager
 def echoing():
-    """The address of a server that sends everything back, and the connections that it has accepted."""
+    """The address of an echo server, and the connections that it has accepted."""
     accepted = []
 
     def serve():

@@ -1,4 +1,4 @@
-"""The simple resolver says what it was given, and a union joins several: TensorFlow's cluster_resolver_test."""
+"""The simple resolver returns its arguments, and a union joins several: TensorFlow's cluster_resolver_test."""
 
 import pytest
 

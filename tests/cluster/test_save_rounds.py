@@ -1,4 +1,4 @@
-"""All tasks save after the same step, whatever comes when: the rules of both sides, without sockets or threads."""
+"""All tasks save after the same step, in any order of events: the rules of both sides, without sockets or threads."""
 
 from collections import deque
 
@@ -12,7 +12,7 @@ from replicax._src.cluster.save_rounds import SaveRounds
 
 
 class Tasks:
-    """Members that run the same steps, each a collective; messages arrive in order, and whenever the test says."""
+    """Members that run the same steps, each a collective; messages arrive in order, at times that the test chooses."""
 
     def __init__(self, num_tasks, num_steps):
         self.num_tasks, self.num_steps = num_tasks, num_steps
@@ -34,7 +34,7 @@ class Tasks:
         for to, message in outbox:
             self.down[to].append(message)
 
-    # What may happen. Each says whether it did.
+    # Possible events. Each returns whether it happened.
 
     def notice(self, number, is_final):
         if self.ended[number] is None:
@@ -112,13 +112,13 @@ def happenings(num_tasks):
     st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), happenings(n))), st.integers(1, 12)
 )
 def test_all_save_after_the_same_step_and_none_waits_forever(case, num_steps):
-    """Several notices, final or not, from several tasks at any time."""
+    """Several preemption signals, final or not, from several tasks at any time."""
     num_tasks, happening = case
     tasks = Tasks(num_tasks, num_steps)
     for what, *who in happening:
         getattr(tasks, what)(*who)
     tasks.run_to_the_end()
-    # (Where all are done the first to leave may end others that are done too.)
+    # (When all are done, the first to leave may end others that are done too.)
     ended = {end if end != "failed" else "done" for end in tasks.ended}
     assert len(ended) == 1, tasks.ended
     assert ended <= {"done", "saved"}
@@ -186,7 +186,7 @@ def test_task_that_stopped_watching_delays_no_other():
 
 
 def test_final_signal_overrides_one_that_is_not_final():
-    """Also where both wait until all watch."""
+    """This also holds while both wait until all watch."""
     rounds = SaveRounds(1)
     for is_final in (True, False):
         rounds.receive(0, {"kind": "notice", "is_final": is_final, "text": "SIGTERM"})

@@ -41,7 +41,7 @@ RECORDED = {
 
 
 def resolver(environ, **kwargs):
-    """With an environment of its own, which it may write into."""
+    """A resolver with its own environment, which it may change."""
     return SlurmClusterResolver(**kwargs, environ=dict(environ))
 
 
@@ -121,7 +121,7 @@ def test_malformed_tasks_per_node(text):
 
 @st.composite
 def parts_of_hostlists(draw):
-    """A part as Slurm writes it, and the hosts that it stands for."""
+    """A part as Slurm writes it, and its hosts."""
     prefix = draw(st.from_regex(r"[a-z][a-z0-9-]{0,4}[a-z-]", fullmatch=True))
     suffix = draw(st.sampled_from(["", "-ib", ".x"]))
     width = draw(st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""The cluster spec is TensorFlow's; what is none, and what is no address, is named."""
+"""The cluster spec is TensorFlow's; invalid specs and addresses raise errors."""
 
 import dataclasses
 

@@ -24,7 +24,7 @@ class _Enough(Exception):
 
 
 def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
-    """It takes whole seconds, and none of them would be no time at all."""
+    """JAX takes whole seconds, and 0 would be no time at all."""
     limits = []
 
     def join_processes(coordinator, num_processes, number, timeout_s):
@@ -40,7 +40,7 @@ def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
 
 
 def test_an_interrupt_after_jax_has_connected_leaves_no_client_that_waits_at_exit(monkeypatch):
-    """JAX would shut it down when the process ends: for 305 s, where the service is gone by then."""
+    """JAX would shut the client down at exit, which takes 305 s if the service has gone by then."""
 
     def initialize(*args, **kwargs):
         start.jax_compat._distributed.global_state.client = object()
@@ -65,7 +65,7 @@ def test_service_that_misses_one_question_is_not_considered_stopped(answers, ser
 
 @pytest.mark.rest
 def test_the_service_of_an_earlier_run_is_waited_for():
-    """Worker 0 was killed, and is started again while worker 1 is still there."""
+    """Worker 0 was killed, and is restarted while worker 1 still exists."""
     names, limits = ["worker 0", "worker 1"], {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}
     address = f"127.0.0.1:{free_ports(1)[0]}"
 
@@ -107,7 +107,8 @@ def test_the_service_of_an_earlier_run_may_end_just_before_it_is_asked(monkeypat
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def test_both_services_are_reached(host):
-    """Also by an address that this machine has only for others; here of the documentation's network."""
+    """The service is also reached by an address that the machine has only for others; here of the documentation's
+    network."""
     port = free_ports(1)[0]
     address = join_address("2001:db8::1" if host == "::1" else "192.0.2.1", port)
     limits = {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}

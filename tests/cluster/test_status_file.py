@@ -1,4 +1,4 @@
-"""What a task tells the launcher, in a file that may be the script's own."""
+"""The status that a task gives the launcher, in a file that the script may also write."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""TF_CONFIG: TensorFlow's tfconfig_cluster_resolver_test, and what people get wrong in it."""
+"""TF_CONFIG: TensorFlow's tfconfig_cluster_resolver_test, and mistakes that people make in it."""
 
 import json
 
@@ -14,7 +14,7 @@ CONFIG = {"cluster": CLUSTER, "task": {"type": "ps", "index": 0}}
 
 
 def resolver(config, **kwargs):
-    """The resolver for a TF_CONFIG: a text, or what is written as JSON."""
+    """The resolver for a TF_CONFIG: a text, or a value that is written as JSON."""
     text = config if isinstance(config, str) else json.dumps(config)
     return TFConfigClusterResolver(**kwargs, environ={"TF_CONFIG": text})
 

@@ -1,4 +1,4 @@
-"""Which hosts a TPU has, and which mesh virtual devices stand for."""
+"""The hosts of a TPU, and the mesh of virtual devices."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Cases at the seams between parts, each of which once gave a silent wrong result."""
+"""Cases at the boundaries between parts; each gave a wrong result without an error once."""
 
 import functools
 
@@ -214,7 +214,7 @@ def test_components_of_an_on_read_variable_everywhere(strategy, num_replicas):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6])
 def test_value_made_before_a_collective_on_some_replicas_and_after_on_others(num_rows):
-    """Zeros are the gradient of a replica without rows, before the sum; others make the same zeros after it."""
+    """The gradient of a replica without rows is zeros before the sum; others compute the same zeros after it."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     aggregate = rx.optax.aggregate_gradients()
     weights = np.ones((4, 8), np.float32)

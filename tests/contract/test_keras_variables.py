@@ -87,7 +87,7 @@ def test_reads_return_the_assigned_value(strategy, variable):
 
 
 def test_variables_stay_leaves_in_tree_map(strategy, variable):
-    """Or nobody could assign what ``jax.tree.map`` hands out."""
+    """Otherwise the results of ``jax.tree.map`` could not be assigned."""
     jax.tree.map(lambda v, gradient: v.assign_sub(gradient), [variable], [X])
     assert np.asarray(variable.value).tolist() == [-0.5, -1.0]
 

@@ -1,4 +1,4 @@
-"""Every promise of a strategy, kept by every strategy: what a program may rely on wherever it runs."""
+"""Every promise of a strategy, for every strategy: programs may rely on these wherever they run."""
 
 import copy
 import threading
@@ -33,7 +33,7 @@ NUM_REPLICAS = {
 }
 
 
-# Two replicas are those of central_storage_2 and tpu_2x2 too, and mirrored ones are those of mirrored_3 and mirrored_4.
+# central_storage_2 and tpu_2x2 also have two replicas, and mirrored_3 and mirrored_4 are mirrored too.
 LONG = {"mirrored_2"}
 REST = {"mirrored_4"}
 
@@ -58,7 +58,7 @@ def num_replicas(named):
 
 
 def per_replica(strategy, fn):
-    """fn(r) on replica r, as an array."""
+    """The value of fn(r) on replica r, as an array."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: np.asarray(fn(context.replica_id_in_sync_group))
     )
@@ -156,7 +156,8 @@ def test_replica_context_inside_run(strategy, num_replicas):
 
 
 def worker_devices(strategy):
-    """Those that replicas compute on; the default strategy has JAX's, and refuses to name them, as in TensorFlow."""
+    """The devices that replicas compute on; the default strategy has JAX's, and raises an error when asked, as in
+    TensorFlow."""
     if strategy is rx.get_strategy():
         for name in ("worker_devices", "parameter_devices"):
             with pytest.raises(RuntimeError, match="default strategy"):
@@ -564,7 +565,7 @@ def test_replicate_and_unreplicate(strategy, num_replicas):
 
 
 def test_functional_state_does_not_drift_apart_silently(strategy, num_replicas, caplog):
-    """A step without ``all_reduce``: the README promises that replicas cannot drift."""
+    """A step without ``all_reduce``: the README promises that replicas cannot diverge."""
 
     def step(state, x):
         gradient = jax.grad(lambda w: jnp.mean((x @ w - 1.0) ** 2))(state["w"])
@@ -700,7 +701,7 @@ def test_a_number_that_jax_would_change_is_an_error(strategy, results_of, wrong)
 
 @pytest.mark.parametrize("results_of", WAYS)
 def test_numbers_of_64_bits_that_fit_are_converted(strategy, results_of):
-    """Without a warning, which pytest makes an error."""
+    """It works without a warning, which pytest makes an error."""
     dataset = [{"ids": np.array([1, -(2**31), 2**31 - 1])}]
     (result,) = results_of(strategy, dataset)
     found = np.concatenate([np.ravel(part) for part in local(strategy, result)])

@@ -1,4 +1,4 @@
-"""What a coordinator and its strategy refuse when they are called, and how they print."""
+"""Calls that a coordinator and its strategy reject, and their reprs."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_modules_raise_after_a_call_with_arrays_too(coordinator):
 
 
 def test_blocking_calls_raise_in_a_traced_function(coordinator):
-    """It would happen once; and what is waited for may need a program, which waits for the trace that is going on."""
+    """The call would happen once; and its wait may need a program, which waits for the current trace."""
     value = coordinator.schedule(lambda: np.float32(1))
     for name, call in {
         "schedule": lambda: coordinator.schedule(lambda: 1),
@@ -128,7 +128,7 @@ def test_iterator_of_a_closed_coordinator_works_with_no_other():
 
 
 def test_a_function_knows_which_worker_runs_it(coordinator, strategy):
-    """Also the next coordinator's workers, of a program that was made before."""
+    """This also holds for the next coordinator's workers, with a program that was made before."""
 
     def index_of(x):
         index = rx.coordinator.experimental_get_current_worker_index()
@@ -158,7 +158,7 @@ def test_a_function_knows_which_worker_runs_it(coordinator, strategy):
 
 
 def test_elements_of_a_function_are_decided_before_it_runs(coordinator):
-    """It once took an element for each time that a branch was traced, whichever branch was taken; a loop had no end."""
+    """Each trace of a branch once took an element, whether the branch was taken or not, and a loop never ended."""
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.float32(n) for n in range(9)]))
 
     def take(iterator, is_taken):

@@ -1,4 +1,4 @@
-"""Large arrays that scheduled functions close over travel once, and again when they are others."""
+"""Large arrays that scheduled functions close over are sent once, and again when they have changed."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ SIZE = 100_000
 
 @pytest.fixture
 def sent(monkeypatch):
-    """A coordinator of one worker, and how many bytes each of its messages had."""
+    """A coordinator of one worker, and the number of bytes of each message."""
     with in_memory_strategy() as strategy:
         (worker,) = strategy.session._tasks.workers
         sizes, answer = [], worker.answer

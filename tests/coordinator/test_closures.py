@@ -293,7 +293,7 @@ workers = st.sampled_from(WORKERS)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Any events in any order, against a model that keeps lists of numbers."""
+    """Any events in any order, compared with a model that keeps lists of numbers."""
 
     held = Bundle("held")
 
@@ -402,7 +402,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(worker=workers, num_running=st.sampled_from([0, 2, 3]))
     def lost(self, worker, num_running=0):
-        """Of several that travelled together it may have been at any."""
+        """The worker may have been running any closure of the group."""
         mine = [number for number, w in self.flying.items() if w == worker]
         together = [self.closures[number] for number in mine[:num_running]] if len(mine) > 1 else []
         before = [closure.num_deaths for closure in together]
@@ -430,7 +430,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not (queue.has_error and self.line)
 
     def teardown(self):
-        """Whatever has happened, one good worker brings everything to its end."""
+        """After any events, one good worker completes everything."""
         self.back("a")
         for worker in ("b", "c"):
             self.lost(worker)

@@ -36,7 +36,7 @@ def coordinator(cluster):
 
 
 def connected(coordinator):
-    """Waits until all workers are."""
+    """Waits until all workers are connected."""
     eventually(lambda: all(w["connected"] for w in coordinator.statistics()["workers"].values()))
 
 
@@ -166,7 +166,7 @@ def test_workers_continue_after_errors(coordinator):
 
 @pytest.fixture
 def quick(cluster, coordinator, monkeypatch):
-    """A function that is known to be quick, so that closures of it travel together; and what its first call at -1 waits for."""
+    """A quick function, so that closures of it travel in groups; and the event that its first call at -1 waits for."""
     monkeypatch.setattr(pool_worker, "_FAST_S", 1000.0)
     go = threading.Event()
 
@@ -187,10 +187,10 @@ def quick(cluster, coordinator, monkeypatch):
 
 
 def both_waiting(cluster, coordinator, step):
-    """Each worker is at a function that waits, and has another one to do."""
+    """Each worker runs a function that waits, and has another one queued."""
     for worker in cluster.workers:
         worker.ran.clear()
-    # Otherwise one of them may get both that wait: it has asked for more, and the other one has not yet.
+    # Otherwise one of them may get both waiting functions: it has asked for more, and the other one has not yet.
     eventually(lambda: all(worker.is_hungry for worker in coordinator._pool.workers))
     for x in (-1, -1, 0, 0):
         coordinator.schedule(step, (x,))
@@ -680,7 +680,7 @@ def test_a_dataset_function_that_kills_each_worker_is_an_error(cluster, coordina
 
 
 class ByName:
-    """A function of the cluster, which cannot be pickled with what it closes over."""
+    """A function of the cluster, which cannot be pickled with its closure."""
 
     def __init__(self, name):
         self.name = name

@@ -1,4 +1,4 @@
-"""What scheduled functions do at the end of a worker's dataset: next with a default, optionals, StopIteration."""
+"""Scheduled functions at the end of a worker's dataset: next with a default, optionals, StopIteration."""
 
 import itertools
 import time
@@ -67,7 +67,7 @@ def test_the_default_may_be_an_argument(run, iterator_of):
 
 
 def test_an_evaluation_ends_with_its_dataset(run, iterator_of):
-    """The last batch is smaller, and the last function has less of them."""
+    """The last batch is smaller, and the last function has fewer of them."""
     rows = np.arange(23, dtype=np.float32)
 
     def evaluate(iterator):
@@ -364,7 +364,7 @@ def test_no_elements_outside_scheduled_functions(iterator_of):
 
 @pytest.mark.timeout(300)
 def test_real_workers_evaluate_to_the_end_also_after_one_was_killed():
-    """In processes of their own: each pass has iterators of its own, and a worker that was killed begins with new ones."""
+    """In separate processes: each pass has its own iterators, and a worker that was killed starts with new ones."""
     rows = np.arange(11, dtype=np.float32)
 
     def evaluate(iterator, key):

@@ -1,4 +1,4 @@
-"""Scheduled functions on real servers, in processes of their own, that are killed and stopped."""
+"""Scheduled functions on real servers, in separate processes, that are killed and stopped."""
 
 import os
 import subprocess

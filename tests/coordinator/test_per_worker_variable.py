@@ -1,4 +1,4 @@
-"""Variables of which each worker has a value of its own."""
+"""Variables with a separate value on each worker."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is done when a parameter server comes back: the cases that real ones do not show in a test."""
+"""The return of a parameter server: cases that real servers do not show in a test."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from replicax._src.parameter_servers.errors import RemoteError, UnavailableError
 
 
 class Ps:
-    """What a parameter server answers. ``fails``: what it is asked in vain."""
+    """The answers of a parameter server. ``fails``: the questions that it does not answer."""
 
     def __init__(self, index):
         self.index, self.fails = index, set()
@@ -68,7 +68,7 @@ def pool(session):
 
 
 def watching(session, recovery, comes_back_s=10.0):
-    """The watch of ps 0, which is another process from ``started_again`` on."""
+    """The watch of ps 0, which is another process after ``started_again``."""
     watches = [PsWatch(n, session, Limits(), None, comes_back_s) for n in range(2)]
     for watch in watches:
         watch.accept("first")

@@ -1,4 +1,4 @@
-"""What is done when a parameter server that others stand in for answers again; without processes."""
+"""The return of a parameter server that has been replaced by another, without processes."""
 
 import math
 import threading
@@ -28,7 +28,7 @@ ME = "me"
 
 
 class Ps:
-    """A parameter server, and the way to it."""
+    """A parameter server, and the connection to it."""
 
     def __init__(self, index):
         task, host = Task("ps", index), PsHost(None, math.inf, index, Credentials())
@@ -72,7 +72,7 @@ def pool_of(session):
 
 
 class Events:
-    """As ``ServerMonitor`` tells."""
+    """As ``ServerMonitor`` reports."""
 
     def __init__(self, session):
         self.replication = Replication(session, pool_of(session), lambda: None)
@@ -144,7 +144,7 @@ def test_nothing_waits_while_servers_are_told(session, monkeypatch):
 
 
 class Told:
-    """What a parameter server tells. ``positions``: by group, where what it has is."""
+    """The reports of a parameter server. ``positions``: the position of its data, by group."""
 
     def __init__(self, instance, *positions, is_ours=True):
         self.instance, self.views, self.refuses = instance, [], False
@@ -189,7 +189,7 @@ class SessionWithSnapshots:
 
 
 class Both:
-    """Two servers that are watched, and the events of their watches."""
+    """Two watched servers, and the events of their watches."""
 
     def __init__(self, comes_back_s=60.0):
         self.session = SessionWithSnapshots()
@@ -202,7 +202,7 @@ class Both:
             watch.accept("first")
 
     def beat(self, task):
-        """It says which views it has taken."""
+        """It reports the views that it has taken."""
         ps = self.session.ps[task]
         for view in ps.views:
             ps.statistics["groups"][str(view.group)]["epoch"] = view.epoch
@@ -260,7 +260,7 @@ def test_both_servers_restart_from_the_newer_state(both, caplog):
 
 
 def test_server_lost_while_its_group_resumes_is_waited_for_again(both, monkeypatch):
-    """Its programs are sent to it, which may take long."""
+    """Sending its programs may take long."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def restored(group, keys):
@@ -307,7 +307,7 @@ def test_job_ends_without_a_snapshot_of_this_coordinator(both, is_ours):
 
 
 def test_without_snapshots_a_lost_group_ends_the_job():
-    """Even if the other server has a copy that was not in sync: updates would be gone, and nobody would say so."""
+    """Even if the other server has a copy that was not in sync: updates would be lost silently."""
     both = Both(comes_back_s=0.0)
     both.session.groups.told(0, {"0": {"epoch": 1, "position": (1, 9), "backup": "lost"}})
     both.session.ps[1] = Told("first", (1, 8), (1, 8))

@@ -132,7 +132,7 @@ def test_replicas_get_a_key_and_return_one(strategy, run):
 
 @pytest.mark.parametrize("where", ["argument", "closure", "global"])
 def test_rows_are_looked_up_at_random(strategy, run, where):
-    """Ids of lookups are computed apart, from the same key."""
+    """The ids of lookups are computed separately, from the same key."""
     with strategy.scope():
         table = rx.Variable(np.arange(300, dtype=np.float32).reshape(100, 3))
     mine = jax.random.key(9)

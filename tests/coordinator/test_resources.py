@@ -1,4 +1,4 @@
-"""What workers make for themselves, and what the coordinator knows of it."""
+"""Per-worker resources, and what the coordinator knows of them."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The rules of rounds, of which gradients are averaged; and what they are in a cluster in memory."""
+"""The rules of rounds (which gradients are averaged), and rounds in a cluster in memory."""
 
 import logging
 import random
@@ -31,7 +31,7 @@ def queue_of(num_averaged, workers="ab", num=8, keys="k"):
 
 
 def taken(queue, workers):
-    """By worker the numbers that it can have now."""
+    """The numbers that each worker can have now."""
     found = {}
     for worker in workers:
         closure = queue.take(worker)
@@ -184,7 +184,7 @@ def strategy():
 
 
 class Job:
-    """A variable that goes down by the mean of what functions are given, one that counts them, and their coordinator."""
+    """A variable that decreases by the mean of the functions' arguments, one that counts them, and their coordinator."""
 
     def __init__(self, strategy, optimizer=None, **options):
         self.strategy = strategy

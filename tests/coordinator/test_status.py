@@ -1,4 +1,4 @@
-"""What is shown of a cluster: from counters to JSON, rates, a table, and metrics for Prometheus."""
+"""The status of a cluster: from counters to JSON, rates, a table, and metrics for Prometheus."""
 
 import json
 import math
@@ -246,7 +246,8 @@ LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
 
 
 def parsed(text):
-    """What Prometheus reads: for each metric its type, and its samples by name and labels. Strict."""
+    """The metrics as Prometheus reads them: the type of each metric, and its samples by name and labels. The parser is
+    strict."""
     assert text.endswith("\n")
     types, helps, samples, current = {}, set(), {}, None
     for line in text.splitlines():

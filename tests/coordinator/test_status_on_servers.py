@@ -1,4 +1,4 @@
-"""The status of real servers, in processes of their own."""
+"""The status of real servers, in separate processes."""
 
 import json
 import time

@@ -1,4 +1,5 @@
-"""The status page in a browser: it refreshes itself, and says so when it cannot. Skipped where there is no Chromium."""
+"""The status page in a browser: it refreshes itself, and says so when it cannot. The tests are skipped without
+Chromium."""
 
 import os
 import re
@@ -23,7 +24,7 @@ pytestmark = [
 
 
 def status(num_asked):
-    """One more closure has finished each time, and has an ugly name."""
+    """Each answer has one more finished closure, with an ugly name."""
     worker = {
         "connected": True,
         "given_up": False,
@@ -49,7 +50,7 @@ def status(num_asked):
 
 @pytest.fixture
 def server(monkeypatch):
-    """Answers so many times as its ``num_answers`` says; ``asked`` has an entry each time."""
+    """Answers ``num_answers`` times; ``asked`` gets an entry each time."""
     asked = []
 
     def told(listener):
@@ -68,7 +69,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def browse(tmp_path):
-    """Has a browser show a page; returns what it has written."""
+    """Shows a page in a browser, and returns the resulting text."""
 
     def browse(*options):
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -109,7 +110,7 @@ MEASURE = (
 
 @pytest.mark.parametrize("width", [1280, 500])
 def test_the_page_fits_into_a_window(browse, tmp_path, width):
-    """What is wider scrolls by itself."""
+    """Wide contents scroll within the page."""
     page = page_of(with_rates(None, status(0)))
     (tmp_path / "page.html").write_text(page.replace("</body>", MEASURE))
     dom = browse(f"--window-size={width},900", "--dump-dom", f"file://{tmp_path}/page.html")

@@ -1,4 +1,4 @@
-"""The coordinator's status over HTTP: who may see it, what is there, and that it ends with the coordinator."""
+"""The coordinator's status over HTTP: who may see it, its contents, and that it ends with the coordinator."""
 
 import contextlib
 import gc
@@ -91,7 +91,7 @@ def test_programs_of_this_machine_may_see_it(host):
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "a b"]
 )
 def test_pages_of_other_sites_may_not(host):
-    """Whose name was made to lead to this machine."""
+    """The name of the request was made to point to this machine."""
     assert not StatusAccess("127.0.0.1:80", None).admits("127.0.0.1", host, None)
     assert not StatusAccess("127.0.0.1:80", TOKEN).admits("127.0.0.1", host, None)
 

@@ -1,4 +1,4 @@
-"""The how-to pages are short, say first what one gets, and can be found."""
+"""The how-to pages are short, state their result first, and are in the index."""
 
 import pathlib
 import re

@@ -1,4 +1,5 @@
-"""The page on migrating shows the whole table, which has a row for every name of TensorFlow's pages, and its rows are true."""
+"""The page on migrating shows the full table, which has a row for every name on TensorFlow's pages, and its rows are
+true."""
 
 import functools
 import importlib

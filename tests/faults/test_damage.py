@@ -1,4 +1,4 @@
-"""Networks that damage bytes, and strangers at every port, while jobs run."""
+"""Networks that damage bytes, and unauthenticated peers at every port, while jobs run."""
 
 import contextlib
 import random
@@ -20,7 +20,7 @@ JOIN_S = 120.0
 
 
 class Job:
-    """A counter on each of two servers, and a linear model with Adam that all functions train by the same gradients."""
+    """A counter on each of two servers, and a linear model with Adam that all functions train with the same gradients."""
 
     def __init__(self, cluster):
         self.strategy = rx.ParameterServerStrategy(cluster.resolver)
@@ -90,7 +90,7 @@ def fit_on_two(pause_s):
 
 @pytest.mark.rest
 def test_unauthenticated_peers_at_every_port_do_not_disturb_a_job():
-    """300 idle ones at each port, and others that say something random."""
+    """300 idle peers at each port, and others that send random bytes."""
     with (
         server_cluster(workers=1, ps=2) as cluster,
         contextlib.closing(Job(cluster)) as job,

@@ -19,7 +19,7 @@ SOON_S = 30  # nobody else would say it before many minutes, if at all
 
 
 def steps(fault, victim):
-    """Steps with collectives; at the 20th the victim does something that the others do not."""
+    """Steps with collectives; at the 20th the victim acts differently."""
     import os
     import signal
     import sys
@@ -129,7 +129,7 @@ LONG, REST = pytest.mark.long, pytest.mark.rest
     ],
 )
 def test_lost_worker_is_named_within_seconds(local_cluster, fault, says, victim):
-    """Process 0 included, which JAX's own coordination takes down with it."""
+    """This includes process 0, with which JAX's own coordination would end the others."""
     cluster, survivors = run(local_cluster, fault, victim)
     results = cluster.wait()
     for number in survivors:
@@ -168,7 +168,7 @@ def test_stopped_worker_is_named_after_the_timeout(local_cluster, victim):
 
 
 def saving_what_there_is():
-    """Steps until one fails; then something that takes two seconds, and the end."""
+    """Steps until one fails; then two seconds of other work, and the end."""
     import atexit
     import time
 
@@ -254,7 +254,7 @@ def test_different_programs_are_an_error_on_all(local_cluster, fault, victim):
 
 
 def starting():
-    """Makes the strategy, and says what came of it."""
+    """Makes the strategy, and reports the result."""
     import sys
 
     import replicax as rx
@@ -333,7 +333,7 @@ def test_jax_was_used_before(local_cluster):
 
 @pytest.mark.rest
 def test_two_processes_with_one_index(local_cluster, tmp_path):
-    """Three say that they are of a cluster of two: the one that comes last is refused."""
+    """Three processes say that they belong to a cluster of two: the last one is rejected."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     is_over = tmp_path / "over"
     stay = f"\nimport os, time\nwhile not os.path.exists({str(is_over)!r}): time.sleep(0.05)"
@@ -373,7 +373,7 @@ def test_job_may_restart_on_the_same_ports(local_cluster):
 
 @pytest.mark.rest
 def test_nothing_is_left_after_a_kill_of_all(local_cluster):
-    """The service beside worker 0 ends when all who were connected are gone."""
+    """The service beside worker 0 ends when all connected processes are gone."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(steps, ["all are killed", "9"])
     for number in range(2):
