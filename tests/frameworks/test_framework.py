@@ -1,4 +1,4 @@
-"""Which frameworks are in use, in which order, and who has an object that two know."""
+"""The frameworks in use, their order, and the owner of an object that two frameworks know."""
 
 import sys
 
@@ -15,7 +15,7 @@ from replicax._src.framework import Framework, Tracking
 
 @pytest.fixture
 def in_use(monkeypatch):
-    """Frameworks for this test alone."""
+    """Frameworks for this test only."""
 
     def use(*frameworks):
         monkeypatch.setattr(framework, "_in_use", framework._InUse(()))
@@ -51,7 +51,7 @@ def test_a_framework_is_used_once_and_can_be_forgotten(in_use):
 
 
 def test_imported_frameworks_are_used_and_no_others():
-    """A framework that the user has not imported costs nothing; one that has been is used from the next scope on."""
+    """A framework that the user has not imported costs nothing; an imported one is used from the next scope on."""
     program = """
     import sys
     import replicax as rx

@@ -1,4 +1,4 @@
-"""Processes on one host, each with GPUs of its own: by NCCL where there are GPUs, by gloo where CPU devices stand in."""
+"""Processes on one host, each with its own GPUs: NCCL connects GPUs, gloo the CPU devices that replace them."""
 
 import os
 import re

@@ -35,7 +35,7 @@ def shares(num_workers, replicas_per_worker=1):
 
 
 def steps_of(dataset, share, policy):
-    """For each step of a worker the rows of each of its replicas."""
+    """The rows of each replica of a worker, for each of its steps."""
     steps = []
     for step in open_source(dataset, share=share, policy=policy).iterate():
         ends = np.cumsum(step.sizes)
@@ -176,7 +176,7 @@ def test_seeking_equals_reading_up_to_a_position(num_rows, batch_size, shards, i
 @pytest.mark.parametrize("num_workers_after", [1, 4])
 def test_a_shared_position_is_resumed_with_another_number_of_workers(num_workers_after):
     def steps_of_all(num_workers, state, count):
-        """For each worker its steps after a state, and the state then."""
+        """For each worker, its steps after a state, and the state then."""
         dataset = from_arrays(np.arange(30)).shuffle(seed=3).batch(8).repeat(2)
         shares = [WorkerShare(num_workers, worker, 4) for worker in range(num_workers)]
         passes = [open_source(dataset.filter(lambda x: True), share=share).iterate() for share in shares]
@@ -271,7 +271,7 @@ def test_impossible_shards(num_shards, index):
 
 
 def rows_of_workers(dataset, policy):
-    """For each worker the rows of each step."""
+    """For each worker, the rows of each step."""
     return [[parts[0] for parts in steps_of(dataset, share, policy)] for share in shares(2)]
 
 

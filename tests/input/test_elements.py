@@ -27,7 +27,7 @@ def lists(elements):
 
 
 class Batches:
-    """A user's dataset: batches of 2, as often as it is asked."""
+    """A user's dataset of batches of 2 rows, which can be iterated any number of times."""
 
     def __init__(self, num_batches):
         self._num_batches = num_batches

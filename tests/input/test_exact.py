@@ -1,4 +1,4 @@
-"""Every row reaches exactly one replica, whatever the number of rows, the batch size and the number of replicas."""
+"""Every row reaches exactly one replica, for any number of rows, batch size and number of replicas."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Datasets over files, through the public functions: every format, every method, what bad files give."""
+"""Datasets over files, through the public functions: every format, every method, and bad files."""
 
 import gzip
 import itertools
@@ -23,7 +23,7 @@ from tfrecord_files import masked_crc32c
 
 
 def write_tfrecords(path, records):
-    """Writes the format as https://www.tensorflow.org/tutorials/load_data/tfrecord says."""
+    """Writes the format of https://www.tensorflow.org/tutorials/load_data/tfrecord."""
     with open(path, "wb") as file:
         for record in records:
             length = struct.pack("<Q", len(record))
@@ -446,7 +446,7 @@ def test_columns_that_no_device_holds(tmp_path, kind):
 
 def test_lists_that_are_null(tmp_path):
     pq.write_table(pa.table({"x": pa.array([[1, 3], None], pa.list_(pa.int64(), 2))}), tmp_path / "a")
-    # Before pyarrow 26 its reader refuses them.
+    # The reader of pyarrow before 26 rejects them.
     either = (rx.errors.ColumnError, rx.errors.UnreadableFileError)
     with pytest.raises(either, match=str(tmp_path / "a")):
         list(rx.data.from_parquet(tmp_path / "a").batch(2))

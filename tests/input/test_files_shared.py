@@ -1,4 +1,4 @@
-"""Datasets over files with several workers, on replicas, and continued from saved positions."""
+"""Datasets over files with several workers, on replicas, and resumed from saved positions."""
 
 import itertools
 import json
@@ -284,7 +284,7 @@ def lists(elements):
 
 
 def assert_continues(dataset, position, most=30):
-    """Asserts that what comes after a position comes also after the state is restored in another dataset."""
+    """Checks that the elements after a position also come after the state is restored in another dataset."""
     one = open_elements(dataset).iterate()
     for _ in range(position):
         next(one)

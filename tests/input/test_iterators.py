@@ -318,7 +318,7 @@ def test_elements_wait_on_the_devices_or_on_the_host(places_ahead):
 
 
 def taken(iterator, *calls):
-    """For each call what it took: the steps of the group from start to stop."""
+    """The slices that each call takes from the steps of the group."""
     results = []
     for group_size, num_steps in calls:
         group = iterator.take_stacked(group_size, num_steps)
@@ -355,7 +355,7 @@ def test_single_steps_and_groups_alternate_without_losing_one(pause_s):
 
 
 class SlowOrBroken(list):
-    """A list of batches whose elements take a while, or fail the first time."""
+    """A list of batches whose elements take time, or fail the first time."""
 
     def __init__(self, num_batches, seconds=(), broken=()):
         super().__init__(np.full(2, number) for number in range(num_batches))

@@ -15,7 +15,7 @@ from replicax._src.input.specs import INFINITE
 
 
 class Squares(keras.utils.PyDataset):
-    """``num_rows`` rows in batches; it writes down what is called."""
+    """``num_rows`` rows in batches; records its calls."""
 
     def __init__(self, num_rows=5, batch_size=2, **options):
         super().__init__(**options)

@@ -1,4 +1,4 @@
-"""Numbers of 64 bits that JAX would cut to 32 without a word."""
+"""Numbers of 64 bits that JAX would silently narrow to 32."""
 
 import warnings
 
@@ -68,7 +68,7 @@ def test_numbers_that_fit_are_converted_without_a_warning(array, dtype):
 
 @pytest.mark.parametrize("size", [1, 7, 8, 33, 1000, 100_001])
 def test_lost_float_is_found_anywhere(size):
-    """NumPy's floating point flags tell of it: a vectorised loop must not miss the rest of an array."""
+    """NumPy's floating point flags report it: a vectorised loop must not miss the rest of an array."""
     for position in {0, size // 2, size - 1}:
         array = np.ones(size)
         array[position] = 1e300

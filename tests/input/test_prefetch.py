@@ -8,7 +8,7 @@ import pytest
 
 from replicax._src.input.prefetch import Prefetcher
 
-# Threads of iterators that tests before have left to the garbage collector, who may not have come yet.
+# Threads of iterators of earlier tests that the garbage collector may not have collected yet.
 EARLIER = set()
 
 
@@ -38,7 +38,7 @@ def prefetch(items, depth):
 
 
 class Counted:
-    """0, 1, 2, ..., and how many have been read."""
+    """0, 1, 2, ..., and the number of elements read."""
 
     def __init__(self):
         self.num_read = 0

@@ -1,4 +1,4 @@
-"""The bridge to Keras: what it replaces, that it goes away, and what it refuses."""
+"""The bridge to Keras: its replaced attributes, its removal, and its errors."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ REPLACED = {
 
 
 def test_ten_attributes_of_keras_are_replaced_from_the_first_scope_until_uninstall():
-    """Importing replicax and making a strategy replaces nothing; uninstalling gives back the very functions."""
+    """Importing replicax and making a strategy replaces nothing; uninstalling restores the original functions."""
     program = (
         ATTRIBUTES_OF_KERAS
         + """
@@ -116,7 +116,7 @@ def test_without_the_private_name_the_public_way_is_used(monkeypatch):
 
 
 def test_the_fast_way_works_with_this_keras():
-    """Says when Keras has renamed ``_value``: the bridge then still works, 4 µs a variable slower."""
+    """Fails when Keras has renamed ``_value``: the bridge then still works, but takes 4 µs more per variable."""
     variable = keras.Variable(1.0, dtype="float32")
     accessor = type(bridge.keras_capture.accessor)()
     accessor.set([variable], [jnp.float32(2.0)])
@@ -255,7 +255,7 @@ def test_keras_optimizer_says_which_variables_it_accepts(strategy):
 
 @pytest.mark.rest
 def test_a_scope_in_which_keras_is_imported_ends_with_an_error():
-    """Else the model would be trained on one device, and nothing would say so. The next scope works."""
+    """Otherwise the model would be trained on one device without an error. The next scope works."""
     program = """
     import replicax as rx
     rx.config.set_local_devices(2)

@@ -1,4 +1,4 @@
-"""Names of files of Keras whose ending is known at run time."""
+"""Names of Keras files whose ending is known at run time."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""``fit`` and its kin: what is refused, in which words, and that the model is none the worse for it.
+"""Bad input of ``fit`` and similar methods: the errors and their messages, and that the model is unharmed.
 
-And the bridge: what it replaces in ``keras.Model``, and that models of no scope never notice.
+Also the bridge: what it replaces in ``keras.Model``, and that models without a scope are not affected.
 """
 
 import keras
@@ -295,7 +295,7 @@ def test_datasets_without_a_batch(strategy, one_device_loss):
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_arrays_without_rows_raise_a_clear_error(strategy, method):
-    """A model that is not built is built of its first batch; ``predict`` puts the outputs of its batches together."""
+    """The first batch builds an unbuilt model; ``predict`` concatenates the outputs of its batches."""
     with strategy.scope():
         model = keras.Sequential([layers.Dense(1)], name="small")
         model.compile("sgd", "mse")
@@ -345,7 +345,7 @@ def test_stop_iteration_of_a_callback_is_raised_unchanged(strategy):
 
 
 def keras_says(call):
-    """The type and text of Keras's own error."""
+    """The type and message of Keras's own error."""
     with pytest.raises(Exception) as caught:
         call()
     return type(caught.value), str(caught.value)
@@ -435,7 +435,7 @@ def test_losses_that_are_not_numbers_are_reported_as_keras_does(strategy):
 
 @pytest.mark.rest
 def test_the_methods_of_models_are_keras_own_before_and_after():
-    """In every class of models; with the attributes of a model that was made outside of scopes."""
+    """In every class of models, also with the attributes of a model made outside scopes."""
     program = """
     import inspect
     import keras
@@ -555,7 +555,8 @@ def test_model_on_another_backend_raises_before_it_is_made():
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_methods_in_a_function_of_replicax(strategy, one_device_loss, method):
-    """Their loops are Python's and read weights: they cannot be traced, as TensorFlow says of its ``tf.function``."""
+    """Their loops are Python's and read weights, so they cannot be traced; TensorFlow says the same of its
+    ``tf.function``."""
     with strategy.scope():
         model = compiled("inner")
     args = (features(),) if method == "predict" else (features(), targets())

@@ -1,4 +1,4 @@
-"""Cases that a reading of the code, and programs of new users, brought up: each was wrong once."""
+"""Cases found by reading the code, and by programs of new users; each failed once."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def weights_of(model):
 
 
 class Batches:
-    """A dataset that does not say how many batches it has."""
+    """A dataset without a length."""
 
     def __iter__(self):
         return generator()

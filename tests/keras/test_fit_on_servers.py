@@ -1,4 +1,5 @@
-"""Keras's loops with parameter servers: one worker gives what one device gives; with several every row counts once."""
+"""Keras's loops with parameter servers: one worker gives the numbers of one device; with several, every row counts
+once."""
 
 import gc
 import time
@@ -64,7 +65,7 @@ def same_state(one, other, atol=1e-6):
 
 
 def fitted(model, **options):
-    """After two epochs, in an order that the seed gives."""
+    """The state after two epochs, in an order given by the seed."""
     keras.utils.set_random_seed(1)
     return model.fit(
         X,
@@ -105,7 +106,7 @@ def test_one_worker_trains_as_one_device_does(case):
         same(fitted(expected, **options), fitted(model, **options))
         same_state(expected, model)
         assert model.optimizer.iterations.value == 2 * 6
-        # And on: from another epoch, with other variables that are trained.
+        # And further: from another epoch, with other trained variables.
         again = {"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 2, "validation_data": None}
         same(fitted(expected, **again), fitted(model, **again))
         same_state(expected, model)
@@ -279,7 +280,7 @@ def test_inputs_and_outputs_by_name_several_steps_a_call(two_workers):
 
 
 class WithOwnStep(keras.Model):
-    """Its logs have more in them than metrics."""
+    """Its logs contain more than metrics."""
 
     def __init__(self):
         super().__init__()
@@ -305,7 +306,7 @@ class WithOwnStep(keras.Model):
 
 @pytest.fixture
 def slow_worker(monkeypatch):
-    """Worker 0 begins each closure late."""
+    """Worker 0 starts each closure late."""
     answer = Worker.answer
 
     def slow(self, message):
@@ -324,7 +325,7 @@ def test_a_step_in_tensorflows_style_and_its_logs(two_workers, slow_worker):
         )
     history = model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0).history
     assert set(history) == {"loss", "accuracy", "norm"}
-    # Of the metrics it is what they are when all steps have ended.
+    # Metrics have their values after all steps.
     same({name: history[name][-1] for name in ("loss", "accuracy")}, model.get_metrics_result(), atol=0)
     assert model.metrics[0].count.value == ROWS
     assert history["norm"][-1] > 0
@@ -566,7 +567,7 @@ def test_a_dataset_of_replicax_is_read_here(two_workers):
     ],
 )
 def test_compile_may_be_called_outside_the_scope(optimizer):
-    """With an optimizer that was made there, too: its rate and its iterations are on the servers then."""
+    """The optimizer was made there too: its rate and its iterations are then on the servers."""
     expected = classifier(optimizer)
     with in_memory_strategy(ps=2) as strategy:
         with strategy.scope():

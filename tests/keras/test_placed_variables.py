@@ -1,4 +1,4 @@
-"""Keras variables lie on the devices of the strategy in whose scope they are made, before its first step too."""
+"""Keras variables are on the devices of the strategy in whose scope they are made, even before its first step."""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def test_computation_before_the_first_step_runs_on_their_devices(placed):
 
 
 def test_a_metric_takes_the_results_of_each_replica(placed):
-    """They lie on different devices, and with the metric none would compute."""
+    """They are on different devices, and could not be combined with the metric."""
     strategy, devices = placed
     with strategy.scope():
         metric = keras.metrics.Mean()

@@ -1,4 +1,4 @@
-"""``SidecarEvaluator``: a process beside the training evaluates what the training saves."""
+"""``SidecarEvaluator``: a process beside the training evaluates the saved checkpoints."""
 
 import threading
 

@@ -365,7 +365,7 @@ def test_a_users_stateless_scope_reads_what_it_does_not_map_from_the_step():
 
 
 def test_stateless_call_and_stateless_apply_in_a_step():
-    """The functional way, with ``jax.grad``; the state is assigned in the end."""
+    """The functional form, with ``jax.grad``; the state is assigned at the end."""
     with strategy().scope():
         model = keras.Sequential([keras.Input((2,)), layers.Dense(1), layers.BatchNormalization()])
         optimizer = keras.optimizers.Adam(0.1)

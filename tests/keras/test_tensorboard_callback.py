@@ -1,4 +1,4 @@
-"""``rx.keras.callbacks.TensorBoard`` writes what Keras's callback writes, under every strategy, without TensorFlow."""
+"""``rx.keras.callbacks.TensorBoard`` writes the files of Keras's callback, under every strategy, without TensorFlow."""
 
 import contextlib
 import importlib.util

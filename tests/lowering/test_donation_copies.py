@@ -1,4 +1,4 @@
-"""Donation copies what somebody else holds, once, and nothing else."""
+"""Donation copies an array that somebody else holds, once, and no other array."""
 
 from pathlib import Path
 

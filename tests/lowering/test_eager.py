@@ -38,7 +38,7 @@ def numbers(strategy):
 
 
 def plain(nest):
-    """The values of a nest, of which each has one component, on the host."""
+    """The values of a pytree whose leaves have one component each, on the host."""
 
     def of_leaf(leaf):
         if isinstance(leaf, rx.DistributedValues):
@@ -49,7 +49,7 @@ def plain(nest):
 
 
 def assert_alike(a, b):
-    """Two nests have the same structure, and equal values to rounding."""
+    """Two pytrees have the same structure, and equal values up to rounding."""
     (left, tree), (right, other) = map(jax.tree_util.tree_flatten, (plain(a), plain(b)))
     assert tree == other
     for x, y in zip(left, right, strict=True):
@@ -62,7 +62,7 @@ def assert_alike(a, b):
 
 
 def as_one_device(strategy, fn, x):
-    """What ``fn(x, v)`` returns in an eager run. It is what one device computes on the rows of all replicas."""
+    """The result of ``fn(x, v)`` in an eager run. It equals the computation of one device on the rows of all replicas."""
     one = rx.OneDeviceStrategy("cpu:0")
     results = []
     for each, value, options in ((strategy, x, EAGER), (one, strategy.gather(x, axis=0), None)):
@@ -146,7 +146,7 @@ def test_first_use_logs_what_belongs_to_one_replica(strategy, caplog):
 
 
 def seen(strategy, *components):
-    """What the function gets for a per-replica value."""
+    """The argument that the function gets for a per-replica value."""
     got = []
     strategy.run(got.append, args=(per_replica(strategy, *components),), options=EAGER)
     return got[0]
@@ -650,7 +650,7 @@ def test_tape_used_twice(strategy):
 
 
 def counted(strategy, options, method, aggregation, synchronization):
-    """What a variable shows after an eager or compiled step, and after a compiled one that follows."""
+    """The value of a variable after an eager or compiled step, and after a following compiled one."""
     with strategy.scope():
         v = rx.Variable(jnp.int32([1, 2]), aggregation=aggregation, synchronization=synchronization)
 
@@ -676,7 +676,7 @@ def test_assigning_totals_equals_the_compiled_step(strategy, method, aggregation
         counted(strategy, options, method, aggregation, synchronization) for options in (EAGER, None)
     )
     if (synchronization, aggregation) == ("ON_READ", "SUM"):
-        # Each replica begins with the initial value, [1, 2], so that the variable shows [2, 4] before.
+        # Each replica starts with the initial value, [1, 2], so that the variable shows [2, 4] before.
         assert eager[0] == {"assign": [6, 18], "assign_add": [8, 22], "assign_sub": [-4, -14]}[method]
     assert eager == compiled
 
@@ -941,7 +941,7 @@ CASES = {
     ),
     "built in the step": (mlp, lambda: keras.optimizers.Adam(0.01), {"is_built": False}),
 }
-# The others have what these have.
+# The others are like these.
 LONG = ("adam with clipping", "adamw with averages")
 
 
@@ -1075,7 +1075,7 @@ def test_global_seed_generator_continues_as_outside(strategy):
 
 
 def test_mean_loss_is_the_mean_of_the_global_batch(strategy):
-    """In a compiled step on several replicas it is an error, for gradients are summed over replicas."""
+    """In a compiled step on several replicas it is an error, because gradients are summed over replicas."""
     x = per_replica(strategy, np.ones((3, 1), np.float32), np.full((1, 1), 3, np.float32))
 
     def fn(x):

@@ -1,4 +1,4 @@
-"""The global view: a step over whole batches is the step of one device, whatever the rows; state is never lost or shared."""
+"""The global view: a step over global batches is the step of one device, for any rows; state is never lost or shared."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ def topology(num_replicas):
 
 
 def running_sums(state, batch):
-    """Every kind of state: one that changes, one that does not, one whose new value is another one's old."""
+    """Every kind of state: one that changes, one that does not, and one whose new value is another one's old value."""
     (total, fixed), (_previous,) = state
     x = batch["x"] * batch["scale"]
     moved = total + jnp.sum(x, axis=0)
@@ -41,7 +41,7 @@ def batch_of(rows, seed=0):
 
 
 def run(step, state, held, *batches, capacity=1):
-    """One call with batches of one form; gives the outputs and the state afterwards."""
+    """One call with batches of one form; returns the outputs and the state afterwards."""
     groups = held.hold(state)
     batches = [Batch(batch) for batch in batches]
     program = step.program(held, batches[0], capacity)

@@ -1,4 +1,5 @@
-"""Several devices of a worker: replicas in sync, as those of MirroredStrategy; one push to each server per closure."""
+"""Several devices of a worker: synchronous replicas, as with MirroredStrategy, and one push to each server per
+closure."""
 
 import types
 
@@ -27,7 +28,7 @@ def on_servers():
 
 
 class Everything:
-    """What a step may do to variables, each kind once."""
+    """Every kind of variable update in a step, once each."""
 
     def __init__(self, strategy):
         keras.utils.set_random_seed(1)

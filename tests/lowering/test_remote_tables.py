@@ -1,4 +1,4 @@
-"""Tables on parameter servers: only the rows that are looked up travel, each way, and what optimizers do to them."""
+"""Tables on parameter servers: only the rows that are looked up are sent, both ways, and optimizers update only these."""
 
 import logging
 
@@ -61,7 +61,7 @@ def trained(strategy, make_optimizer, run, steps=3, regularizer=None, more_loss=
 
 
 def on_servers(make_optimizer, **options):
-    """As ``trained``, in three shards on two servers; and the rows that these have sent in training."""
+    """Like ``trained``, in three shards on two servers; and the rows that these have sent in training."""
     stores = [Store(), Store()]
     strategy = servers(2, FixedShardsPartitioner(3), stores)
     values, before = trained(strategy, make_optimizer, strategy.run_here, **options)
@@ -106,7 +106,7 @@ def test_adam_updates_rows_and_slots_only_when_looked_up():
 
 
 def test_ftrl_and_weight_decay_do_not_change_rows_that_are_not_looked_up():
-    """On one device they do: that is not what they do here."""
+    """On one device they change; here they do not."""
     for make_optimizer in (lambda: O.Ftrl(0.1), lambda: O.AdamW(0.01, weight_decay=0.1)):
         found, before, _ = on_servers(make_optimizer, steps=1)
         expected, _ = on_one_device(make_optimizer, steps=1)
@@ -129,7 +129,7 @@ def test_options_without_meaning_for_some_rows_raise(make_optimizer, says):
 
 
 def tied_output(table, ids):
-    """Each id is to be told from the others by its embedding, which is the output's weight too."""
+    """The embeddings, which are also the output's weights, distinguish the ids."""
     logits = table(ids[:, 0]) @ table.embeddings.value.T
     return jnp.mean(keras.losses.sparse_categorical_crossentropy(ids[:, 0], logits, from_logits=True))
 

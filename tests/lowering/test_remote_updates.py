@@ -1,4 +1,4 @@
-"""Closures on parameter servers of this process: what optimizers and assignments do there is what they do on one device."""
+"""Closures on parameter servers of this process: optimizers and assignments there equal those on one device."""
 
 import gc
 
@@ -72,7 +72,8 @@ def without_decay_of_biases(optimizer):
 
 
 def trained(strategy, make_optimizer, run, steps=4, pieces=None):
-    """The loss after some steps, and all variables of model and optimizer; ``pieces`` gets how many each has."""
+    """The loss after some steps, and all variables of model and optimizer; ``pieces`` gets the number of pieces of
+    each."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -391,7 +392,7 @@ def test_function_cannot_change_optimizer_state_before_the_worker_uses_it():
 
 
 class NumberedRows(O.SGD):
-    """What it does to a row depends on the row's number: the gradients', or it writes the number itself."""
+    """Its update of a row depends on the row's number: by the gradients, or by writing the number itself."""
 
     def update_step(self, gradient, variable, learning_rate):
         numbers = jnp.arange(variable.shape[0], dtype=jnp.float32)[:, None]
@@ -501,7 +502,7 @@ def test_update_of_optax_is_assignments_and_equals_one_device(name):
 
 
 class OfTheFirst(O.SGD):
-    """Every variable moves by the value of the first."""
+    """Every variable moves by the value of the first one."""
 
     def update_step(self, gradient, variable, learning_rate):
         self.assign_sub(variable, gradient * self._trainable_variables[0].value)
@@ -682,7 +683,7 @@ def test_models_made_in_a_loop_leave_nothing_on_the_servers():
     assert max(num for each in held for num, _ in each) <= 17, (
         "of the functions that are remembered, and the next"
     )
-    # Which server gets the next one depends on what each has: together they have the same again.
+    # The next server depends on the contents of each; together they have the same again.
     assert [sum(each) for each in zip(*held[-1])] == [sum(each) for each in zip(*held[-3])]
     assert strategy.session.bytes_on == [store.statistics()["bytes"] for store in stores]
 

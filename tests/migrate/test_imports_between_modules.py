@@ -1,4 +1,4 @@
-"""Names that come from another module of the program: by `import *`, or because it imports them itself."""
+"""Names from another module of the program: by `import *`, or because that module imports them itself."""
 
 from replicax._src.migrate.files import find_files, migrate
 

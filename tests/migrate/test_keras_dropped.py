@@ -1,4 +1,4 @@
-"""What is said of Keras 3 in ``keras_dropped.toml`` is so in the Keras that is installed."""
+"""The statements about Keras 3 in ``keras_dropped.toml`` are true of the installed Keras."""
 
 import functools
 import inspect

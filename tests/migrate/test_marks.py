@@ -1,4 +1,4 @@
-"""What is marked, and what is not."""
+"""Code that is marked, and code that is not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Notebooks: cell by cell, with what is for IPython left alone."""
+"""Notebooks, cell by cell; lines for IPython stay unchanged."""
 
 import json
 

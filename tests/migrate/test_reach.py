@@ -1,4 +1,4 @@
-"""Which functions run in a step, and which in a dataset."""
+"""The functions that run in a step, and those that run in a dataset."""
 
 import libcst as cst
 import pytest

@@ -1,4 +1,4 @@
-"""What becomes of programs. `idioms` has one program for each idiom, and what it prints with TensorFlow."""
+"""The rewriting of programs. `idioms` has one program for each idiom, and its output with TensorFlow."""
 
 import contextlib
 import io
@@ -14,9 +14,9 @@ from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.rewrite import rewrite
 
 IDIOMS = sorted(path for path in Path(__file__).with_name("idioms").iterdir() if path.is_dir())
-# These read with tf.data; tests/peers runs them where TensorFlow is.
+# These read with tf.data; tests/peers runs them with TensorFlow.
 WITH_TENSORFLOW = {"dataset_functions", "loop_of_ones_own"}
-# These are marked, and do not run before somebody has looked at them.
+# These are marked, and do not run before a person has checked them.
 MARKED = {"both_contexts", "marks"}
 
 
@@ -104,7 +104,7 @@ def test_expressions(before, after):
             "import jax.numpy as J\nimport tensorflow as tf\ntf.square(x)",
             "import jax.numpy as J\nJ.square(x)",
         ),
-        # A name that is something else is avoided.
+        # A name that is used for something else is avoided.
         (
             "import tensorflow as tf\ndef f(jnp): return tf.square(jnp)",
             "import jax.numpy as jax_numpy\ndef f(jnp): return jax_numpy.square(jnp)",

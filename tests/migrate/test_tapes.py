@@ -1,4 +1,4 @@
-"""Tapes outside of steps: their statements become a function that is traced."""
+"""Tapes outside steps: their statements become a function that is traced."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: one writes, all restore, on as many as before bit by bit, and on other numbers."""
+"""Checkpoints of several processes: one writes, all restore, on the same number bit-identically, and on other numbers."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""State that the replicas of several processes divide: the numbers of one device, and what each process can read and save."""
+"""State sharded over the replicas of several processes: the numbers of one device, and what each process can read and
+save."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""``replicax launch`` and a strategy that fails on one worker: who is named, and what the launcher exits with."""
+"""``replicax launch`` and a strategy that fails on one worker: the named worker, and the launcher's exit code."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ for number in range(100):
     ],
 )
 def test_failing_worker_is_named_and_not_its_followers(tmp_path, victim, how, code):
-    """Worker 0 too, whose process ends after the others', since they need the service beside it."""
+    """This includes worker 0, whose process ends after the others', because they need the service beside it."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     result = subprocess.run(

@@ -51,7 +51,7 @@ def test_a_loop_equals_one_process(size, way, folder, reports_of):
 
 
 def test_all_loops_train_alike(folder, reports_of):
-    """Those with the same update rule; so no loop can leave a step out, in one process neither."""
+    """Loops with the same update rule are equal, so no loop can leave out a step, in one process either."""
     (one,) = reports_of(loops, "8", folder, workers=1)
     for way in set(WAYS) - {"optax", "nnx"}:
         np.testing.assert_allclose(one[way]["losses"], one["single_runs"]["losses"], rtol=1e-5, err_msg=way)

@@ -1,4 +1,4 @@
-"""``MultiWorkerMirroredStrategy`` in real processes: what each worker sees, and that all together are one device."""
+"""``MultiWorkerMirroredStrategy`` in real processes: the view of each worker, and that all together equal one device."""
 
 import itertools
 import json
@@ -123,7 +123,7 @@ def test_replica_functions_do_not_run_eagerly_in_a_cluster(size, workers):
 )
 @pytest.mark.rest
 def test_an_empty_configuration_is_one_worker(config):
-    """Which can do all that one process can: it joins nobody, and JAX may have started."""
+    """A single worker can do everything that one process can: it joins no other, and JAX may have started."""
     shown = in_a_process_of_its_own(
         """
         import jax.numpy as jnp
@@ -158,7 +158,7 @@ def fed(reports_of, tmp_path_factory):
 
 
 def steps(fed, name):
-    """For each worker its steps; each has one replica."""
+    """The steps of each worker; each has one replica."""
     return [[step[0] for step in worker[name]] for worker in fed]
 
 
@@ -169,7 +169,8 @@ def test_data(fed, name):
 
 
 def test_off(fed):
-    """Each worker reads everything; its slices begin with its own. (TensorFlow cuts the last batch into 2 and 0 rows.)"""
+    """Each worker reads everything, and starts with its own slices. (TensorFlow cuts the last batch into 2 and 0
+    rows.)"""
     assert steps(fed, "off") == [[[0, 1], [2], [3], [4]], [[0], [1, 2], [3], [4]]]
 
 
@@ -202,7 +203,7 @@ def test_files(fed):
 
 
 def test_files_one_row_at_a_time(fed):
-    """A case of tf_keras (distribute_strategy_test, the policy FILE): who has no row left gets empty batches."""
+    """A case of tf_keras (distribute_strategy_test, the policy FILE): a worker without rows left gets empty batches."""
     assert steps(fed, "files_one_by_one") == [
         [[10], [11], [12], [30], [31], [32]],
         [[20], [21], [22], [], [], []],
@@ -304,7 +305,7 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "style"), KINDS)
 @pytest.mark.rest
 def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
-    """One device is fed what all workers are fed in a step: no row is lost, or counted twice."""
+    """One device gets in each step the rows of all workers: no row is lost, or counted twice."""
     rng = np.random.default_rng(0)
     for number in range(3):
         rows = rng.normal(size=((4, 7, 6)[number], 4)).round(3)
@@ -368,7 +369,7 @@ def test_callbacks_of_keras_save_between_batches_in_the_chief(reports_of, tmp_pa
 
 @pytest.mark.rest
 def test_without_a_seed_all_workers_train_one_model(reports_of):
-    """Both before a seed was set, which comes later in the same processes."""
+    """Both run before a seed is set, which happens later in the same processes."""
     workers = reports_of(fitting, "none", "3")
     assert [worker["warnings"] for worker in workers] == [[], []]
     first, second = (worker["none"] for worker in workers)

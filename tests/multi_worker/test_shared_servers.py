@@ -1,4 +1,4 @@
-"""Workers that each run the program by themselves, on parameter servers that all share: ``ParameterServerStrategy``."""
+"""Workers that each run the program, on parameter servers that all share: ``ParameterServerStrategy``."""
 
 import keras
 import numpy as np
@@ -97,7 +97,7 @@ def test_a_worker_that_leaves_devices_unused_names_the_argument_that_uses_them(s
 
 
 def test_each_worker_has_its_own_pipeline(chief, worker):
-    """As in TensorFlow: what is given is read whole; a function is told which of the workers asks."""
+    """As in TensorFlow, a dataset is read in full, and a function learns which worker calls it."""
     data = rx.data.from_arrays(np.arange(6)).batch(2)
     seen = []
 
@@ -234,7 +234,7 @@ def test_tasks_without_a_role(strategy_of):
 
 
 def test_optimizers_of_all_update_the_same_variables(chief, worker):
-    """Slots, and what an optimizer shares, are made by the chief, beside what they belong to."""
+    """The chief creates slots, and an optimizer's shared state, beside their variables."""
     weights, steps = [], []
 
     def trained(strategy):
@@ -299,7 +299,7 @@ def counts():
 
 @pytest.mark.rest
 def test_restarted_workers_resume():
-    """The chief too. Each step counts once, wherever the kill hits it."""
+    """The chief too. Each step counts once, no matter when the kill hits it."""
     with LocalCluster(2, num_ps=1, timeout_s=150) as cluster:
         cluster.start(counts)
         for index in (1, 0):
@@ -365,7 +365,8 @@ def trains():
 
 @pytest.mark.long
 def test_a_keras_model_is_trained_by_all():
-    """Its variables, in shards, begin with the chief's seed in both; slots, and what the optimizer shares, are found."""
+    """Its variables, in shards, start with the chief's seed in both; slots, and the optimizer's shared state, are
+    found."""
     environment = {"KERAS_BACKEND": "jax"}
     with LocalCluster(2, num_ps=2, environment=environment, timeout_s=150) as cluster:
         cluster.start(trains)

@@ -1,4 +1,4 @@
-"""Summaries in real processes: one of them writes. Of a trace each writes its own."""
+"""Summaries in real processes: one of them writes. Each process writes its own trace."""
 
 import numpy as np
 import pytest
