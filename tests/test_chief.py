@@ -1,4 +1,4 @@
-"""``rx.is_chief``: one process of each job, whatever describes the cluster."""
+"""``rx.is_chief``: one process of each job, for every description of the cluster."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Which strategy is current, and in which context the caller is: scopes, the global strategy, threads."""
+"""The current strategy, and the context of the caller: scopes, the global strategy, threads."""
 
 import threading
 

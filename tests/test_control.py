@@ -1,4 +1,4 @@
-"""``rx.cond`` threads assignments through a condition; ``rx.assert_same`` vouches."""
+"""``rx.cond`` passes assignments through a condition; ``rx.assert_same`` declares values equal."""
 
 import jax
 import jax.numpy as jnp

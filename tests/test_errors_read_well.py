@@ -1,7 +1,7 @@
-"""Bad input gets an error of the right type that says what was got, what is allowed and what to do.
+"""Bad input raises an error of the right type that says what it got, what is allowed and what to do.
 
-Each test reads the message as a person would, and looks that nothing was lost: the contexts are clean, the
-state is as it was, and the next call works.
+Each test reads the message, and checks that nothing was lost: the contexts are clean, the state is unchanged, and the
+next call works.
 """
 
 import os
@@ -1011,7 +1011,7 @@ def test_base_exceptions_leave_contexts_clean(strategy):
     assert float(strategy.reduce("SUM", strategy.run(lambda: jnp.float32(1)), axis=None)) == 2.0
 
 
-# --- in processes of their own ------------------------------------------------------------------------
+# --- in separate processes ----------------------------------------------------------------------------
 
 
 def in_process(program, **environment):

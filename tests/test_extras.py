@@ -1,4 +1,4 @@
-"""The error where an optional package is missing: what to install, and the extra of replicax."""
+"""The error for a missing optional package: the packages to install, and the extra of replicax."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Which backend Keras takes, what replicax says if that is not JAX, and that people without Keras see nothing of it."""
+"""The backend that Keras selects, replicax's message if that is not JAX, and that programs without Keras are not
+affected."""
 
 import json
 import os
@@ -62,7 +63,7 @@ def test_code_that_needs_keras_says_what_to_write(monkeypatch):
 
 
 def without_backend(tmp_path):
-    """A process whose Keras would take TensorFlow, which is not installed."""
+    """A process whose Keras would select TensorFlow, which is not installed."""
     return {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)}
 
 

@@ -1,4 +1,4 @@
-"""Programs that take long to compile are told of: what, and how long it took; by the first process, on lines of their own."""
+"""Programs that compile slowly are announced, with their name and time, by the first process, on separate lines."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ LIMIT_S = 120
 
 @pytest.fixture(autouse=True)
 def speaking(monkeypatch):
-    """As in a process of its own: strategies that other tests have made may have given this one a role."""
+    """As in a separate process: strategies of other tests may have given this one a role."""
     monkeypatch.setattr(chief, "_roles", [])
     monkeypatch.delenv("REPLICAX_PROGRESS", raising=False)
 
@@ -45,7 +45,7 @@ def strategy():
 
 
 def slowly(value):
-    """Takes its time while it is traced, and none when it runs."""
+    """Takes time while it is traced, and none when it runs."""
     time.sleep(SLOW_S)
     return value + 1
 
@@ -234,7 +234,7 @@ print("the end")
 
 
 def on_terminal(script, columns):
-    """What stands on a terminal's lines when a script has ended."""
+    """The text on a terminal's lines when a script has ended."""
     ours, its = pty.openpty()
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""Public classes and functions say the name that users write, and modules list no other."""
+"""Public classes and functions show the name that users write, and modules list no other."""
 
 import importlib
 import inspect
@@ -77,7 +77,8 @@ def test_annotations_are_found_though_a_class_names_its_public_module(cls):
 
 @pytest.mark.parametrize("path", MODULES)
 def test_no_class_shows_another_source(path):
-    """Python looks for a class in the file of the module that it names, which only has its name; its methods say where they are."""
+    """Python looks for a class in the file of the module that it names, which only re-exports it; its methods have the
+    right place."""
     for _, cls in names_of(importlib.import_module(path)):
         if inspect.isclass(cls) and cls.__module__.startswith("replicax"):
             with pytest.raises(OSError, match=r"not available|not find class"):

@@ -1,4 +1,4 @@
-"""Computations that came as StableHLO: the memory of large results that are given back is used again."""
+"""Computations that came as StableHLO: the memory of returned large results is reused."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Two parameter servers with the same pieces, in this process: what the one does the other does, and goes on with."""
+"""Two parameter servers with the same pieces, in this process: both apply the same messages, and either can continue."""
 
 import contextlib
 import threading
@@ -26,7 +26,7 @@ def network(request):
 
 @pytest.fixture
 def add(network):
-    """The digest of what adds to x, which starts at 0."""
+    """The digest of a program that adds to x, which starts at 0."""
     network.create(x=np.zeros(3, np.float32))
     return network.add_program(
         update_program(lambda x, by: (x + by,), ["x"], [0], np.zeros(3, np.float32), ONE)
@@ -153,7 +153,7 @@ def test_nothing_is_kept_for_a_backup_dropped_during_its_copy(network, add, monk
 
 @contextlib.contextmanager
 def bringing(network):
-    """Inside, the last part of what there is has not arrived."""
+    """Inside, the last part of the state has not arrived."""
     network.view(2, 0, None)
     with network.servers[1]._copies[GROUP]._state.order:
         joining = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
@@ -230,7 +230,7 @@ def test_copied_values_stay_if_the_view_waits_for_an_update(network, add):
     joining, is_brought = network.servers[1]._copies[GROUP], threading.Event()
 
     class Order:
-        """The thread that takes the view gets it after those that bring."""
+        """The thread that takes the view gets it after the threads that send the state."""
 
         def __init__(self, inner):
             self.inner = inner
@@ -250,7 +250,7 @@ def test_copied_values_stay_if_the_view_waits_for_an_update(network, add):
     while network.part(1)["epoch"] != 3:
         assert time.monotonic() < until
         time.sleep(0.005)
-    # The coordinator goes on: the other one has not said in time that it has taken it.
+    # The coordinator continues: the other server has not reported in time that it has taken the view.
     network.view(3, 0, 1, is_joining=True, to=[0])
     network.until_in_sync()
     is_brought.set()
@@ -385,7 +385,8 @@ def test_backup_that_lacks_more_than_log_bytes_gets_the_state(network, add, monk
 
 @pytest.mark.parametrize("has_more", [False, True])
 def test_primary_that_comes_back_gets_what_it_lacks(network, add, monkeypatch, has_more):
-    """Only updates, unless it has applied one that was never acknowledged: nobody else has that one."""
+    """Only updates are sent, unless the server has applied one that was never acknowledged: no other server has that
+    one."""
     parts = parts_of(network, monkeypatch)
     network.step(0, add, 0, [ONE])
     network.view(2, 1, None, to=[1])

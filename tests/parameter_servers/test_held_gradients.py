@@ -1,4 +1,4 @@
-"""Gradients that a parameter server holds, and the mean of them that it applies."""
+"""Gradients that a parameter server holds, and the mean that it applies."""
 
 import dataclasses
 import threading
@@ -20,7 +20,7 @@ ZERO = np.zeros(4, np.float32)
 
 
 class Server:
-    """A store with a value "w" from which the mean of gradients is subtracted, and a value "count"."""
+    """A store with a value "w", from which the mean of gradients is subtracted, and a value "count"."""
 
     def __init__(self, store=None):
         self.store = Store() if store is None else store

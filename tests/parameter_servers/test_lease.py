@@ -1,4 +1,4 @@
-"""``Lease``: whose messages a task answers, without a clock or threads."""
+"""``Lease``: the rule for whose messages a task answers, without a clock or threads."""
 
 import functools
 
@@ -45,7 +45,8 @@ def test_coordinator_that_left_does_not_come_back(lease):
 
 
 def test_restarted_task_knows_no_coordinator(lease):
-    """A beat tells nothing then: the instance in its answer does. Other messages need what is gone."""
+    """A heartbeat has no further effect then: the instance in its answer shows the restart. Other messages need data
+    that are gone."""
     lease.beat("a", now=1.0)
     assert lease.incarnation is None
     text = message(UnavailableError, lambda: lease.check("a"), "ps 0", "it was started again since")

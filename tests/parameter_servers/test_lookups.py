@@ -1,4 +1,4 @@
-"""Which rows a lookup needs, where they are, and what is sent back."""
+"""The rows that a lookup needs, their places, and the data that is sent back."""
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +10,7 @@ from replicax._src.parameter_servers.programs.programs import Piece
 
 @st.composite
 def tables(draw):
-    """Pieces of a table, which may have no rows."""
+    """Shards of a table, which may have no rows."""
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     if len(sizes) == 1:
         return [Piece(0, "t")], sizes[0]

@@ -1,4 +1,4 @@
-"""Messages become bytes and come back; what is no message is refused, before memory is allocated for it."""
+"""Messages become bytes and back; invalid messages are rejected before memory is allocated for them."""
 
 import gc
 import itertools
@@ -140,18 +140,18 @@ def test_header_that_is_not_json_raises(header):
     message(MessageError, lambda: encode(Message(header)), "not JSON")
 
 
-# --- from strangers -----------------------------------------------------------------------------------
+# --- from unauthenticated peers -------------------------------------------------------------------------
 
 
 class NoMemory:
-    """Buffers of which nothing is taken."""
+    """Buffers from which nothing is taken."""
 
     def take(self, num_bytes):
         raise AssertionError(f"{num_bytes} bytes were allocated")
 
 
 def head(header=b"{}", arrays=b"[]", *, sizes=None, behind=b""):
-    """A head as bytes; ``sizes`` are the two lengths that it has."""
+    """A head as bytes; ``sizes`` are the two lengths in it."""
     header, arrays = (
         given if isinstance(given, bytes) else json.dumps(given).encode() for given in (header, arrays)
     )
@@ -159,7 +159,7 @@ def head(header=b"{}", arrays=b"[]", *, sizes=None, behind=b""):
 
 
 def refused(data, *says, body_bytes=0):
-    """Checks that a frame of this head, and a body of so many bytes, is refused before memory is taken for it."""
+    """Checks that a frame with this head, and a body of this size, is rejected before memory is allocated for it."""
     decoder = Decoder(NoMemory())
     if body_bytes:
         message(MessageError, lambda: decoder.room(data, body_bytes), *says)

@@ -1,4 +1,4 @@
-"""Datasets and values of a worker: made of what the coordinator sent, read ahead, told apart by their spec."""
+"""Datasets and values of a worker: made from the coordinator's message, read ahead, distinguished by their spec."""
 
 import builtins
 import collections
@@ -40,7 +40,7 @@ class Batch:
 
 @pytest.fixture
 def made():
-    """Makes resources on a worker, of what travels, and closes them."""
+    """Makes resources on a worker from a message, and closes them."""
     resources = []
 
     def make_one(what, kind="dataset"):
@@ -53,7 +53,7 @@ def made():
 
 
 def rest_of(resource):
-    """All elements that are left."""
+    """All remaining elements."""
     elements = []
     while not isinstance(leaves := resource.next(), End):
         elements.append(leaves)
@@ -121,7 +121,7 @@ def test_a_dataset_function_may_take_an_input_context(made):
         ]
 
     assert made(dataset_fn).next()[0].tolist() == [3, 2, 4]
-    # One that has a default is not asked for.
+    # An argument with a default is not passed.
     assert made(lambda size=7: [np.zeros(size)]).next()[0].shape == (7,)
 
 
@@ -210,7 +210,7 @@ _HERE = {}
 
 
 def _by_reference(function):
-    """What ``dump`` gives of something of this process that is to stay in it."""
+    """The result of ``dump`` for an object of this process that must not leave it."""
     _HERE["it"] = function
     return dump(_Reference())
 

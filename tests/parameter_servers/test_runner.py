@@ -1,4 +1,4 @@
-"""What runs closures: against real stores in this process, whose answers are overwritten by the next one."""
+"""The runner of closures, with real stores in this process, whose answers are overwritten by the next one."""
 
 import threading
 import time
@@ -41,7 +41,8 @@ NO_ELEMENTS = signature_of([])
 
 
 class Overwritten:
-    """A client of a store whose arrays are no good any more when the next answer comes: who needs them later copies them."""
+    """A client of a store whose arrays become invalid with the next answer: a caller that needs them later must copy
+    them."""
 
     def __init__(self, store, task):
         self.store, self.task = store, task
@@ -136,9 +137,9 @@ def add_to(servers, piece, value=0.0):
 
 @pytest.fixture
 def counting(servers, runner):
-    """A program that adds its argument to a counter, and returns what the counter was, and half of that.
+    """A program that adds its argument to a counter, and returns the old counter and half of it.
 
-    The counter is beside another variable, which is only read.
+    The counter lies beside another variable, which is only read.
     """
     (counter,), (other,) = create(servers, [Piece(0, "n")], 10), create(servers, [Piece(0, "other")], 5)
     push = Push(0, add_to(runner.servers, counter), (Operand(2),))
@@ -303,7 +304,7 @@ def summing(name, size, counts=(2, 1)):
 
 
 def signature(*shapes):
-    """Of elements of one leaf; None for one that is missing."""
+    """Elements of one leaf; None for a missing one."""
     return signature_of([None if shape is None else [(shape, np.dtype(np.float32))] for shape in shapes])
 
 
@@ -324,7 +325,7 @@ def test_elements_without_a_program_are_held_for_the_closure(runner):
     first = call(0, small, iterators=iterators, signature=SMALL)
     needed = runner.run(first).need
     assert needed == signature((3,), (3,), ())
-    # Another closure runs meanwhile, with elements of its own.
+    # Another closure runs meanwhile, with its own elements.
     assert float(
         runner.run(call(1, small, iterators=iterators, signature=SMALL)).results[0]
     ) == pytest.approx(2200)
@@ -441,7 +442,7 @@ def lookup_step(w, first, where_first, second, where_second):
 
 
 def one_step(w, table, ids, other_ids):
-    """What ``lookup_step`` does, of the whole table, and how it changes."""
+    """The result of ``lookup_step`` on the full table, and the resulting change."""
 
     def loss(w, table):
         a = jnp.take(table, ids, axis=0, mode="fill", fill_value=0)
@@ -454,7 +455,7 @@ def one_step(w, table, ids, other_ids):
 
 @pytest.fixture(params=PLACES)
 def looking_up(request, servers, runner):
-    """The program of ``lookup_step``, which looks up [2, 2] ids and 3 more, on a table in pieces."""
+    """The program of ``lookup_step``, which looks up [2, 2] ids and 3 more, on a sharded table."""
     pieces = PLACES[request.param]
     table = np.arange(NUM_ROWS * DIM, dtype=np.float32).reshape(NUM_ROWS, DIM)
     create(servers, pieces, table)
@@ -530,7 +531,7 @@ def test_rows_are_pulled_and_their_gradients_pushed(servers, runner, looking_up)
     for number, (ids, others) in enumerate(IDS):
         ids, others = np.array(ids, np.int32), np.array(others, np.int32)
         loss = runner.run(call(number, digest, ids + 1, others + 1)).results[0]
-        # (JAX counts negative ids from the end; a program of ids that a lookup has gives what is out of range.)
+        # (JAX counts negative ids from the end; a program for a lookup's ids gives NaN for ids out of range.)
         expected, w, table = one_step(w, table, ids, np.where(others < 0, 99, others))
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
         values = servers.read(variables)
@@ -719,7 +720,7 @@ PAIR = signature((2,))
 
 
 def sums(batches):
-    """What ``bagging`` gives of one batch after the other."""
+    """The results of ``bagging`` for one batch after the other."""
     table = np.arange(NUM_ROWS * DIM, dtype=np.float32).reshape(NUM_ROWS, DIM)
     for ids in batches:
         yield table[ids].sum()

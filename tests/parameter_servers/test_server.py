@@ -1,4 +1,4 @@
-"""A server's streams: answers that are held, how streams end, and what they leave."""
+"""A server's streams: held answers, how streams end, and that they leave nothing."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def wait_until(condition, limit_s=30.0):
 
 
 class Blocked:
-    """A connection whose peer takes nothing until ``go`` is set; then one write may fail."""
+    """A connection whose peer reads nothing until ``go`` is set; then one write may fail."""
 
     bytes_in = bytes_out = 0
 
@@ -137,7 +137,7 @@ def test_an_ended_stream_sends_nothing():
 
 @pytest.mark.parametrize("last_words_s", [0.0, 2.0])
 def test_rejection_is_read_while_the_client_is_still_writing(last_words_s, monkeypatch):
-    """If the server takes what is still written. Otherwise it is an end without a reason at worst."""
+    """This works if the server reads the rest of the message. Otherwise the worst case is an end without a reason."""
     monkeypatch.setattr(connections, "_LAST_WORDS_S", last_words_s)
     allowed = (MessageError,) if last_words_s else (MessageError, UnavailableError)
     with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
@@ -247,7 +247,7 @@ def test_threads_of_streams_end_with_them():
 
 
 def test_large_message_is_announced_but_not_sent(task):
-    """Its memory is not touched, and goes with the stream."""
+    """Its memory is not touched, and is freed with the stream."""
     with TaskClient(task.address, TOKEN, "ps 0") as client:
         assert client.ask("hello", {}, 10)
         before = task.memory()

@@ -27,7 +27,7 @@ WHOLE = [Piece(1, "w")]
 
 
 class BreakableConnection:
-    """A connection that can be made to break."""
+    """A connection that the test can break."""
 
     def __init__(self, client):
         self.client = client
@@ -47,7 +47,7 @@ class BreakableConnection:
 
 
 class Client:
-    """Opens connections to a store. ``breaks``: at which of its next operations a connection breaks, in order."""
+    """Opens connections to a store. ``breaks``: the operations at which a connection breaks, in order."""
 
     def __init__(self, store, task):
         self.store, self.task = store, task
@@ -282,7 +282,7 @@ def test_repeated_assignment_does_not_undo_later_updates(servers, clients, conte
     step(0)
 
     class Between(list):
-        """The answer is lost, and before it is asked for again another client has its turn."""
+        """The answer is lost, and before the client repeats the request another client has its turn."""
 
         def __delitem__(self, at):
             super().__delitem__(at)

@@ -58,7 +58,7 @@ def new_clients(servers):
 
 @pytest.fixture
 def halving(new_clients):
-    """A runner, and its program that halves a variable in two shards, and returns its sum times a frozen one."""
+    """A runner, and a program that halves a variable in two shards, and returns its sum times a frozen one."""
     servers = new_clients()
     contents = ServerContents(servers)
     contents.create(

@@ -1,4 +1,4 @@
-"""What a client knows of the parameter servers while one of its threads waits for one of them."""
+"""A session's knowledge of the parameter servers while one of its threads waits for a server."""
 
 import threading
 

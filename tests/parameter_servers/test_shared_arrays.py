@@ -1,4 +1,4 @@
-"""Programs that share parameter servers: one makes the arrays, the others find them. In one process."""
+"""Programs that share parameter servers: one creates the arrays, the others find them. All run in one process."""
 
 import threading
 

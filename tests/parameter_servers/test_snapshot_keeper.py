@@ -1,4 +1,4 @@
-"""When snapshots of a store are taken, and when not."""
+"""The times at which snapshots of a store are taken."""
 
 import math
 import shutil
@@ -27,7 +27,7 @@ def store():
 
 @pytest.fixture
 def keeping(store, tmp_path):
-    """Makes the keeper of the store; it is closed afterwards."""
+    """Makes the snapshot writer of the store; it is closed afterwards."""
     made = []
 
     def keep(interval_s):

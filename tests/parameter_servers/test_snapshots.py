@@ -1,4 +1,4 @@
-"""Snapshots of a store: what is written is read again, or said to be broken; what was written before stays."""
+"""Snapshots of a store: they are read again, or reported as broken; earlier ones stay."""
 
 import contextlib
 import json
@@ -294,7 +294,7 @@ def two(tmp_path_factory):
 
 
 def broken(two, tmp_path, how):
-    """Breaks a copy of the newer one, and says what is restored then."""
+    """Breaks a copy of the newer one, and returns what is restored then."""
     directory, newer = two
     folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A parameter server's store: what is asked of it, in one process, without a transport."""
+"""A parameter server's store and its requests, in one process, without a transport."""
 
 import threading
 
@@ -30,7 +30,7 @@ def program_of(fn, keys, written, *inputs):
 
 
 class Client:
-    """Says to a store what a worker would."""
+    """Sends a store the message of a worker."""
 
     def __init__(self, store, incarnation=ME):
         self.store = store
@@ -403,7 +403,7 @@ def test_failed_steps_are_not_applied(client, store):
 
 
 def greedy(client):
-    """A program that needs terabytes in between, and a piece for it."""
+    """A program that needs terabytes for intermediate values, and a piece for it."""
 
     def update(value, by):
         large = jax.lax.sort(value[:, None] * by[0] + jnp.arange(1 << 33, dtype=jnp.float32))

@@ -1,4 +1,5 @@
-"""``Server`` in this process: a worker and a parameter server that are asked, stopped, taken over and left alone."""
+"""``Server`` in this process: a worker and a parameter server that get questions, are stopped, taken over and left
+alone."""
 
 import json
 import math
@@ -453,7 +454,7 @@ def test_used_port(started):
 
 
 def test_a_script_that_makes_its_server_itself(tmp_path):
-    """TensorFlow's way. JAX is set up for the task that TF_CONFIG says the process is; SIGTERM ends join."""
+    """TensorFlow's form. JAX is set up for the task that TF_CONFIG names; SIGTERM ends join."""
     ports = free_ports(2)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     config = {"cluster": {"worker": addresses[:1], "ps": addresses[1:]}, "task": {"type": "ps", "index": 0}}

@@ -1,4 +1,4 @@
-"""Servers and clients in one process: answers, errors, bounds, credentials, TLS, and how it ends."""
+"""Servers and clients in one process: answers, errors, limits, credentials, TLS, and how they end."""
 
 import gc
 import logging
@@ -181,7 +181,7 @@ def test_a_server_keeps_no_array_of_a_message_that_it_has_answered(server, clien
     link = client.open()
     gc.collect()  # of what other tests have left
     link.call(Message({}, [np.zeros(10**6, np.uint8)]), 30)
-    # The client has its answer before the thread of the stream has left the function that gave it.
+    # The client has its answer before the thread of the stream has left the answering function.
     wait_until(lambda: not [held for held in gc.get_objects() if type(held) is _Lease])
 
 

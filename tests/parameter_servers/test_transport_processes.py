@@ -1,4 +1,4 @@
-"""A task in a process of its own that is killed, stopped and started again."""
+"""A task in a separate process that is killed, stopped and restarted."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ LARGE = [np.zeros(64 * 2**20, np.uint8)]
 
 @pytest.fixture(scope="module")
 def task():
-    """One that lives for all tests of this file."""
+    """One process that lives for all tests of this file."""
     with EchoTask() as task:
         yield task
 

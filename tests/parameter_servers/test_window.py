@@ -1,4 +1,4 @@
-"""Which closures have been applied, compared with a plain set of numbers."""
+"""The window of applied closures, compared with a plain set of numbers."""
 
 import json
 

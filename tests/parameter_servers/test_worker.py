@@ -1,4 +1,4 @@
-"""What a worker answers its coordinator, message by message."""
+"""A worker's answers to its coordinator, message by message."""
 
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ def store():
 
 @pytest.fixture
 def servers(store):
-    """The coordinator's: it has made a counter, and given the program that adds to it."""
+    """The coordinator's client: it has made a counter, and sent the program that adds to it."""
     made = server_clients([store], ME)
     ServerContents(made).create([NewPiece(COUNTER, (), np.float32, np.zeros((), np.float32))])
     return made
@@ -48,7 +48,7 @@ def ask(worker, op, arrays=(), **header):
 
 
 def counting(servers):
-    """A program that adds what it takes of a dataset, times a constant and an argument, to the counter."""
+    """A program that adds to the counter an element of a dataset, times a constant and an argument."""
     update = update_program(lambda n, x: (n + x,), ["n"], [0], np.float32(0), np.float32(0))
     servers.step(None, 0, {0: ask_of(servers, update)})
     inputs = [Input("element", 0), Input("constant", name="c"), Input("argument", 0)]

@@ -1,4 +1,4 @@
-"""The recording is whole and up to date with the cases, and the comparison tells what it should."""
+"""The recording is complete and up to date with the cases, and the comparison works."""
 
 import json
 import re

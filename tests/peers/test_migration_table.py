@@ -1,4 +1,4 @@
-"""The table of names knows TensorFlow: its names and signatures are TensorFlow's, and its recording is up to date."""
+"""The table of names matches TensorFlow: names and signatures are TensorFlow's, and the recording is up to date."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ import tensorflow as tf
 from replicax._src.migrate import table
 
 MIGRATE = Path(__file__).parents[1] / "migrate"
-# TensorFlow 2.21 no longer has these, or has them under a condition; programs still use them.
+# TensorFlow 2.21 no longer has these, or has them only in some cases; programs still use them.
 OLDER = (
     "tf.estimator",
     "tf.feature_column",

@@ -39,7 +39,7 @@ def write_files(folder, num_files):
 
 
 def rows_of_workers(make, num_workers, policy=None):
-    """The rows that each worker gets, each with a dataset of its own."""
+    """The rows of each worker, each with its own dataset."""
     rows = []
     for index in range(num_workers):
         share = WorkerShare(num_workers=num_workers, worker_index=index, num_replicas=num_workers)
@@ -49,7 +49,7 @@ def rows_of_workers(make, num_workers, policy=None):
 
 
 def policy_of(dataset, num_workers=2):
-    """The policy that is chosen, from what is shown to people."""
+    """The chosen policy, from the text for people."""
     share = WorkerShare(num_workers=num_workers, worker_index=0, num_replicas=num_workers)
     return open_source(dataset, share=share).describe()["policy"]
 

@@ -19,7 +19,7 @@ from replicax._src.input.opening import open_elements
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
 
 pytestmark = [
-    # torchdata and torch say this of themselves.
+    # Warnings of torchdata and torch.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
@@ -62,7 +62,7 @@ def ys(elements):
 
 
 def loader_of(values, **options):
-    """A loader of whatever ``values`` are, one element each."""
+    """A loader of ``values``, one element each."""
     return DataLoader(values, batch_size=None, collate_fn=lambda value: value, **options)
 
 
@@ -184,7 +184,7 @@ def test_cardinalities():
     assert open_elements(DataLoader(Rows(5), batch_size=2, drop_last=True)).cardinality == 2
     assert open_elements(DataLoader(Stream(5), batch_size=2)).cardinality is None
     assert open_elements(DataLoader(SizedStream(5), batch_size=2)).cardinality == 3
-    # Two processes yield all rows twice, each with a last batch of its own.
+    # Two processes yield all rows twice, each with its own last batch.
     parallel = DataLoader(SizedStream(5), batch_size=2, num_workers=2, multiprocessing_context="spawn")
     assert open_elements(parallel).cardinality is None
 
@@ -276,7 +276,7 @@ def test_state_of_another_loader_raises(other, differs):
 
 
 def written(states):
-    """What a torchdata position is written as."""
+    """The written form of a torchdata position."""
     buffer = io.BytesIO()
     torch.save(states, buffer)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -359,7 +359,7 @@ def test_states_that_json_cannot_hold():
 
 def test_states_of_a_users_dataset():
     class Counting(Rows):
-        """Its state has everything that JSON lacks."""
+        """Its state contains everything that JSON lacks."""
 
         loaded = None
 

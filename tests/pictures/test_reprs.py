@@ -1,4 +1,4 @@
-"""What notebooks show: tables that are escaped, need nothing from elsewhere, and change nothing."""
+"""Tables in notebooks: they are escaped, need no other resources, and change nothing."""
 
 import html.parser
 import types

@@ -1,4 +1,4 @@
-"""``rx.visualize``: where the parts of values are, from their shardings alone."""
+"""``rx.visualize`` finds the parts of values from their shardings only."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Plans for TPUs and GPUs, from 1 device to 4,096. Nothing ran on any: what is checked is what their compilers say."""
+"""Plans for TPUs and GPUs, from 1 device to 4,096. Nothing ran on any device: the tests check the compilers' reports."""
 
 import re
 import resource
@@ -54,7 +54,7 @@ def test_lower_gives_the_program_of_the_plan(topology):
 
 
 def test_a_second_plan_compiles_again_though_there_is_a_persistent_cache():
-    """There is one in all tests. What was compiled for GPUs that are not here cannot be loaded, of which JAX would warn."""
+    """There is one in all tests. JAX cannot load programs compiled for GPUs that are not here, and would warn."""
     assert jax.config.jax_compilation_cache_dir
     first, second = plan("h100:1x8"), plan("h100:1x8")
     assert first.memory == second.memory
@@ -132,7 +132,7 @@ def test_all_gather_that_became_an_all_reduce_is_explained():
 
 @pytest.mark.parametrize("gpu", [chip.key for chip in chips().values() if chip.kind == "gpu"])
 def test_compiler_accepts_every_target(gpu):
-    """Convolutions and products too, forward and backward: what is generated for them depends on the target."""
+    """Convolutions and products too, forward and backward: their generated code depends on the target."""
 
     def step(kernels, x):
         def loss(kernels):
@@ -178,7 +178,7 @@ def test_the_roofline_and_its_parts():
     parts = {bound.name: bound for bound in found.bounds}
     assert parts["multiplications"].seconds == found.flops["float32"] / chip.flops_of("float32")
     assert parts["links"].seconds == pytest.approx(2 * 7 / 8 * STATE / chip.link_bytes_per_s)
-    # Each of the 8 GPUs of a host exchanges with 15 other hosts what it has summed of an eighth.
+    # Each of the 8 GPUs of a host exchanges its sums of an eighth with 15 other hosts.
     assert parts["network"].seconds == pytest.approx(2 * 15 / 16 * STATE / 8 / chip.network_bytes_per_s)
     assert found.at_least_s == max(bound.seconds for bound in found.bounds)
     assert all(bound.source.startswith("https://") for bound in found.bounds)

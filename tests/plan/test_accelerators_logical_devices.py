@@ -1,4 +1,4 @@
-"""Plans for TPUs and GPUs of which a replica has several: groups, where variables are, memory. Nothing ran on any."""
+"""Plans for replicas of several TPUs or GPUs: groups, layouts of variables, memory. Nothing ran on any device."""
 
 import pytest
 

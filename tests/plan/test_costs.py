@@ -1,4 +1,4 @@
-"""What programs ask for, against counts by hand."""
+"""The requests of programs, compared with counts by hand."""
 
 import functools
 

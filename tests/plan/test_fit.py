@@ -83,7 +83,7 @@ def test_rows_are_kept_on_more_replicas_and_may_be_given(strategy, data):
 
 @pytest.fixture
 def forgotten():
-    """Whatever is traced next would give variables without values some: nobody shall."""
+    """Any further trace would give values to variables without values, so no trace may follow."""
     yield
     without_values.clear()
     keras.utils.clear_session()

@@ -1,4 +1,4 @@
-"""Names of hardware: what exists, and what those who ask for something else are told."""
+"""Names of hardware: the existing ones, and the errors for others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reading compiled programs: CPU's from the compiler itself, TPU's and GPU's from pieces of their text."""
+"""Reading compiled programs: CPU's from the compiler itself, TPU's and GPU's from parts of their text."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.hlo import read_hlo
 
-# A loop of 80 steps whose length only its condition tells; its all-gather stands in the text three times: where it starts, in a
-# step of something else, where it ends. All collectives have one channel, as those of a shard_map do.
+# A loop of 80 steps whose length only its condition shows; its all-gather appears in the text three times: its start,
+# a step of another computation, and its end. All collectives have one channel, like those of a shard_map.
 TPU_LOOP = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -69,7 +69,7 @@ ENTRY %main (x: f32[4,16]) -> f32[4,16] {
 }
 """
 
-# Starts and ends; the type of a start has what goes in and what comes out; the text knows the trips.
+# Starts and ends; the type of a start has its input and output; the text has the trip count.
 GPU_LOOP = """\
 HloModule jit_step, is_scheduled=true, num_partitions=4
 
@@ -128,7 +128,7 @@ def test_cpu_by_its_compiler():
 
 
 def test_two_collectives_of_one_channel_in_one_computation():
-    """As CPU's compiler leaves two sums, one of which waits for the other."""
+    """The form in which CPU's compiler leaves two sums, one of which waits for the other."""
     text = """\
 ENTRY %main (x: f32[86], y: f32[]) -> f32[86] {
   %x = f32[86]{0} parameter(0)
@@ -178,7 +178,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {
 
 
 def test_all_reduces_that_replace_other_collectives():
-    """One of a piece among zeros, one of which a piece is kept, one that is what it says; as TPU's compiler leaves them."""
+    """One of a shard among zeros, one of which a shard is kept, and a plain one, in the form of TPU's compiler."""
     text = """\
 %put (p.0: f32[64,8], p.1: f32[8,8]) -> f32[64,8] {
   %p.0 = f32[64,8]{1,0} parameter(0)

@@ -1,4 +1,4 @@
-"""Plans for strategies whose replicas have several devices, against what a run uses. (For TPUs and GPUs:
+"""Plans for strategies whose replicas have several devices, compared with a run. (For TPUs and GPUs:
 ``test_accelerators_logical_devices.py``.)"""
 
 import json
@@ -48,13 +48,13 @@ def test_collectives_and_layouts(plan):
     over = {axis: [c for c in plan.compiled if c.axes == (axis,)] for axis in ("replica", "logical")}
     assert sum(map(len, over.values())) == len(plan.compiled)
     assert all(one.group_size == 2 for one in plan.compiled)
-    # Gradients, of each device's part; activations, behind the second layer.
+    # Gradients of each device's part; activations after the second layer.
     assert sum(c.bytes * c.count for c in over["replica"]) == pytest.approx(
         2 * WIDTH * WIDE * F32 / 2, abs=64
     )
     assert any(c.bytes == ROWS * WIDTH * F32 for c in over["logical"])
     assert "groups of 2 over logical" in text
-    # Forward and backward, but for the gradient of the rows; each device half.
+    # Forward and backward, except for the gradient of the rows; each device computes half.
     assert plan.flops == {"float32": 5 * 2 * ROWS * WIDTH * WIDE / 2}
 
 

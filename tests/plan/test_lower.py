@@ -1,4 +1,4 @@
-"""``Strategy.lower``: the program of a step as JAX lowers it, beside the one that a run compiles."""
+"""``Strategy.lower``: the program of a step as JAX lowers it, compared with the one that a run compiles."""
 
 import re
 import subprocess
@@ -103,7 +103,7 @@ def test_a_function_with_run_and_reduce_in_it():
 
 
 def fitted(num_replicas, fit):
-    """What ``fit`` (or its plan) makes of a model, its data and options."""
+    """The program that ``fit`` (or its plan) makes of a model, its data and options."""
     strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     with strategy.scope():
         keras.utils.set_random_seed(0)

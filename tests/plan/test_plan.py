@@ -1,4 +1,4 @@
-"""Plans for this machine, against what a run really uses. (Those for TPUs and GPUs: ``test_accelerators.py``.)"""
+"""Plans for this machine, compared with real runs. (Those for TPUs and GPUs: ``test_accelerators.py``.)"""
 
 import gc
 import json
@@ -21,7 +21,7 @@ F32 = 4
 
 
 class Training:
-    """Two replicas, a layer with momentum, and a counter of each replica's own."""
+    """Two replicas, a layer with momentum, and a per-replica counter."""
 
     def __init__(self, strategy=None):
         self.strategy = strategy or rx.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -57,10 +57,10 @@ BATCH = ROWS * (IN + OUT) * F32
 
 
 def alive_on_first_device():
-    """All buffers that are alive there, by address; they stay as long as this is kept, so that no other is at one of these."""
+    """All live buffers, by address; they stay while this is held, so that no other gets one of these addresses."""
     gc.collect()
     device = jax.devices()[0]
-    # Looking at an array makes further ones, of the same buffers.
+    # Looking at an array creates more arrays, with the same buffers.
     return {
         shard.data.unsafe_buffer_pointer(): shard.data
         for array in jax.live_arrays()
@@ -181,7 +181,7 @@ def test_functional_state_is_described_by_replicate(training):
 
 
 def test_plain_arrays_are_replicated():
-    """As ``run`` gives them to every replica."""
+    """As ``run`` passes them to every replica."""
     x, table = np.ones((ROWS, IN), "float32"), jnp.ones((IN, 4))
     plan = rx.MirroredStrategy(["cpu:0"]).plan(
         lambda x, more: x @ more["table"] * more["scale"],
@@ -197,14 +197,14 @@ def test_plain_arrays_are_replicated():
 
 @pytest.fixture
 def forgotten_by_keras():
-    """Keras gives variables without values some as soon as anything else is traced: it forgets them."""
+    """Keras gives values to variables without values at the next trace: it forgets them."""
     yield
     keras.utils.clear_session()
 
 
 @pytest.mark.rest
 def test_a_keras_model_without_values(forgotten_by_keras):
-    """48 GB of variables, of which none is made: not the model's, nor the optimizer's."""
+    """48 GB of variables, none of which is allocated: neither the model's nor the optimizer's."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         optimizer = keras.optimizers.Adam()

@@ -1,4 +1,4 @@
-"""What is tried to make a program fit, on a program whose memory is a formula."""
+"""The remedies that are tried to make a program fit, with a program whose memory is a formula."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ LIMIT = hardware_of("v5e:2x4").chip.memory_bytes
 
 @dataclass
 class Program:
-    """Of each device: variables, a half of them an optimizer's, and rows, with temporaries of ten times the rows."""
+    """Bytes of each device: variables, half of them an optimizer's, and rows, with temporaries of ten times the rows."""
 
     variables: int
     row: int

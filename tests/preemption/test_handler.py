@@ -1,4 +1,4 @@
-"""A training in one process that is told to end: what is saved when, and what comes of it in the next run of it."""
+"""A training in one process that gets SIGTERM: what is saved when, and how its next run resumes."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ Config = rx.experimental.TerminationConfig
 
 
 class Training:
-    """A program that may be run again and again on one directory."""
+    """A program that can run repeatedly on one directory."""
 
     def __init__(self, folder, config=None, strategy=None, **more):
         self.strategy = strategy or rx.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -54,7 +54,7 @@ class Training:
         self.strategy.run(self.update, args=(batch,))
 
     def told(self):
-        """SIGTERM, and it has been noticed."""
+        """Sends SIGTERM, and waits until it has been noticed."""
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + PATIENCE_S
         while self.watcher.preemption_message is None:  # it is told after the handler
@@ -77,7 +77,7 @@ def exit_code(call, *args):
 
 @pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], "cpu:0"])
 def test_training_resumes_where_it_was(tmp_path, devices):
-    """The batch that has been read for a step that has not begun is not lost."""
+    """The batch that was read for a step that has not started is not lost."""
     make = rx.OneDeviceStrategy if devices == "cpu:0" else rx.MirroredStrategy
     with Training(tmp_path, strategy=make(devices)) as first:
         for step in range(5):
@@ -95,7 +95,7 @@ def test_training_resumes_where_it_was(tmp_path, devices):
 
 
 def test_step_that_reads_its_own_data(tmp_path):
-    """Then it is saved before the step, as in TensorFlow: what comes between two steps is in it."""
+    """Then it is saved before the step, as in TensorFlow, so that work between two steps is included."""
     with Training(tmp_path) as first:
         for _ in range(5):
             first.handler.run(first.read)
@@ -194,7 +194,7 @@ def test_state_without_new_steps_is_not_saved_again(tmp_path):
 
 
 def test_own_functions(tmp_path):
-    """A watcher in place of SIGTERM, ``save_fn`` in place of the checkpoint, and an ``exit_fn`` that goes on."""
+    """A watcher in place of SIGTERM, ``save_fn`` in place of the checkpoint, and an ``exit_fn`` that continues."""
     must_end, calls = threading.Event(), []
     config = Config(must_end.is_set, lambda: calls.append("exit"), None, lambda *args: calls.append(args))
     with Training(tmp_path, config) as training:
@@ -299,7 +299,7 @@ def test_invalid_steps_raise(tmp_path):
 
 
 def test_deleted_handler_restores_sigterm(tmp_path):
-    """The program that follows the training can be ended as before."""
+    """The program after the training can be ended as before."""
     before = signal.getsignal(signal.SIGTERM)
     handler = rx.experimental.PreemptionCheckpointHandler(None, rx.Checkpoint(v=rx.Variable(0.0)), tmp_path)
     assert signal.getsignal(signal.SIGTERM) != before

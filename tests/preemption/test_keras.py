@@ -1,4 +1,4 @@
-"""``fit`` that is told to end: a callback saves after a batch, and what is saved is what the model is then."""
+"""``fit`` that gets SIGTERM: a callback saves after a batch, and the checkpoint has the model's state at that time."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A coordinator that is told to end: what it has scheduled is done, saved, and counted once."""
+"""A coordinator that gets SIGTERM: its scheduled functions complete, are saved, and count once."""
 
 import os
 import signal

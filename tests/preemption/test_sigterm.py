@@ -1,4 +1,4 @@
-"""SIGTERM is noticed by a thread, and others go on getting their signals. Each in a process of its own."""
+"""A thread notices SIGTERM, and other handlers continue to get their signals. Each test runs in a separate process."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def run(program, timeout_s=110):
 
 
 def test_signal_is_noticed_while_the_main_thread_runs_native_code():
-    """A handler of Python's would run only afterwards."""
+    """A Python handler would run only afterwards."""
     code, printed, errors = run("""
     import jax, jax.numpy as jnp, numpy as np
     work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ x), x))

@@ -1,4 +1,4 @@
-"""What is found in a trace of JAX's profiler by name, and that names cost nothing where there is no trace."""
+"""The names in a trace of JAX's profiler, and that names cost nothing without a trace."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What differs from TensorFlow, as the page on migrating states it."""
+"""The differences from TensorFlow that the page on migrating states."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Which values passed from step to step have drifted apart, and which ones replicas keep for themselves on purpose."""
+"""Which values passed from step to step have diverged, and which ones replicas keep separately on purpose."""
 
 import functools
 
@@ -63,7 +63,7 @@ def residual_of_compression(residual, x):
 
 
 def chosen_elements(residual, x):
-    """The elements that are large are sent, as floats times a mask."""
+    """The large elements are sent, as floats times a mask."""
     gradient = jnp.mean(x, axis=0) + residual
     sent = gradient * (jnp.abs(gradient) > 1.0)
     return (gradient - sent,)

@@ -300,14 +300,15 @@ BATCH = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
     [("feature.*kernel", "kernel'"), ("up_kernel_momentum", "which an optimizer keeps")],
 )
 def test_fit_does_not_start_with_a_pattern_that_matches_no_variable(pattern, says):
-    """As DTensor's notebook for Keras names variables. It was ignored, and each device held all of them."""
+    """Named as DTensor's notebook for Keras names variables. The pattern was ignored, and each device held all
+    variables."""
     model = model_with_map({"up/kernel": (None, "logical"), pattern: (None, "logical")})
     message(InvalidArgumentError, lambda: model.fit(*BATCH, verbose=0), repr(pattern), says)
     assert int(model.optimizer.iterations) == 0
 
 
 def test_predict_with_an_unmatched_pattern_warns_once_and_fit_still_fails(caplog):
-    """A model for which the pattern is meant may come yet."""
+    """A model for the pattern may be made later."""
     model = model_with_map({"encoder/kernel": (None, "logical")})
     with caplog.at_level(logging.WARNING, "replicax"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The older method names of tf.distribute: they work, or say exactly what to use instead."""
+"""The older method names of tf.distribute work, or raise an error that says what to use instead."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""``ParameterServerStrategy`` as its users see it, with parameter servers of this process."""
+"""``ParameterServerStrategy`` from the user's view, with parameter servers of this process."""
 
 import logging
 
@@ -25,7 +25,7 @@ def strategy():
 
 
 def made(strategy, *values, **options):
-    """Variables of a strategy, that are on its servers already, in this order."""
+    """Variables of a strategy that are already on its servers, in this order."""
     with strategy.scope():
         variables = [rx.Variable(value, **options) for value in values]
     for variable in variables:
@@ -398,7 +398,7 @@ def step_of(strategy, model, *optimizers):
 
 
 def both(train):
-    """What ``train(strategy, run)`` gives with parameter servers, and on one device."""
+    """The results of ``train(strategy, run)`` with parameter servers, and on one device."""
     strategy, one = servers(2), rx.OneDeviceStrategy("cpu:0")
     return train(strategy, strategy.run_here), train(one, lambda fn, *args: fn(*args))
 

@@ -194,7 +194,7 @@ def test_reduction_is_compiled_once(two):
 
 # --- gather -------------------------------------------------------------------------------------------
 
-# TensorFlow's GatherTest: what every replica gives, the axis.
+# TensorFlow's GatherTest: the value of every replica, the axis.
 GATHERED = [
     ([1, 2, 3], 0),
     ([[1, 2, 3]], 0),

@@ -1,4 +1,4 @@
-"""What ``Strategy.run`` passes to the replica function, what it makes programs anew for, and what it returns."""
+"""The arguments that ``Strategy.run`` passes to the replica function, when it makes a new program, and its results."""
 
 import collections
 import dataclasses
@@ -174,11 +174,11 @@ def test_kinds_of_functions(two):
     assert local(two, two.run(jnp.sqrt, (jnp.float32(4),))) == [2.0, 2.0]
 
 
-# --- programs: what is traced anew --------------------------------------------------------------------
+# --- programs: what is traced again --------------------------------------------------------------------
 
 
 def traced(two, calls):
-    """How often a function is traced in a sequence of calls of (args, kwargs)."""
+    """The number of traces of a function in a sequence of calls of (args, kwargs)."""
     count = []
 
     def step(*args, **kwargs):
@@ -350,7 +350,7 @@ def test_nothing_is_blocked(two):
         return dispatched / (time.perf_counter() - start)
 
     jax.block_until_ready(two.run(heavy, (x,)).array)
-    # Once is enough: others may have the processor while this thread dispatches.
+    # Once is enough: other threads may have the processor while this thread dispatches.
     assert min(share_of_dispatch() for _ in range(5)) < 1 / 2
 
 

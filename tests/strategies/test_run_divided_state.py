@@ -1,4 +1,4 @@
-"""Loops that call ``run`` with state that replicas divide among them: the numbers of one device, and less memory on each."""
+"""Loops that call ``run`` with sharded state: the numbers of one device, and less memory on each."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ CPUS = [f"cpu:{i}" for i in range(8)]
 
 
 def trained(how, strategy):
-    """Trains with batches of 24, 24 and 13 rows: 4 replicas have 4, 3, 3 and 3 of the last.
+    """Trains with batches of 24, 24 and 13 rows: 4 replicas have 4, 3, 3 and 3 rows of the last.
 
     Returns:
       The variables, the losses and the values.
@@ -175,7 +175,7 @@ def scanned(weights, x):
     [
         (unrolled, [(8, 8)] * 3, 5),  # forward and backward, the first only forward
         pytest.param(computed_again, [(8, 8)] * 3, 6, marks=pytest.mark.long),
-        # What they gather depends on their sizes, or in loops: each replica computes both.
+        # Their gathers depend on their sizes, or are in loops: each replica computes both.
         (by_rows, [(8, 8)], 2),
         (ordered_by_rows, [(8, 8)] * 2, 4),
         (scanned, [(3, 8, 8)], 4),
@@ -219,7 +219,7 @@ def test_uneven_batches_gather_where_needed(function, shapes, num_gathers, monke
 
 
 def test_uneven_batches_call_back_once_for_each_replica(monkeypatch):
-    """In loops too, in which all replicas compute all sizes if nothing is called."""
+    """Also in loops, in which all replicas compute all sizes if there are no callbacks."""
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     strategy = rx.MirroredStrategy(CPUS[:2], shard_state="all")
     with strategy.scope():

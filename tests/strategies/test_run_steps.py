@@ -22,7 +22,7 @@ STRATEGIES = {
 }
 
 
-# As the default one, and as three replicas.
+# Like the default strategy, and like three replicas.
 REST = {"one device", "mirrored 2"}
 
 
@@ -235,7 +235,7 @@ def test_a_bounded_number_of_programs():
     training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=26)
     for _ in range(3):
         by_steps(training, 4)
-    # Four full batches, of which one program runs any number, and the last batch, of 2 rows.
+    # Four full batches, which one program runs in any number, and the last batch, of 2 rows.
     assert len(training.strategy.steps_runner._cache) == 2
 
 
@@ -367,7 +367,7 @@ def test_not_inside_traced_functions():
 
 
 def state_step(state, batch):
-    """Gradient descent with momentum. The number of rows that a replica has seen is its own."""
+    """Gradient descent with momentum. Each replica has its own number of rows seen."""
     features, labels = batch
     loss, gradient = jax.value_and_grad(lambda w: rx.nn.compute_average_loss((features @ w - labels) ** 2))(
         state["weights"]

@@ -23,7 +23,7 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def strategy(monkeypatch):
-    """In which no table is read whole, or assigned."""
+    """A strategy in which no table can be read or assigned in full."""
     strategy = servers(3, FixedShardsPartitioner(2))
 
     def whole(*args):

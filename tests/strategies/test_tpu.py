@@ -1,4 +1,4 @@
-"""``TPUStrategy`` on virtual devices: replicas of several devices compute what one device would."""
+"""``TPUStrategy`` on virtual devices: replicas of several devices compute the numbers of one device."""
 
 import gc
 import logging
@@ -261,7 +261,7 @@ def test_random_numbers_and_the_replicas_number_in_a_loop(strategy):
 
 @pytest.mark.parametrize("num_rows", [8, 7])
 def test_callbacks_and_prints_are_called_once_for_each_replica(strategy, num_rows, capfd):
-    """Also where the replicas have different numbers of rows, and each evaluates the programs of both."""
+    """This also holds if the replicas have different numbers of rows, and each evaluates the programs of both."""
     weights, seen = np.ones((8, 6), np.float32), []
 
     def step(x):
@@ -316,7 +316,7 @@ def _iterator(strategy):
 
 
 def test_memory_falls_as_computed():
-    """Two matrices of 256 KiB and what Adam keeps, on one replica of 1, 2 and 4 devices."""
+    """Two matrices of 256 KiB and Adam's slots, on one replica of 1, 2 and 4 devices."""
     used = {}
     for num_logical in (1, 2, 4):
         strategy = tpu_strategy(1, num_logical)
@@ -351,7 +351,7 @@ def test_forgotten_variables_leave_nothing_behind(strategy):
 
 @keras.saving.register_keras_serializable("test_tpu")
 class Divided(keras.layers.Dense):
-    """A dense layer whose output is divided over the logical devices, under a strategy that has such."""
+    """A dense layer whose output is split over the logical devices, under a strategy that has such."""
 
     def call(self, inputs):
         strategy = rx.get_strategy()
@@ -390,7 +390,7 @@ def test_fit_equals_one_device_with_split_variables():
         assert {shard.data.shape for shard in v.value.addressable_shards} == {(8, 4)}
     for ours, theirs in zip(model.weights, one.weights, strict=True):
         np.testing.assert_allclose(np.asarray(ours.value), theirs.value, rtol=1e-5, atol=1e-6)
-    # Weights that are set are divided again.
+    # Assigned weights are split again.
     for ours, theirs in zip(model.weights, one.weights, strict=True):
         ours.assign(np.asarray(theirs.value))
     loss, *_ = model.evaluate(ROWS, LABELS, batch_size=8, verbose=0)
@@ -422,7 +422,8 @@ def test_custom_loop_with_an_optimizer_of_keras():
 
 @pytest.mark.parametrize("num_rows", [4, 3])
 def test_images_split_along_their_height(num_rows):
-    """Devices exchange the rows of pixels at the cut; with an odd number of images replicas have different ones."""
+    """Devices exchange the rows of pixels at the boundary; with an odd number of images replicas have different
+    numbers."""
     strategy = tpu_strategy(num_replicas=2, num_logical_devices=2)
     kernel = np.cos(np.arange(27, dtype=np.float32)).reshape(3, 3, 1, 3)
     images = np.random.default_rng(2).normal(size=(num_rows, 8, 6, 1)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The coordinator writes: variables that are on servers, and what scheduled functions will return."""
+"""The coordinator writes variables that are on servers, and results of scheduled functions."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a ``SummaryWriter`` writes, takes and refuses, under the strategies of one process."""
+"""The files, arguments and errors of a ``SummaryWriter``, under the strategies of one process."""
 
 import io
 import threading
@@ -213,7 +213,7 @@ def test_tensorflows_functions_write_to_the_default_writer(tmp_path):
 
 
 class SlowFile:
-    """A disk that takes its time, or fails."""
+    """A disk that is slow, or fails."""
 
     def __init__(self, is_open, error=None):
         self.is_open, self.error, self.num_added = is_open, error, 0
@@ -301,7 +301,8 @@ def test_close_that_took_too_long_can_be_repeated(tmp_path, slow_file):
 
 
 def test_no_caller_waits_forever(tmp_path, slow_file, monkeypatch, caplog):
-    """Neither who adds one, nor an error on its way out, which stays the error; and Python's end waits no second time."""
+    """Neither a caller, nor an error on its way out, which stays the error; and Python's exit does not wait a second
+    time."""
     file = slow_file()
     monkeypatch.setattr("replicax._src.summaries.writer._AFTER_AN_ERROR_S", 0.1)
     before = time.monotonic()

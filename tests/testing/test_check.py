@@ -67,7 +67,7 @@ def entries(report, kind=None):
 # --- programs that are right --------------------------------------------------------------------------
 
 
-# Rows that all replicas have as many of, rows that they have not, and fewer rows than replicas.
+# Equal numbers of rows, different numbers of rows, and fewer rows than replicas.
 SHORT = {
     ("mirrored", 12, 2),
     ("mirrored", 7, 1),
@@ -108,7 +108,7 @@ def test_one_device_and_the_default_strategy():
 
 
 def test_num_replicas_in_sync_is_one_on_one_device():
-    """Also of a strategy that the function closes over, however it asks."""
+    """Also for a strategy in the function's closure, for every form of the question."""
     strategy = make_strategy(2)
     seen = []
 
@@ -202,7 +202,7 @@ def test_functional_state_goes_in_args():
 
 @pytest.mark.quick
 def test_plain_state_that_comes_back_is_compared_by_its_change():
-    """A tiny learning rate hides nothing, and the factor is that of the change."""
+    """A tiny learning rate hides nothing; the factor is that of the change."""
     strategy = make_strategy(2)
 
     def step(batch, w):
@@ -473,7 +473,7 @@ def test_a_right_keras_step_agrees_also_later_in_training(optimizer, num_rows):
 
 
 def classifier(strategy, optimizer):
-    """Adds the same number ``shift`` to all logits: its gradient is 0, but for rounding."""
+    """Adds the same number ``shift`` to all logits: its gradient is 0, except for rounding."""
     with strategy.scope():
         weights = keras.Variable(np.ones((3, 4), np.float32), name="weights")
         shift = keras.Variable(np.zeros(2, np.float32), name="shift")
@@ -490,7 +490,7 @@ def classifier(strategy, optimizer):
 
 
 def test_rounding_in_gradients_that_are_zero_is_no_difference():
-    """Not in the gradient, and not in the step of Adam, which makes full-sized ones of it."""
+    """Neither in the gradient, nor in the step of Adam, which turns it into full-sized steps."""
     strategy = make_strategy(4)
     step, shift = classifier(strategy, keras.optimizers.Adam(0.1, epsilon=1e-12))
     for seed in range(6):
@@ -589,7 +589,7 @@ def test_half_precision_has_its_own_tolerance():
 @pytest.mark.parametrize("kind", ["mirrored", pytest.param("central_storage", marks=pytest.mark.long)])
 @pytest.mark.parametrize("loss_of", [pytest.param("right", marks=pytest.mark.long), "mean"])
 def test_state_is_untouched(kind, loss_of):
-    """Bit by bit, and the next steps are what they would have been."""
+    """State is bit-identical, and so are the next steps."""
     histories = []
     for is_checked in (True, False):
         strategy, step = keras_sgd_step(

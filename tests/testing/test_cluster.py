@@ -142,7 +142,7 @@ def test_kill_stop_and_resume(local_cluster):
 
 
 def has_no_more_output(task):
-    """For a while; one that counts has 40 lines."""
+    """The test runs for a while; one that counts has 40 lines."""
     before = len(task.output)
     time.sleep(0.2)
     return len(task.output) == before

@@ -1,4 +1,4 @@
-"""Where cores are, and which of them are a replica: as TensorFlow says, whose answers are recorded here."""
+"""The coordinates of cores, and the cores of a replica, compared with TensorFlow's recorded answers."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from replicax.cluster_resolver import TPUClusterResolver
 from replicax.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from replicax.tpu.experimental import DeviceAssignment, DeviceOrderMode, Topology
 
-# What TensorFlow 2.21 wrote for the mesh (2, 1, 1, 2).
+# TensorFlow 2.21's result for the mesh (2, 1, 1, 2).
 SERIALIZED = bytes.fromhex("0a0402010102100118042210" + "00000000" + "00000001" + "01000000" + "01000001")
 TWO_CHIPS = [[[0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [1, 0, 0, 1]]]
 
@@ -135,7 +135,7 @@ def test_an_assignment_by_hand(cores, says):
 
 
 class Core:
-    """A device as JAX shows those of TPUs."""
+    """A device with the attributes of JAX's TPU devices."""
 
     platform = "tpu"
 

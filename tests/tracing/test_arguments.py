@@ -34,14 +34,14 @@ class Shaped:
 
 
 class Tensor(Shaped):
-    """As tensors of TensorFlow and torch: also a conversion."""
+    """Like tensors of TensorFlow and torch, also with a conversion."""
 
     def __array__(self, dtype=None, copy=None):
         return self._array
 
 
 class OnlyDlpack(Shaped):
-    """As tensors of a library that knows nothing of NumPy."""
+    """Like tensors of a library without NumPy support."""
 
     def __dlpack__(self, **options):
         return jnp.asarray(self._array).__dlpack__(**options)
@@ -51,21 +51,21 @@ class OnlyDlpack(Shaped):
 
 
 class OutOfReach(OnlyDlpack):
-    """As tensors of a dtype that NumPy lacks, or on a GPU."""
+    """Like tensors of a dtype that NumPy lacks, or on a GPU."""
 
     def __array__(self, dtype=None, copy=None):
         raise TypeError("not on this device.")
 
 
 class Recorded(Tensor):
-    """As torch.nn.Parameter."""
+    """Like torch.nn.Parameter."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
 
 
 def class_like(library, name):
-    """A class that another library might have, with everything that a tensor has."""
+    """A class of another library with everything that a tensor has."""
     return type(name, (Tensor,), {"__module__": f"{library}.of.theirs"})
 
 

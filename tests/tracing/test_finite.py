@@ -110,7 +110,7 @@ def test_the_line_and_the_replica_are_named(strategy, step, wrap):
 
 
 def test_a_backward_pass_of_the_users_own_is_named_by_the_call(strategy):
-    """JAX knows of it no other line."""
+    """JAX knows no other line for it."""
     at = line_of(in_backward_pass, "halved(x)") + " in <lambda> in the backward pass"
     message(
         NotFiniteError, lambda: strategy.run(in_backward_pass, (jnp.zeros(2),), options=CHECKED), "log", at

@@ -1,4 +1,4 @@
-"""The cache of programs: what counts as the same function, what is traced again, what is freed."""
+"""The cache of programs: which functions count as the same, what is traced again, what is freed."""
 
 import functools
 import gc
@@ -21,7 +21,7 @@ def strategy():
 
 
 class Traces:
-    """Counts how often the function that calls it is traced."""
+    """Counts how often the calling function is traced."""
 
     def __init__(self):
         self.count = 0
@@ -44,7 +44,7 @@ def step(x):
 
 
 def test_defining_a_function_again_after_a_global_has_changed(strategy):
-    """A notebook: the step is defined again, equal to the last letter, after ``model = build()``."""
+    """A notebook: the step is defined again with equal text, after ``model = build()``."""
     notebook = types.ModuleType("notebook")
     notebook.traces = Traces()
     results = []
@@ -127,7 +127,7 @@ def test_changed_closures_are_noticed(strategy):
 
 
 def test_changed_python_state_is_retraced_and_reported(strategy, caplog):
-    """Slow, but never stale: each value of the counter is another constant of the program."""
+    """Slow, but never stale: each value of the counter is a different constant of the program."""
     count = 0
 
     def step(x):
@@ -244,7 +244,7 @@ def test_enums_and_strings_select_programs(strategy):
 
 
 def test_a_changing_float_is_traced_at_most_twice(strategy):
-    """A learning rate: a constant at first, an input from its second value on."""
+    """A learning rate is a constant at first, and an input from its second value on."""
     traces = Traces()
 
     def step(x, rate):

@@ -1,4 +1,5 @@
-"""Which optimizers may update some rows of a table only, which then give what the whole update gives, and the program."""
+"""Which optimizers may update only some rows of a table; their result equals the full update, and the program is
+checked."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ ROWS, WIDTH = 5, 3
 
 
 def of_keras(optimizer, rows=ROWS):
-    """The update of a table, and the state: what ``stateless_apply`` takes and gives."""
+    """The update of a table, and the state: arguments and results of ``stateless_apply``."""
     table = keras.Variable(jnp.zeros((rows, WIDTH)), name="table")
     optimizer.build([table])
     values = [jnp.asarray(v.value) for v in optimizer.variables]
@@ -146,7 +147,7 @@ programs = {}
 
 
 def dense_and_by_rows(name):
-    """The update of all rows of a shard; the program of some of them, compiled; a state."""
+    """The update of all rows of a shard; the compiled program of some rows; a state."""
     if name not in programs:
         dense, _ = of((EQUAL | LAZY)[name], SHARD)
         some, _ = of((EQUAL | LAZY)[name])
@@ -203,7 +204,7 @@ def test_updating_some_rows_equals_updating_all(name, drawn, seed):
 
 
 def mixing_of(apply, *shared):
-    """What a home-made update of a table, given shared values too, mixes."""
+    """The operation that mixes rows in a custom update of a table with shared values."""
     table = jnp.ones((ROWS, WIDTH))
     closed = jax.make_jaxpr(apply)(table, table, *shared)
     num_results = len(closed.jaxpr.outvars)

@@ -1,4 +1,5 @@
-"""A program over a whole batch, split by rows: it gives what the whole one gives, or is refused with the line that is why."""
+"""A program over a global batch, split by rows: it equals the unsplit program, or is rejected with the line of the
+cause."""
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,7 @@ CASES = {
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_split_program_equals_the_unsplit_one(name, sizes):
-    """Also where replicas have different numbers of rows, or none: what they hold besides is never seen."""
+    """This also holds if replicas have different numbers of rows, or none: their padding is never read."""
     check(*CASES[name][:3], sizes, rounds=CASES[name][3])
 
 

@@ -1,4 +1,4 @@
-"""Side effects of traced functions: those that surprise are reported, once, with the user's line; no others."""
+"""Side effects of traced functions: those that surprise are reported once, with the user's line; others are not."""
 
 import logging
 import random
@@ -174,7 +174,7 @@ def import_more(name):
 
 
 def harmless(strategy):
-    """What could be taken for a mistake, and is none."""
+    """Code that resembles a mistake, but is none."""
     shapes, seen, limits = [], {"names": set()}, {"largest": 0}
     generator, lazy = np.random.default_rng(0), types.ModuleType("lazy")
     lazy.__getattr__ = import_more

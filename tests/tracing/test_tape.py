@@ -368,7 +368,7 @@ def doubled_in_a_loop(x):
 @pytest.mark.parametrize("fn", [maximum_over_replicas, doubled_in_python, doubled_in_a_loop])
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_operation_without_derivative_is_allowed_beside_a_stop_gradient(fn, where):
-    """On the way from source to target by dataflow, but no derivative flows through it."""
+    """It lies between source and target by dataflow, but no derivative flows through it."""
 
     def loss(x):
         constant = jax.lax.stop_gradient(fn(x)) if where == "after" else fn(jax.lax.stop_gradient(x))
@@ -503,7 +503,7 @@ def test_a_tape_is_no_longer_open_after_an_exception():
 
 
 def test_reads_before_and_after_an_assignment_are_leaves():
-    """As in TensorFlow: no gradient flows through the assignment; those of all reads add up."""
+    """As in TensorFlow, no gradient flows through the assignment, and those of all reads add up."""
     v = rx.Variable(3.0)
 
     def step():
@@ -737,7 +737,7 @@ REMEMBERED = pytest.mark.parametrize("fn", [jitted, checkpointed, scanned], ids=
 
 @REMEMBERED
 def test_variable_first_read_in_a_cached_function(fn):
-    """In two programs: what JAX remembers of the first one's trace must not reach the second."""
+    """In two programs: JAX's cached trace of the first must not affect the second."""
     weight().assign(2.0)
     for factor in (1.0, 3.0):
 
@@ -845,7 +845,7 @@ def gan_losses(generator, discriminator, noise, real):
 
 
 def test_two_tapes_over_a_shared_forward_pass():
-    """A GAN's step: both tapes are open during one forward pass, each differentiates its own loss."""
+    """A GAN's step: both tapes are open during one forward pass, and each differentiates its own loss."""
     rng = np.random.default_rng(0)
     noise, real = (jnp.asarray(rng.normal(size=(4, 3)), "float32") for _ in range(2))
     g, d = (rng.normal(size=3).astype("float32") for _ in range(2))
@@ -869,7 +869,7 @@ def test_two_tapes_over_a_shared_forward_pass():
 
 
 def test_a_second_tape_over_updated_weights_of_the_first():
-    """Discriminator first, then the generator against the updated discriminator."""
+    """The discriminator first, then the generator against the updated discriminator."""
     v, w = rx.Variable(2.0), rx.Variable(3.0)
 
     def step():

@@ -1,4 +1,4 @@
-"""Code of TensorFlow that is left in a program: what is raised, with a stand-in for TensorFlow. ``tests/peers`` has the real one."""
+"""TensorFlow code left in a program: the errors, with a stand-in for TensorFlow. ``tests/peers`` has the real one."""
 
 import importlib.machinery
 import inspect

@@ -1,4 +1,4 @@
-"""Verdicts: what is proven the same on all replicas, and what is refused because it is not."""
+"""Replication analysis: which values are proven invariant, and the errors for others."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ def strategy():
 
 
 def data():
-    """Replica r's own: [r + 1, 3]."""
+    """Replica r's own value: [r + 1, 3]."""
     return strategy().experimental_distribute_values_from_function(
         lambda context: np.asarray([context.replica_id_in_sync_group + 1, 3], "float32")
     )
@@ -206,7 +206,7 @@ def test_trainable_keras_variable_that_would_vary_raises():
 
 
 def test_variable_that_varies_through_another():
-    """The other variable's value differs only in between: it is reduced in the end."""
+    """The other variable's value varies only in between: it is reduced in the end."""
     with strategy().scope():
         between = rx.Variable(0.0, name="between")
         last = rx.Variable(0.0, name="last")
@@ -258,7 +258,7 @@ def in_jit_in_cond(x):
 
 
 def after_a_loop_that_differs(x):
-    """The predicate is a number of steps that differs."""
+    """The predicate is a number of steps that varies."""
     steps = jax.lax.while_loop(lambda i: i < x[0], lambda i: i + 1, jnp.float32(0))
     return jax.lax.cond(steps > 1, lambda: total(x), lambda: x)  # the line
 
@@ -351,7 +351,7 @@ def test_training_keras_models_raises_no_false_alarm(build):
         )
         return loss
 
-    # Rows that are alike have no gradient behind a batch normalisation, if dropout takes them for alike.
+    # Equal rows have no gradient through a batch normalisation, if dropout treats them equally.
     x = strategy().experimental_distribute_values_from_function(
         lambda context: (
             np.random.default_rng(context.replica_id_in_sync_group).normal(size=(2, 3, 2)).astype("float32")
@@ -365,7 +365,7 @@ def test_training_keras_models_raises_no_false_alarm(build):
 
 
 def test_solver_whose_body_uses_the_replica_id_is_not_invariant():
-    """Inside operations of JAX that the analysis does not know, it looks for what differs by itself."""
+    """Inside operations of JAX that the analysis does not know, it looks for varying values itself."""
 
     def solve(x):
         scale = lambda v: v * (rx.get_replica_context().replica_id_in_sync_group + 1)  # noqa: E731

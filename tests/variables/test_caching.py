@@ -1,4 +1,4 @@
-"""``cache_variable_reads``: the first read counts, in one thread and one program, until the context is left."""
+"""``cache_variable_reads``: the first read is used, in one thread and one program, until the context ends."""
 
 import threading
 

@@ -1,4 +1,5 @@
-"""Layout maps: which entry a path takes, and what is no entry. (What strategies do with them: ``strategies/test_layouts.py``.)"""
+"""Layout maps: the entry that a path selects, and invalid entries. (Their use by strategies:
+``strategies/test_layouts.py``.)"""
 
 import re
 

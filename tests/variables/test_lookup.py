@@ -1,4 +1,4 @@
-"""Lookups: rows in the order of the ids from every kind of table, and rows combined for each example."""
+"""Lookups: rows in the order of the ids from every kind of table, and combined rows for each example."""
 
 import jax
 import jax.numpy as jnp

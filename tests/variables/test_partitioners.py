@@ -1,4 +1,4 @@
-"""Into how many shards a variable is cut; ``tests/parity`` compares the counts with TensorFlow's."""
+"""The number of shards of a variable; ``tests/parity`` compares the counts with TensorFlow's."""
 
 import math
 

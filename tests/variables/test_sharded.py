@@ -1,4 +1,5 @@
-"""``ShardedVariable`` acts as the whole array, over shards of any sizes; ``tests/parity`` compares it with TensorFlow's."""
+"""``ShardedVariable`` acts like the full array, over shards of any sizes; ``tests/parity`` compares it with
+TensorFlow's."""
 
 import jax
 import jax.numpy as jnp

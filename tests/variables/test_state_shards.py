@@ -1,4 +1,4 @@
-"""Which variables are divided over replicas, and along which dim."""
+"""The variables that are sharded over replicas, and along which dim."""
 
 import math
 

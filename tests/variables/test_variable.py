@@ -1,6 +1,6 @@
 """``rx.Variable``: creation, reading, assigning and scattering, in every context, by every rule of aggregation.
 
-The tables are those of TensorFlow (its source and measured values), but where the design says what differs.
+The tables are TensorFlow's (its source and measured values), except where the design says otherwise.
 """
 
 import jax
@@ -68,7 +68,7 @@ def test_shape_and_dtype_are_those_of_the_initial_value(strategy, initial, dtype
 
 @pytest.mark.parametrize("how", ["initial", "assign"])
 def test_numpy_array_may_be_changed_right_after_it_was_given(strategy, how):
-    """Of 2048 x 2048, JAX reads it after the call in some of these trials, unless it is copied."""
+    """With 2048 x 2048, JAX reads the array after the call in some of these trials, unless it is copied."""
     variable = make(strategy, np.zeros((2048, 2048), np.float32))
     for _ in range(20):
         value = np.ones((2048, 2048), np.float32)

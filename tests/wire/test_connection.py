@@ -1,4 +1,4 @@
-"""Connections: frames in whatever pieces, deadlines, several threads, and how they end."""
+"""Connections: frames in any pieces, deadlines, several threads, and how they end."""
 
 import contextlib
 import random
@@ -48,7 +48,7 @@ def taken(connection, deadline=None):
 
 @contextlib.contextmanager
 def in_a_thread(call, *arguments):
-    """Runs a call meanwhile; what it raises is raised at the end."""
+    """Runs a call meanwhile; its error is raised at the end."""
     raised = []
 
     def run():
@@ -67,7 +67,7 @@ def in_a_thread(call, *arguments):
 
 
 def seconds_of(call, error):
-    """How long it takes to raise an error."""
+    """The time that it takes to raise an error."""
     started = time.monotonic()
     with pytest.raises(error):
         call()
@@ -139,7 +139,7 @@ def plain_connection(end):
 
 @contextlib.contextmanager
 def connection_with(data, sizes=(), *, is_checked=True):
-    """A connection to which these bytes come."""
+    """A connection that receives these bytes."""
     with socket.socket() as tcp:
         connection = Connection(tcp, Cut(data, list(sizes)), "a peer", is_checked=is_checked)
         yield connection
@@ -183,7 +183,7 @@ def test_a_stream_that_ends_anywhere_in_a_frame_gives_no_frame():
 
 
 def test_changed_byte_gives_no_frame():
-    """The one after it is not taken for one either."""
+    """The next frame is not mistaken for one either."""
     first, second = (Kind.MESSAGE, b"a head", b"a body"), (Kind.MESSAGE, b"another", b"")
     whole = bytes_of([first, second])
     damaged_second = len(bytes_of([first]))
@@ -205,7 +205,7 @@ def test_more_parts_than_one_call_of_the_system_takes(pair):
 
 
 class Reluctant:
-    """A socket that takes less than it is given."""
+    """A socket that accepts less than it is given."""
 
     def __init__(self, connection, most):
         self.connection, self.most = connection, most
@@ -333,7 +333,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_body_has_ended(pair):
 
 @pytest.mark.parametrize("limit_s", [0.3, 1.3])
 def test_a_frame_that_comes_byte_by_byte_ends_at_the_deadline(sockets, limit_s):
-    """A deadline is for all of it, not for each byte."""
+    """A deadline is for the complete frame, not for each byte."""
     ours, theirs = sockets
     receiver = plain_connection(ours)
     whole, is_over = bytes_of([(Kind.MESSAGE, b"head", bytes(10_000))]), threading.Event()
@@ -444,7 +444,7 @@ def test_closing_a_connection_wakes_sender_and_receiver(pair, how):
 
 
 def test_descriptor_in_use_by_a_thread_is_not_released(plain_pair, monkeypatch):
-    """Its number would soon be another connection's."""
+    """Its number would soon belong to another connection."""
     ours, _ = plain_pair
     monkeypatch.setattr(connections, "_RELEASE_S", 0.1)
     with ours._receiving:
@@ -503,7 +503,7 @@ def test_peer_gives_its_reason_to_end(pair, is_refusal, reason):
 
 
 def test_a_reason_is_read_although_its_reader_is_still_writing(pair, monkeypatch):
-    """What it still writes is taken: it gets no error before it has read the reason."""
+    """The data that it still writes is read, so it gets no error before it has read the reason."""
     monkeypatch.setattr(connections, "_LAST_WORDS_S", 30.0)
     ours, theirs = pair
     body = bytes(LARGE)
@@ -549,7 +549,7 @@ def test_peer_that_reads_no_last_message_is_cut(sockets, monkeypatch):
 
 @pytest.mark.parametrize("pair", ["TLS"], indirect=True)
 def test_bytes_buffered_by_tls_are_reported(pair):
-    """The system shows nothing of them."""
+    """The system does not report them."""
     sender, receiver = pair
     sender.send([(Kind.MESSAGE, b"head", ())], soon())
     assert receiver._stream.read(memoryview(bytearray(1)), soon(), fill=False) == 1

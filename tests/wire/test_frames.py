@@ -1,4 +1,4 @@
-"""Frames become bytes and come back; every damage is found, and nothing is believed that is too large."""
+"""Frames become bytes and back; all damage is detected, and sizes over the limit are rejected."""
 
 import itertools
 import struct
@@ -27,7 +27,7 @@ kinds = st.sampled_from(list(Kind))
 
 
 def parsed(data, is_checked):
-    """What a reader makes of the bytes of one frame: its kind, head and body."""
+    """The result of reading the bytes of one frame: its kind, head and body."""
     header = parsed_header(data[:HEADER_BYTES])
     after_head = HEADER_BYTES + header.head_bytes
     after_body = after_head + header.body_bytes
@@ -101,7 +101,7 @@ def test_random_bytes_are_not_a_header(data):
         parsed_header(data)
 
 
-# --- headers that are whole and wrong -----------------------------------------------------------------
+# --- complete headers with wrong values ---------------------------------------------------------------
 
 
 def header_of(magic=b"RX", kind=1, head_bytes=0, body_bytes=0):

@@ -1,4 +1,4 @@
-"""The handshake: who gets a connection, what is read of a stranger, and what damage does."""
+"""The handshake: which peers get a connection, what is read from an unauthenticated peer, and the effect of damage."""
 
 import contextlib
 import socket
@@ -25,7 +25,7 @@ OF_STRANGER = 96
 
 
 class Recorded:
-    """A stream that keeps what it has sent and received, and may damage one byte that comes."""
+    """A stream that records what it sent and received, and may damage one received byte."""
 
     def __init__(self, connection, flip=None):
         self.connection, self.flip = connection, flip
@@ -45,7 +45,7 @@ class Recorded:
 
 
 def outcome(call, connection):
-    """What ``call`` gives or raises. The connection is closed if it raises, as a listener and ``connect`` do."""
+    """The result or error of ``call``. The connection is closed if it raises, as a listener and ``connect`` do."""
     try:
         return call()
     except OSError as error:
@@ -56,7 +56,7 @@ def outcome(call, connection):
 def shaken(
     of_client=TOKEN, of_server=TOKEN, *, flip_at_client=None, flip_at_server=None, wants=(False, False)
 ):
-    """What each end has of a handshake, and its recorded socket: the client's first."""
+    """The results of both ends of a handshake, and their recorded sockets: the client's first."""
     client, server = map(Recorded, socket.socketpair(), (flip_at_client, flip_at_server))
     deadline, outcomes = time.monotonic() + 10, []
     serving = threading.Thread(
@@ -111,18 +111,18 @@ def test_token_is_never_sent():
 
 
 def test_handshakes_differ():
-    """So nothing that was heard can be said again."""
+    """No recorded part can be replayed."""
     (_, _, first, first_server), (_, _, second, second_server) = shaken(), shaken()
     assert first.sent[24:56] != second.sent[24:56]
     assert first.sent[60:92] != second.sent[60:92]
     assert first_server.sent[60:92] != second_server.sent[60:92]
 
 
-# --- strangers at a server ----------------------------------------------------------------------------
+# --- unauthenticated peers at a server ------------------------------------------------------------------
 
 
 def at_server(say, *, seconds=10.0):
-    """What a server makes of a peer that ``say`` speaks for, its socket, and what it answered."""
+    """The server's result for a peer driven by ``say``, its socket, and its answer."""
     theirs, ours = socket.socketpair()
     server = Recorded(ours)
     speaking = threading.Thread(target=say, args=(theirs,))
@@ -239,7 +239,7 @@ def test_another_version_answers():
 
 
 def test_a_mirror_does_not_prove_that_it_knows_the_token():
-    """It says what the client says."""
+    """It repeats the client's bytes."""
 
     def say(mirror):
         mirror.sendall(mirror.recv(60, socket.MSG_WAITALL))

@@ -1,4 +1,4 @@
-"""The listener: strangers cost little and keep nobody out; peers with the token are served."""
+"""The listener: unauthenticated peers cost little and block no other; peers with the token are served."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ def wait_until(condition, limit_s=30.0):
 
 
 class Echo:
-    """A listener that sends back what it is sent, and the number of the connection in front of it."""
+    """A listener that echoes, with the number of the connection in front."""
 
     def __init__(self, security=TOKEN, host="127.0.0.1"):
         self.num_rejected, self.num_served = 0, 0
@@ -56,7 +56,7 @@ class Echo:
         return connect(self.host, self.listener.port, security, soon(seconds))
 
     def raw(self):
-        """A stranger."""
+        """An unauthenticated peer."""
         return socket.create_connection((self.host, self.listener.port))
 
     def __enter__(self):
@@ -123,7 +123,7 @@ def test_peers_are_served_independently(is_encrypted, tls):
 
 
 def test_handshakes_do_not_wait_for_each_other(tls):
-    """A system holds small parts back for 40 ms, unless it is told not to."""
+    """A system delays small packets for 40 ms, unless it is told not to."""
     with Echo(tls) as echo:
         took = [1.0]
         while min(took) > 0.03 and len(took) < 100:  # on a busy machine most take longer
@@ -156,7 +156,7 @@ def test_peer_without_the_token_is_told_and_counted(echo, of_peer):
 
 
 def test_checksums_are_used_if_one_end_wants_them(echo):
-    """On loopback none are, unless one is told to."""
+    """On loopback there are none, unless one end requests them."""
     for of_client in (False, True):
         friend = echo.connect(Security(b"secret", always_checks=of_client))
         assert friend._is_checked is of_client
@@ -180,7 +180,7 @@ def test_closed_listener_accepts_no_peer_and_served_peers_continue(echo):
     wait_until(lambda: not num_threads())
 
 
-# --- strangers ----------------------------------------------------------------------------------------
+# --- unauthenticated peers ------------------------------------------------------------------------------
 
 
 def memory():
@@ -296,7 +296,7 @@ def test_a_connection_that_fails_leaves_no_descriptor(tls):
 
 
 class OutOfDescriptors:
-    """A socket that listens, and cannot accept for a time."""
+    """A listening socket that cannot accept for a while."""
 
     def __init__(self, listening):
         self.listening, self.is_out, self.num_failed = listening, True, 0
