@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-NOT_PROSE: Final = re.compile(r"^\s*(>>>|\.\.\.|[-|#]|\w+:$)|```")
+NOT_PROSE: Final = re.compile(r"^\s*(>>>|\.\.\.|[|#]|\w+:$)|```")
+PARAGRAPH: Final = re.compile(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", re.MULTILINE)  # an item of a list is one, too
 SHORTEST: Final = 4  # words
 
 
@@ -45,7 +46,7 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in PARAGRAPH.split(text):
         lines = [line.strip() for line in paragraph.splitlines() if not NOT_PROSE.search(line)]
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(lines)):
             if len(sentence.split()) >= SHORTEST and sentence.endswith((".", "!", "?")):
