@@ -1,6 +1,6 @@
-"""What a checkpoint costs a loop: the pause, seen in the call and in the steps after it, beside one copy of the state to the host,
-into fresh memory and into memory that was used before; and the time until it is on the disk, beside raw writes of as many bytes, in
-rounds that take turns.
+"""Measures what a checkpoint costs a loop: the pause, in the call and in the steps after it, and the time
+until the checkpoint is on disk. The pause is compared with one copy of the state to the host, into fresh
+memory and into used memory; the time on disk is compared with raw writes of the same size. Rounds alternate.
 
     python benchmarks/checkpoint.py --gigabytes 2 --rounds 5
 """
@@ -25,7 +25,7 @@ STEPS_AFTER = 4
 
 
 class Training:
-    """Large variables and a step that overwrites all of them."""
+    """Large variables, and a step that overwrites all of them."""
 
     def __init__(self, gigabytes: float):
         num_variables = max(1, round(gigabytes * 4))
@@ -54,7 +54,7 @@ class Training:
 
 
 def main() -> None:
-    """Prints the figures of each round, and their medians."""
+    """Prints the figures of each round and their medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def rounds(training: Training, directory: str, number: int) -> None:
-    """Takes turns: steps alone, both copies, a raw write, a save and the steps after it."""
+    """Alternates: steps alone, both copies, a raw write, a save and the steps after it."""
     checkpoint = rx.Checkpoint(variables=training.variables)
     manager = rx.CheckpointManager(checkpoint, directory, max_to_keep=1)
     buffers = [np.ones(variable.shape, "f4") for variable in training.variables]
@@ -119,7 +119,7 @@ class Round:
 def one_round(
     training: Training, manager: rx.CheckpointManager, buffers: list[np.ndarray], raw_path: str
 ) -> Round:
-    """The first save takes fresh memory, the later ones have what the first one took."""
+    """The first save takes fresh memory; later saves reuse it."""
     step = statistics.median(training.step() for _ in range(STEPS_AFTER))
     fresh, used = copy_into_fresh_memory(training), copy_again(training, buffers)
     raw = raw_write(buffers, raw_path)
@@ -142,7 +142,7 @@ def copy_into_fresh_memory(training: Training) -> float:
 
 
 def copy_again(training: Training, buffers: list[np.ndarray]) -> float:
-    """One copy into memory that has been used before."""
+    """One copy into used memory."""
     began = time.perf_counter()
     for buffer, variable in zip(buffers, training.variables, strict=True):
         np.copyto(buffer, np.asarray(variable.value))
@@ -150,7 +150,7 @@ def copy_again(training: Training, buffers: list[np.ndarray]) -> float:
 
 
 def raw_write(buffers: list[np.ndarray], path: str) -> float:
-    """One file of as many bytes, synced."""
+    """Writes one file of the same size and syncs it."""
     began = time.perf_counter()
     with open(path, "wb") as file:
         for buffer in buffers:

@@ -1,4 +1,5 @@
-"""Large models: the processor time of the first step, how many kernels XLA compiles, and what a step takes.
+"""Measures large models: the processor time of the first step, the number of kernels that XLA compiles, and
+the time of a step.
 
 ``make bench`` runs it with the others; ``python benchmarks/compiling.py --help`` alone.
 """
@@ -40,7 +41,8 @@ def main(num_rounds: int, layers: int = 24, models: Sequence[str] = tuple(MODELS
 
 
 def first_steps(model: str, layers: int, num_rounds: int) -> None:
-    """Each in a process that has only made the model. The bar: at most 1.1 times the neighbour's processor time."""
+    """Each runs in a process that has only made the model. The bar: at most 1.1 times the neighbour's
+    processor time."""
     names = [BY_HAND, RUN, FIT, DATA_PARALLEL, OWN_THREADS]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     kernels = dict.fromkeys(names, 0)
@@ -58,7 +60,7 @@ def first_steps(model: str, layers: int, num_rounds: int) -> None:
 
 
 def steps(model: str, layers: int, num_rounds: int) -> None:
-    """The bars: as ``STEP_BARS`` says, of the neighbour's time."""
+    """The bars are those of ``STEP_BARS``, relative to the neighbour's time."""
     names = [*BESIDE, *BESIDE.values(), OWN_THREADS]
     with contextlib.ExitStack() as closing:
         processes = {

@@ -1,4 +1,5 @@
-"""One contestant of ``compiling.py``: a large Keras model and what runs its steps, in a process of its own."""
+"""One contestant of ``compiling.py``: a large Keras model and the function that runs its steps, in a separate
+process."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ ROWS, LENGTH, VOCABULARY, WIDTH, CLASSES = 8, 32, 128, 64, 10
 
 
 def build(contestant: str, model: str, layers: int) -> Any:
-    """What the process does when it is told to.
+    """Answers the commands of the benchmark.
 
     Args:
       contestant: A key of ``CONTESTANTS``.
       model: A key of ``MODELS``.
-      layers: Of the model, if it may have any number.
+      layers: The number of layers, if the model may have any number.
     """
     is_of_keras = contestant in (DATA_PARALLEL, DATA_PARALLEL_ON_BATCH, OWN_THREADS)
     if contestant == OWN_THREADS:
@@ -39,7 +40,7 @@ def build(contestant: str, model: str, layers: int) -> Any:
 
 
 class _Contestant:
-    """Runs the first step, then others; counts what XLA has compiled."""
+    """Runs the first step, then others, and counts what XLA has compiled."""
 
     def __init__(self, make: Callable[..., Any], model_of: Callable[..., Any], layers: int, scope: Any):
         import keras
@@ -62,7 +63,7 @@ class _Contestant:
 
 
 def num_kernels() -> int:
-    """How many different kernels the largest program of this process has."""
+    """Returns the number of different kernels in the largest program of this process."""
     import jax
 
     programs = [
@@ -188,7 +189,8 @@ def through_run(model: Any, features: np.ndarray, labels: np.ndarray) -> Any:
 
 
 def fit(model: Any, features: np.ndarray, labels: np.ndarray) -> Any:
-    """``Model.fit``: the first step as it is, the others of a second epoch that goes on with the first's iterator."""
+    """``Model.fit``: the first step alone; the others are those of a second epoch that continues with the
+    first one's iterator."""
     import keras
 
     ends: list[float] = []

@@ -1,4 +1,5 @@
-"""A step fed by a distributed dataset beside the same step with its batch on the devices; several steps in one call."""
+"""Compares a step fed by a distributed dataset with the same step whose batch is on the devices, and several
+steps in one call with single steps."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def main(num_rounds: int, tensorflow_python: str | None, torch_python: str | Non
 
 
 def fed_steps(strategy: rx.Strategy, num_rounds: int) -> None:
-    """The bar: at most 1.15 times the step whose batch is on the devices."""
+    """The bar is at most 1.15 times the step whose batch is on the devices."""
     contestants = {
         "already placed": _steps(
             strategy, MLP, itertools.repeat(models.distributed_batch(strategy, MLP, BATCH))
@@ -49,7 +50,7 @@ def fed_steps(strategy: rx.Strategy, num_rounds: int) -> None:
 def reading(
     strategy: rx.Strategy, num_rounds: int, tensorflow_python: str | None, torch_python: str | None
 ) -> None:
-    """Batches without a step. TensorFlow's and ours are on two devices; torch's are on the host."""
+    """Reads batches without a step. TensorFlow's and ours are on two devices; torch's are on the host."""
     for shuffles in (False, True):
         iterator = iter(_dataset(strategy, MLP, shuffles=shuffles))
         contestants: dict[str, Callable[[int], None]] = {"replicax": lambda n, it=iterator: _consume(it, n)}
@@ -77,7 +78,7 @@ def reading(
 
 
 def several_steps(strategy: rx.Strategy, num_rounds: int) -> None:
-    """The bar: at least 3 times the steps/s of ``run`` for a model of 10 k parameters."""
+    """The bar is at least 3 times the steps/s of ``run``, for a model of 10 k parameters."""
     step = models.keras_step(strategy, SMALL, BATCH)
     iterator = iter(_dataset(strategy, SMALL))
 

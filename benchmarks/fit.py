@@ -1,4 +1,5 @@
-"""``Model.fit`` on two devices beside Keras on one, Keras's DataParallel and TensorFlow's MirroredStrategy."""
+"""Compares ``Model.fit`` on two devices with Keras on one, Keras's DataParallel and TensorFlow's
+MirroredStrategy."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def main(num_rounds: int, tensorflow_python: str | None) -> None:
 
 
 def steps(pythons: Mapping[str, str], num_rounds: int) -> None:
-    """The bars: at most DataParallel's time per step, at least twice TensorFlow's steps/s."""
+    """The bars are at most DataParallel's time per step, and at least twice TensorFlow's steps/s."""
     for model in (MLP, CNN):
         settings = {name: _setting(name, model) for name in pythons}
         timings = _compare(pythons, settings, num_rounds, NUM_STEPS[model])
@@ -50,7 +51,8 @@ def steps(pythons: Mapping[str, str], num_rounds: int) -> None:
 
 
 def several_steps(num_rounds: int) -> None:
-    """The bars: 16 steps in one call are at least 1.3 times as fast as 1 for a small model; no slower for the CNN."""
+    """The bars: 16 steps in one call are at least 1.3 times as fast as 1 for a small model, and no slower for
+    the CNN."""
     for model, at_least in ((SMALL, 1.3), (CNN, 1.0)):
         settings = {
             f"{name}, {count} in one call": _setting(name, model, steps_per_execution=count)
@@ -65,7 +67,7 @@ def several_steps(num_rounds: int) -> None:
 
 
 def first_step(pythons: Mapping[str, str], num_rounds: int) -> None:
-    """From the call of ``fit`` with one step to its end, in a process that has only made the model."""
+    """Times ``fit`` with one step, in a process that has only made the model."""
 
     def started(name: str) -> Run:
         setting = _setting(name, MLP, task="first step", rows=BATCHES[MLP])
@@ -82,7 +84,7 @@ def first_step(pythons: Mapping[str, str], num_rounds: int) -> None:
 
 
 def uneven_epochs(pythons: Mapping[str, str], num_rounds: int) -> None:
-    """Whole epochs, with what each costs at its beginning and end."""
+    """Times complete epochs, with the costs at their start and end."""
     title = f"fit, epochs of 199 rows in batches of 64, 64, 64 and 7: {MLP}"
     options: dict[str, Any] = {"rows": 199, "batch": 64}
     settings = {
@@ -97,7 +99,7 @@ def uneven_epochs(pythons: Mapping[str, str], num_rounds: int) -> None:
 
 
 def memory_over_epochs() -> None:
-    """Resident memory of the process, over epochs of one ``fit`` after the other."""
+    """Resident memory of the process over repeated epochs of ``fit``."""
     print(f"\nfit, resident memory of the process, 8 steps per epoch, MiB: {SMALL}")
     for name in (OURS, ONE_DEVICE):
         setting = _setting(name, SMALL, task="memory", rows=8 * BATCHES[SMALL])
@@ -136,10 +138,10 @@ def _process(python: str, setting: dict[str, Any]) -> PeerProcess:
 def _compare(
     pythons: Mapping[str, str], settings: Mapping[str, dict[str, Any]], num_rounds: int, num_steps: int
 ) -> dict[str, rounds.Timing]:
-    """Each setting in a process of its own; those of one generation live while they take turns.
+    """Runs each setting in a separate process; the processes of one generation alternate.
 
-    The same program can be a tenth faster in one process than in the next, all the time that it lives. So the rounds are
-    spread over several generations of processes.
+    One program can be a tenth faster in one process than in the next, for the process's whole life. The
+    rounds are therefore spread over several generations of processes.
     """
     seconds: dict[str, list[float]] = {name: [] for name in settings}
     for generation in range(min(GENERATIONS, num_rounds)):
@@ -163,7 +165,8 @@ def _print_bar(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> None:
-    """The bar is for the median over pairs of rounds: of the time per step at most, of the steps/s at least."""
+    """The bar is for the median over pairs of rounds: an upper bound on the time per step, and a lower bound
+    on the steps/s."""
     ratio = statistics.median(
         a / b for a, b in zip(timings[name].seconds, timings[other].seconds, strict=True)
     )

@@ -1,4 +1,4 @@
-"""One contestant of ``fit.py``: a Keras model and where it trains, in a process of its own.
+"""One contestant of ``fit.py``: a Keras model and where it trains, in a separate process.
 
 Devices, Keras's backend and its distribution are chosen once per process, so a contestant cannot share one.
 """
@@ -25,12 +25,12 @@ CLASSES = 10
 
 
 def build(contestant: str, model: str, rows: int, batch: int, steps_per_execution: int, task: str) -> Any:
-    """What the process does when it is told to.
+    """Answers the commands of the benchmark.
 
     Args:
       contestant: A key of ``SCOPES``.
       model: A key of ``SHAPES``.
-      rows: Of the data.
+      rows: The number of rows of the data.
       batch: Rows of a step, over all devices.
       steps_per_execution: For ``compile``.
       task: A key of ``TASKS``.
@@ -64,13 +64,13 @@ def replicax_mirrored() -> contextlib.AbstractContextManager[Any]:
 
 
 def keras_one_device() -> contextlib.AbstractContextManager[Any]:
-    """Plain Keras, in the environment that it has without replicax."""
+    """Plain Keras, in its environment without replicax."""
     os.environ.pop("PJRT_NPROC", None)
     return contextlib.nullcontext()
 
 
 def keras_data_parallel() -> contextlib.AbstractContextManager[Any]:
-    """Two virtual devices, in the environment that replicax gives itself."""
+    """Two virtual devices, in the environment that replicax sets."""
     os.environ["PJRT_NPROC"] = CPU_POOL_THREADS
     import jax
 
@@ -151,10 +151,11 @@ def data(name: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def steps(model: Any, features: np.ndarray, labels: np.ndarray, batch: int) -> Any:
-    """The seconds of n steps without what an epoch costs: of a second epoch that goes on with the first's iterator.
+    """The seconds of n steps without the costs of an epoch: those of a second epoch that continues with the
+    first one's iterator.
 
-    Keras makes an iterator when the data begin anew, which takes TensorFlow's hundreds of milliseconds. So the data are
-    for three such epochs, and the third is left out.
+    Keras makes an iterator when the data restart, which takes hundreds of milliseconds for TensorFlow's. The
+    data therefore last for three such epochs, and the third is left out.
     """
     ends, clock = _epoch_clock()
 
@@ -203,7 +204,7 @@ def memory(model: Any, features: np.ndarray, labels: np.ndarray, batch: int) -> 
 
 
 def attempt(model: Any, features: np.ndarray, labels: np.ndarray, batch: int) -> Any:
-    """What n epochs raise, or None."""
+    """The error that n epochs raise, or None."""
 
     def run(num_epochs: int) -> str | None:
         try:
@@ -216,7 +217,8 @@ def attempt(model: Any, features: np.ndarray, labels: np.ndarray, batch: int) ->
 
 
 def _epoch_clock() -> tuple[list[float], Any]:
-    """The list of when epochs ended, and what writes it; a callback for batches would have Keras wait for each step."""
+    """Returns the list of times when epochs ended, and the callback that fills it. (With a callback for
+    batches, Keras would wait for each step.)"""
     import keras
 
     ends: list[float] = []

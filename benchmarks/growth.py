@@ -1,9 +1,9 @@
-"""Processor time that the coordinator of parameter servers needs for a scheduled function, with more and more workers.
+"""Measures the processor time of the coordinator per scheduled function, with a growing number of workers.
 
-``python benchmarks/growth.py`` starts 2, 4, 8 and 16 workers, each a process, and one parameter server. It schedules an
-empty function, and one that takes an element of a dataset that is slow: then workers wait, and the coordinator has more
-of them to look after. Times are processor time of the coordinator's process per function, in microseconds: medians of the
-rounds, with their smallest and largest.
+``python benchmarks/growth.py`` starts 2, 4, 8 and 16 workers, each a process, and one parameter server. It
+schedules an empty function, and one that takes an element of a slow dataset. In the second case workers wait,
+and the coordinator has more of them to track. Times are the coordinator's processor time per function, in
+microseconds: the median, the smallest and the largest of the rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cpu_us(schedule: Callable[[], Any], count: int, coordinator: ClusterCoordina
 
 
 def measured(num_workers: int, num_rounds: int, count: int) -> dict[str, list[float]]:
-    """Of each kind of function, the times of the rounds."""
+    """Returns the times of the rounds for each kind of function."""
     with server_cluster(workers=num_workers, ps=1) as cluster:
         with (
             rx.ParameterServerStrategy(cluster.resolver) as strategy,

@@ -1,9 +1,10 @@
-"""Counts how much of TensorFlow's pages runs after ``replicax migrate`` alone: ``python benchmarks/migrating.py PAGES``.
+"""Counts how much of TensorFlow's pages runs after ``replicax migrate`` only:
+``python benchmarks/migrating.py PAGES``.
 
 PAGES is a directory of TensorFlow's notebooks, which are not part of this repository:
-``site/en/guide/distributed_training.ipynb`` and others of https://github.com/tensorflow/docs.
-Each page is migrated by the command, and its cells run in order in one process (``migrating_cells.py``), with small
-synthetic data, on two virtual devices. ``--tensorflow PYTHON`` runs the originals too, and compares what both print.
+``site/en/guide/distributed_training.ipynb`` and others of https://github.com/tensorflow/docs. The command
+migrates each page, and its cells run in order in one process (``migrating_cells.py``), with small synthetic
+data, on two virtual devices. ``--tensorflow PYTHON`` runs the originals too, and compares what both print.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LEFT_OUT = re.compile(
 NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d*(?:e[-+]?\d+)?(?![\w.])")
 TIMES = re.compile(r"Time taken.*|^.*(?:Available devices|Learning rate|tasks to start).*$|^I0000.*$", re.M)
 
-# What a page says of sizes and of hardware, and what stands in its place, for both programs.
+# Sizes and hardware on a page, and their replacements, for both programs.
 EVERYWHERE = [("/gpu:", "/cpu:"), ("/TPU:0", "/CPU:0"), ("/tmp/", "tmp/")]
 SIZES: dict[str, list[tuple[str, str]]] = {
     "custom_training": [("EPOCHS = 10", "EPOCHS = 2"), ("range(10)", "range(3)")],
@@ -59,7 +60,7 @@ SIZES: dict[str, list[tuple[str, str]]] = {
         ("LimitTrainingTime(30)", "LimitTrainingTime(3000)"),
     ],
 }
-# Hardware that TensorFlow needs and that virtual devices of replicax stand for.
+# Hardware that TensorFlow needs, and that virtual devices replace on replicax.
 ORIGINAL: dict[str, list[tuple[str, str]]] = {
     "tpu": [("tf.distribute.TPUStrategy(resolver)", "tf.distribute.MirroredStrategy()")],
     "tpu_estimator": [("tf.distribute.TPUStrategy(cluster_resolver)", "tf.distribute.MirroredStrategy()")],
@@ -68,7 +69,7 @@ ORIGINAL: dict[str, list[tuple[str, str]]] = {
 
 @dataclass
 class Page:
-    """What became of the cells of a page that name TensorFlow."""
+    """The outcome of the cells of a page that name TensorFlow."""
 
     name: str
     counted: list[int] = field(default_factory=list)  # cells
@@ -120,7 +121,7 @@ def counted_cells(notebook: Path) -> list[int]:
 
 
 def prepare(notebook: Path, target: Path, replacements: list[tuple[str, str]]) -> None:
-    """A copy with small sizes, and with ports that are free."""
+    """A copy with small sizes and free ports."""
     content = json.loads(notebook.read_text())
     ports = {port: str(free_port()) for port in re.findall(r"localhost:(\d+)", notebook.read_text())}
     for cell in content["cells"]:
@@ -140,7 +141,7 @@ def free_port() -> int:
 
 
 def run(python: str, notebook: Path, directory: Path, environment: dict[str, str]) -> dict[int, dict]:
-    """Runs a notebook in a process of its own; its records by cell."""
+    """Runs a notebook in a separate process, and returns its records by cell."""
     (directory / "tmp").mkdir(parents=True)
     record, scripts = directory / "record.json", directory / "scripts.json"
     command = [python, str(Path(__file__).with_name("migrating_cells.py")), str(notebook), str(record)]
@@ -174,7 +175,7 @@ def run(python: str, notebook: Path, directory: Path, environment: dict[str, str
 
 
 def read(record: Path) -> list[dict]:
-    """The entries of a file, one a line."""
+    """The entries of a file, one per line."""
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 

@@ -1,8 +1,9 @@
-"""Runs the cells of one notebook, or one script, with small synthetic data; run by ``migrating.py`` in a process of its own.
+"""Runs the cells of one notebook or script with small synthetic data; ``migrating.py`` runs it in a separate
+process.
 
-The stand-ins lie outside of the cells, and are the same for TensorFlow and for the migrated program: data sets
-(``keras.datasets``, ``tensorflow_datasets``), initial weights that depend on the shape alone, no dropout, no shuffling.
-``fit`` and ``evaluate`` print what they return, so that the numbers of both programs can be compared.
+The stand-ins are outside the cells, and are the same for TensorFlow and for the migrated program: data sets
+(``keras.datasets``, ``tensorflow_datasets``), initial weights that depend only on the shape, no dropout, no
+shuffling. ``fit`` and ``evaluate`` print their results, so that the numbers of both programs can be compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CELL_LIMIT_S = 90
 
 
 def images(split: str, shape: tuple[int, ...] = (28, 28)) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [rows, *shape] of ten classes, each a pattern of its own with noise, and their labels."""
+    """uint8 images [rows, *shape] of ten classes, each a different pattern with noise, and their labels."""
     patterns = np.random.default_rng(0).integers(0, 160, (10, *shape))
     generator = np.random.default_rng(len(split))
     labels = np.arange(ROWS[split]) % 10
@@ -47,12 +48,12 @@ def images(split: str, shape: tuple[int, ...] = (28, 28)) -> tuple[np.ndarray, n
 
 
 def loader(shape: tuple[int, ...]) -> Callable:
-    """Stands for ``load_data`` of a module of ``keras.datasets``."""
+    """Replaces ``load_data`` of a module of ``keras.datasets``."""
     return lambda *_args, **_options: (images("train", shape), images("test", shape))
 
 
 def tensorflow_datasets() -> types.ModuleType:
-    """A module whose ``load`` gives datasets of TensorFlow with synthetic images."""
+    """A module whose ``load`` returns TensorFlow datasets of synthetic images."""
     module = types.ModuleType("tensorflow_datasets")
 
     def load(name, split=None, as_supervised=False, with_info=False, **_options):
@@ -138,7 +139,7 @@ def patch_tensorflow(tf: types.ModuleType) -> None:
 
 
 class Patches(importlib.abc.MetaPathFinder):
-    """Patches modules as soon as they are imported, whoever imports them."""
+    """Patches modules as soon as they are imported."""
 
     patches: ClassVar = {"keras": patch_keras, "tf_keras": patch_keras, "tensorflow": patch_tensorflow}
 
@@ -163,7 +164,7 @@ class Patches(importlib.abc.MetaPathFinder):
 
 
 class Shell:
-    """What IPython does with the lines that begin with ``!`` and ``%``."""
+    """Runs lines that begin with ``!`` and ``%`` as IPython does."""
 
     def __init__(self, directory: Path):
         self.background: list[subprocess.Popen] = []
@@ -230,7 +231,7 @@ def execute(source: str, names: dict, shell: Shell, title: str) -> None:
 
 
 def run_notebook(notebook: Path, record: Path) -> None:
-    """Runs all cells in order; a cell that fails does not stop those behind it."""
+    """Runs all cells in order; a cell that fails does not stop the later ones."""
     sys.path.insert(0, os.getcwd())
     shell = Shell(Path.cwd())
     names: dict = {"__name__": "__main__", "__builtins__": builtins}
@@ -265,7 +266,7 @@ def run_notebook(notebook: Path, record: Path) -> None:
 
 
 def run_script(path: str) -> None:
-    """Runs a file that a cell has written, and records an error: the cell did not run then."""
+    """Runs a file that a cell has written, and records an error if it fails; the cell then counts as not run."""
     try:
         runpy.run_path(path, run_name="__main__")
     except Exception as error:

@@ -1,4 +1,5 @@
-"""The same training step twice: through ``strategy.run`` and by hand with ``jit(shard_map)``; Adam as Keras has it."""
+"""The same training step twice: through ``strategy.run``, and by hand with ``jit(shard_map)``; both use Adam
+as Keras computes it."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def distributed_batch(strategy: rx.Strategy, sizes: Sequence[int], rows: int) ->
 
 
 def by_hand(strategy: rx.Strategy, sizes: Sequence[int], rows: int) -> Callable[[int], None]:
-    """The same maths with ``jax.jit(jax.shard_map(...))`` over the same devices, state donated."""
+    """The same computation with ``jax.jit(jax.shard_map(...))`` over the same devices, with donated state."""
     mesh = strategy.topology.mesh
     state = jax.device_put(initial_state(sizes), NamedSharding(mesh, PartitionSpec()))
     batch = jax.device_put(data(sizes, rows), NamedSharding(mesh, PartitionSpec("replica")))
@@ -85,7 +86,7 @@ def by_hand(strategy: rx.Strategy, sizes: Sequence[int], rows: int) -> Callable[
 
 
 def initial_state(sizes: Sequence[int]) -> dict[str, Any]:
-    """Parameters and the state of Adam."""
+    """Parameters, and the state of Adam."""
     rng = np.random.default_rng(0)
     params = []
     for n, m in itertools.pairwise(sizes):
@@ -96,7 +97,7 @@ def initial_state(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def hand_written_step(mesh: Any, rows: int, *, is_packed: bool = False) -> Callable[..., Any]:
-    """One step, compiled; ``is_packed``: the gradients are summed in one buffer."""
+    """One compiled step; with ``is_packed`` the gradients are summed in one buffer."""
 
     def loss_of(params: Sequence[Any], batch: Any) -> Any:
         x, labels = batch

@@ -1,4 +1,5 @@
-"""Workers on one machine: all-reduces, training steps and the start, beside JAX by hand, TensorFlow and torch.
+"""Compares workers on one machine with JAX by hand, TensorFlow and torch: all-reduces, training steps and the
+start.
 
 ``make bench`` runs it with the others; ``python benchmarks/multi_worker.py --help`` alone.
 """
@@ -22,7 +23,7 @@ import workers
 from workers import Contestant
 
 KIB, MIB = 2**10, 2**20
-# Bytes, and how many all-reduces of as many a round has.
+# Sizes in bytes, and the number of all-reduces of each size in a round.
 ALL_REDUCES = {4: 200, 4 * KIB: 200, 64 * KIB: 200, MIB: 60, 4 * MIB: 30, 16 * MIB: 10, 64 * MIB: 5}
 LARGEST_BESIDE_TORCH = 4 * MIB
 MODELS = (next(iter(fit_process.DENSE)), fit_process.CNN, fit_process.DIGITS)
@@ -45,7 +46,8 @@ def main(num_rounds: int, tensorflow_python: str | None, torch_python: str | Non
 
 
 def all_reduces(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
-    """The bars, by medians: faster than TensorFlow at every size, at most 1.3 times torch's gloo up to 4 MiB."""
+    """The bars, by medians: faster than TensorFlow at every size, and at most 1.3 times torch's gloo up to 4
+    MiB."""
     task = {"task": "all_reduce"}
     contestants = {
         OURS: Contestant(sys.executable, SCRIPT, {"contestant": "replicax", **task}),
@@ -62,10 +64,11 @@ def all_reduces(num_rounds: int, tensorflow_python: str | None, torch_python: st
 
 
 def steps(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
-    """Two workers of one device; the bars: 1.5 times TensorFlow's steps/s, at most 0.8 times DDP's time per step (CNNs: 1.0).
+    """Two workers with one device each. The bars: 1.5 times TensorFlow's steps/s, and at most 0.8 times DDP's
+    time per step (CNNs: 1.0).
 
-    All have their batch at hand, and none sums the loss, but for ``fit``, which also reads its batches and keeps its
-    metrics. Medians are judged: what most steps take counts, not what a lucky one does.
+    All have their batch ready, and none sums the loss, except ``fit``, which also reads its batches and
+    updates its metrics. The bars use medians, so that a single fast step does not count.
     """
     for model in MODELS:
         task = {"task": "steps", "model": model, "rows": ROWS_PER_WORKER * NUM_WORKERS}
@@ -86,7 +89,8 @@ def steps(num_rounds: int, tensorflow_python: str | None, torch_python: str | No
 
 
 def shapes(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
-    """1, 2 and 4 workers of 1 and 2 virtual devices; torch's DDP, which has one device per process, beside those of one."""
+    """1, 2 and 4 workers with 1 and 2 virtual devices; torch's DDP, with one device per process, is compared
+    with those of one."""
     for model, num_workers, num_devices in itertools.product(MODELS[:2], (1, 2, 4), (1, 2)):
         contestants = _ours(model, num_workers, num_devices)
         if num_devices == 1:
@@ -98,7 +102,8 @@ def shapes(num_rounds: int, tensorflow_python: str | None, torch_python: str | N
 
 
 def by_rows(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
-    """Steps of ``fit`` split by rows, beside those that the partitioner splits; the bar: 1.5 times as fast for a CNN."""
+    """Compares steps of ``fit`` split by rows with those that the partitioner splits. The bar: 1.5 times as
+    fast for a CNN."""
     del tensorflow_python, torch_python
     for model in MODELS:
         setting = {"contestant": "replicax", "model": model, "rows": ROWS_PER_WORKER * NUM_WORKERS}
@@ -126,7 +131,8 @@ def _ours(model: str, num_workers: int, num_devices: int = 1) -> dict[str, Conte
 
 
 def start_up(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
-    """From ``replicax launch --workers 2`` to the end of the first step; the bar: at most 10 s. Only ours."""
+    """Times from ``replicax launch --workers 2`` to the end of the first step. The bar: at most 10 s.
+    replicax only."""
     seconds = [_started() for _ in range(min(num_rounds, NUM_STARTS))]
     each = ", ".join(f"{s:.2f}" for s in seconds)
     print(f"\nreplicax launch --workers {NUM_WORKERS}, s to the end of the first step: {MODELS[0]}")

@@ -1,12 +1,13 @@
-"""Two workers, a parameter server and a coordinator on one machine, each a process, beside TensorFlow's.
+"""Compares two workers, a parameter server and a coordinator on one machine, each a process, with
+TensorFlow's.
 
 ``make bench`` runs it with the others; alone, in 10 minutes, with nothing else running on the machine:
 
     python benchmarks/parameter_server.py --rounds 7 --tensorflow PYTHON
 
-``--beside PYTHON`` adds another version of replicax: a Python that has it.
-The processes share the cores of the machine. Beside each time stands what CPU time an operation took of each process: where
-other programs run too, compare that. Bars are judged by the medians of the rounds.
+``--beside PYTHON`` adds another version of replicax: a Python that has it. The processes share the cores of
+the machine. The CPU time that an operation took in each process is printed beside its time. If other programs
+run too, compare the CPU time. The bars use the medians of the rounds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Pythons = Mapping[str, str]
 @final
 @dataclass(eq=False)
 class Contestant:
-    """The coordinator of one cluster, in a process of its own.
+    """The coordinator of one cluster, in a separate process.
 
     Attributes:
       cpu: By process, seconds of CPU time for one operation, by round; the round that warms up is the first.
@@ -71,7 +72,7 @@ class Contestant:
 
 
 def closures(num_rounds: int, pythons: Pythons) -> None:
-    """The bars: 4 times as many as TensorFlow's, and a fourth of the time to a result."""
+    """The bars: 4 times as many functions as TensorFlow, and a fourth of its time to a result."""
     title = f"Empty closures, {NUM_CLOSURES} scheduled, then joined"
     timings = _compare(title, {"task": "closures"}, num_rounds, NUM_CLOSURES, pythons)
     _print_bar("closures/s", timings, OURS, 4)
@@ -83,7 +84,7 @@ def closures(num_rounds: int, pythons: Pythons) -> None:
 
 
 def mlp(num_rounds: int, pythons: Pythons) -> None:
-    """The bar: twice as many steps as TensorFlow's."""
+    """The bar: twice as many steps as TensorFlow."""
     sizes = "-".join(map(str, ps_sizes.MLP))
     title = f"Steps of an MLP {sizes}, batch {ps_sizes.ROWS}, SGD; TensorFlow with raw variables"
     more = {WITH_KERAS: {"task": "mlp_keras"}}
@@ -94,7 +95,7 @@ def mlp(num_rounds: int, pythons: Pythons) -> None:
 
 
 def transfer(num_rounds: int, pythons: Pythons) -> None:
-    """The bars: 0.4 of a socket's rate, and TensorFlow's."""
+    """The bars: 0.4 of a socket's rate, and TensorFlow's rate."""
     with contextlib.ExitStack() as closing:
         task = {"task": "transfer"}
         contestants = _started(task, pythons, closing, {WITH_TLS: task | {"tls": True}})
@@ -125,7 +126,7 @@ def _rates(timings: Mapping[str, rounds.Timing]) -> str:
 
 
 def embedding(num_rounds: int, pythons: Pythons) -> None:
-    """The bars: 1.8 times as many rows as TensorFlow's with SGD, twice as many with Adagrad."""
+    """The bars: 1.8 times as many rows as TensorFlow with SGD, and twice as many with Adagrad."""
     rows, columns = ps_sizes.TABLE
     for optimizer, bar in (("SGD", 1.8), ("Adagrad", 2.0)):
         title = f"{ps_sizes.NUM_IDS} ids of a table {rows} × {columns}, pulled and updated, {optimizer}"
@@ -138,7 +139,7 @@ def embedding(num_rounds: int, pythons: Pythons) -> None:
 
 
 def replication(num_rounds: int, pythons: Pythons) -> None:
-    """What a second copy of everything costs: the same two servers, with one copy and with two. There is no bar."""
+    """Measures the cost of a second copy: the same two servers with one copy and with two. There is no bar."""
     del pythons
     num_bytes = sum(4 * a * b + 4 * b for a, b in itertools.pairwise(ps_sizes.MLP))
     title = f"An MLP's gradients, {num_bytes // 1000} KB, pushed to Adam on two servers, and the new values pulled"
@@ -152,7 +153,8 @@ def replication(num_rounds: int, pythons: Pythons) -> None:
 
 
 def memory(num_rounds: int, pythons: Pythons) -> None:
-    """Of the ps, over what it has with no variables; the bar: 1.2 times what values and slots have, at any time."""
+    """Memory of the ps beyond that without variables. The bar: at all times at most 1.2 times the bytes of
+    values and slots."""
     del num_rounds  # it is the same each time
     value_mib = 4 * MEMORY["tables"] * MEMORY["rows"] * MEMORY["columns"] / MIB
     held = value_mib * (1 + NUM_SLOTS)
@@ -207,7 +209,7 @@ def _compare(
     pythons: Pythons,
     more: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, rounds.Timing]:
-    """Times the contestants, a cluster each, in alternating rounds, and reports."""
+    """Times the contestants, each with its cluster, in alternating rounds, and reports."""
     with contextlib.ExitStack() as closing:
         contestants = _started(task, pythons, closing, more)
         runs: dict[str, Callable[[int], float]] = {name: each.run for name, each in contestants.items()}
@@ -224,7 +226,7 @@ def _compare(
 def _print_bar(
     what: str, timings: Mapping[str, rounds.Timing], name: str, bar: float, other: str = TENSORFLOW
 ) -> None:
-    """Prints how many times as fast a contestant is as another one, by the median of the rounds."""
+    """Prints how many times as fast one contestant is as another, by the median of the rounds."""
     if other not in timings:
         return
     pairs = [b / a for a, b in zip(timings[name].seconds, timings[other].seconds, strict=True)]
@@ -236,14 +238,14 @@ def _print_bar(
 
 
 def convergence(num_rounds: int, pythons: Pythons) -> None:
-    """What is learned with workers that do not wait for each other, beside synchronous training."""
+    """Compares asynchronous with synchronous training by what the model has learned."""
     del pythons
     script = Path(__file__).with_name("ps_convergence.py")
     subprocess.run([sys.executable, str(script), "--rounds", str(num_rounds)], check=True, timeout=900)
 
 
 def snapshots(num_rounds: int, pythons: Pythons) -> None:
-    """What a snapshot costs after few rows have changed; the bar: a tenth of the CPU time of one of all."""
+    """Measures a snapshot after few rows have changed. The bar: a tenth of the CPU time of a full one."""
     del pythons
     script = Path(__file__).with_name("ps_snapshots.py")
     subprocess.run([sys.executable, str(script), "--rounds", str(num_rounds)], check=True, timeout=900)

@@ -1,4 +1,4 @@
-"""A process of its own with another library, which does its part of a benchmark when told to."""
+"""A separate process with another library, which runs its part of a benchmark on command."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _END_S = 10.0
 
 
 class PeerProcess:
-    """Runs a script of this folder with another Python; they talk in lines of JSON.
+    """Runs a script of this folder with another Python; both exchange lines of JSON.
 
     Args:
       python: A Python that has the library.
       script: The script's name.
       setting: The first message.
-      waits: Whether to wait until the script has made its part; else the first call of ``hear`` does.
+      waits: True to wait until the script has made its part; otherwise the first call of ``hear`` waits.
     """
 
     def __init__(self, python: str, script: str, setting: dict[str, Any], *, waits: bool = True):
@@ -45,12 +45,12 @@ class PeerProcess:
             self.hear()
 
     def run(self, count: int, **more: Any) -> Any:
-        """Does ``count`` steps and waits. Returns what the script's function returned."""
+        """Does ``count`` steps and waits. Returns the result of the script's function."""
         self.tell({"count": count, **more})
         return self.hear()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Sends a message, whose answer is then to be heard."""
+        """Sends a message; ``hear`` then waits for the answer."""
         assert self._process.stdin is not None
         self._asked = message
         try:
@@ -97,9 +97,9 @@ class PeerProcess:
 
 
 def answer(build: Any) -> None:
-    """What a script does: makes its part from the first message, and runs it as often as it is told to.
+    """The main loop of a script: makes its part from the first message, and runs it on every command.
 
-    It ends when no more messages can come, also if it is in the middle of something, or hangs on its way out.
+    The script ends when no more messages can come, even in the middle of its work, or if it hangs on exit.
     """
     messages: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_forward, args=(messages,), daemon=True).start()

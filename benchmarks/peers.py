@@ -1,4 +1,5 @@
-"""The same model, batch and optimizer beside Keras' own data parallelism and TensorFlow's MirroredStrategy."""
+"""Compares the same model, batch and optimizer with Keras's own data parallelism and TensorFlow's
+MirroredStrategy."""
 
 from __future__ import annotations
 

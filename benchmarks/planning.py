@@ -1,8 +1,9 @@
-"""Time and memory of planning, per number of devices: ``python benchmarks/planning.py``, in the environment of `make test-plan`.
+"""Measures the time and memory of planning, by number of devices: ``python benchmarks/planning.py``, in the
+environment of `make test-plan`.
 
-On 2 free cores it takes 4 minutes, and with ``--unrolled``, which has 80 layers of Keras's compiled one by one, some more.
-Each plan is made by ``replicax plan`` in a process of its own, as users make it: starting Python, JAX and Keras is in the time.
-On a busy machine read the processor time, of all processes of a plan.
+On 2 free cores it takes 4 minutes. ``--unrolled``, which compiles 80 Keras layers one by one, takes longer.
+``replicax plan`` makes each plan in a separate process, as users do, so the time includes the start of
+Python, JAX and Keras. On a busy machine read the processor time, of all processes of a plan.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ with strategy.scope():
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 model.fit(np.zeros((4096, 8192), "float32"), np.zeros(4096, "int32"), batch_size=4096)
 """
-# 80 layers of Keras's, not scanned.
+# 80 Keras layers, not scanned.
 UNROLLED_FIT = """
 import keras, numpy as np, replicax as rx
 keras.config.set_dtype_policy("bfloat16")

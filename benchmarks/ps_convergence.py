@@ -1,4 +1,5 @@
-"""What a model on parameter servers has learned of the handwritten digits, beside the same one trained synchronously.
+"""Compares what a model on parameter servers has learned of the handwritten digits with the same model
+trained synchronously.
 
 ``parameter_server.py`` runs it; alone: ``python benchmarks/ps_convergence.py --rounds 3``.
 """
@@ -26,7 +27,7 @@ BAR, EPOCHS, BATCH_SIZE, NUM_TRAINED = 0.02, 15, 32, 1437
 
 
 def accuracy(strategy: Any, seed: int) -> float:
-    """Trains a new model, and returns the share of the held out digits that it knows."""
+    """Trains a new model, and returns its accuracy on the held-out digits."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(seed).permutation(len(images))
     images, labels = (images[order] / 16).astype(np.float32), labels[order]

@@ -29,7 +29,8 @@ from ps_timing import Run
 
 
 def build(task: str, replication: int | None = None, tls: bool = False, **options: Any) -> Run:
-    """Starts a cluster, of two parameter servers where it is said on how many variables are; returns what does one of ``TASKS``.
+    """Starts a cluster, with two parameter servers if a number of copies is given, and returns a function
+    that runs one of ``TASKS``.
 
     Args:
       tls: All connections use mutual TLS.
@@ -61,7 +62,7 @@ def build(task: str, replication: int | None = None, tls: bool = False, **option
 
 
 def _certificates(folder: Path) -> dict[str, str]:
-    """The environment of tasks that show each other certificates; the files are in ``folder``."""
+    """The environment of tasks that authenticate with certificates; the files are in ``folder``."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from certificates import files_of_ca
 
@@ -70,12 +71,12 @@ def _certificates(folder: Path) -> dict[str, str]:
 
 
 def closures(strategy: Any, coordinator: Any) -> Run:
-    """Functions that do nothing."""
+    """Empty functions."""
     return ps_timing.of_scheduled(coordinator, _nothing)
 
 
 def fetch(strategy: Any, coordinator: Any) -> Run:
-    """The same, each of whose results is waited for."""
+    """Empty functions; each result is fetched."""
     return ps_timing.of_fetches(coordinator, _nothing)
 
 
@@ -84,7 +85,7 @@ def _nothing() -> Any:
 
 
 def mlp(strategy: Any, coordinator: Any) -> Run:
-    """A step with variables, gradients and an assignment of each."""
+    """A step with variables, gradients, and an assignment of each."""
     weights, batch = ps_sizes.mlp()
     with strategy.scope():
         variables = [rx.Variable(w) for w in weights]
@@ -105,7 +106,7 @@ def mlp(strategy: Any, coordinator: Any) -> Run:
 
 
 def mlp_keras(strategy: Any, coordinator: Any) -> Run:
-    """The same with a Keras model and optimizer."""
+    """The same step with a Keras model and optimizer."""
     _, batch = ps_sizes.mlp()
     with strategy.scope():
         inputs, hidden, outputs = ps_sizes.MLP
@@ -127,7 +128,7 @@ def mlp_keras(strategy: Any, coordinator: Any) -> Run:
 
 
 def push(strategy: Any, coordinator: Any) -> Run:
-    """An MLP's gradients, which are there, to Adam on the servers; the new values are what the next one begins with."""
+    """Pushes an MLP's precomputed gradients to Adam on the servers; the next function pulls the new values."""
     weights, _ = ps_sizes.mlp()
     with strategy.scope():
         variables = [keras.Variable(w) for w in weights]
@@ -142,12 +143,12 @@ def push(strategy: Any, coordinator: Any) -> Run:
 
 
 def _at_workers(coordinator: Any, batch: Any) -> Any:
-    """A batch that each worker has at hand, as TensorFlow's have it in their graph."""
+    """A batch that each worker has ready, as TensorFlow's workers have it in their graph."""
     return coordinator.create_per_worker_value(lambda: batch)
 
 
 def transfer(strategy: Any, coordinator: Any) -> Run:
-    """A variable that a worker reads whole, after it has changed; and an assignment of as much."""
+    """A worker pulls a full variable after it has changed, and assigns as many bytes."""
     size = ps_sizes.LARGE  # the module is not there for a worker
     with strategy.scope():
         variable = rx.Variable(np.zeros(size, np.float32))
@@ -175,7 +176,7 @@ def transfer(strategy: Any, coordinator: Any) -> Run:
 
 
 def embedding(strategy: Any, coordinator: Any, optimizer: str) -> Run:
-    """Rows of a Keras ``Embedding`` pulled, and updated by a Keras optimizer."""
+    """Pulls rows of a Keras ``Embedding``, and updates them with a Keras optimizer."""
     rows, columns = ps_sizes.TABLE
     with strategy.scope():
         layer = keras.layers.Embedding(rows, columns)
@@ -197,7 +198,8 @@ def embedding(strategy: Any, coordinator: Any, optimizer: str) -> Run:
 
 
 def memory(cluster: Any, folder: Path, tables: int, rows: int, columns: int) -> Run:
-    """Memory of the ps while tables with the slots of Adam are made, used, written to a snapshot, and restored by a new process."""
+    """Memory of the ps while tables with Adam's slots are made, used, written to a snapshot, and restored by
+    a new process."""
     strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
     coordinator = rx.coordinator.ClusterCoordinator(strategy)
     phases = ps_timing.MemoryPhases(lambda: cluster.tasks["ps", 0].pid)
@@ -246,7 +248,7 @@ def memory(cluster: Any, folder: Path, tables: int, rows: int, columns: int) -> 
 
 
 def _until_written(folder: Path) -> Iterator[None]:
-    """Until a ps has written what has been made, which it does soon: goes on while there is no file, or it still grows."""
+    """Waits until a ps has written a snapshot of new variables: until the file exists and no longer grows."""
     before, until = -1, time.monotonic() + ps_sizes.LIMIT_S
     while time.monotonic() < until:
         looks_again = time.monotonic() + 3.0

@@ -13,7 +13,7 @@ TABLE, NUM_IDS, NUM_BATCHES = (1_000_000, 32), 4096, 64
 
 
 def mlp() -> tuple[list[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """First values of weights and biases, and one batch."""
+    """Initial values of weights and biases, and one batch."""
     rng = np.random.default_rng(0)
     inputs, hidden, outputs = MLP
     weights = [_normal(rng, inputs, hidden), np.zeros(hidden, np.float32)]

@@ -1,4 +1,5 @@
-"""Bytes and CPU time of a snapshot of a table after some of its rows have changed, beside one of all of it.
+"""Compares the bytes and CPU time of a snapshot of a table after some of its rows have changed with those of
+a full snapshot.
 
 ``parameter_server.py`` runs it; alone: ``python benchmarks/ps_snapshots.py --rounds 3``.
 """
@@ -30,7 +31,7 @@ BAR = 0.1  # of the CPU time of a whole one, after one step
 
 
 def main(num_rounds: int) -> None:
-    """Prints the medians of the rounds, in each of which all is written once."""
+    """Prints the medians of the rounds; each round writes one full snapshot."""
     rows, columns = ps_sizes.TABLE
     folder = tempfile.TemporaryDirectory()
     arguments = ["--snapshot-dir", folder.name, "--snapshot-interval", "3600"]
@@ -56,7 +57,7 @@ def main(num_rounds: int) -> None:
 def _table(
     strategy: Any, coordinator: Any, rows: int, columns: int
 ) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """What runs steps, and what changes all rows."""
+    """Returns a function that runs steps, and one that changes all rows."""
     with strategy.scope():
         table = keras.layers.Embedding(rows, columns)
         table.build()
@@ -88,7 +89,7 @@ def _table(
 
 
 def _taking(strategy: Any, pid: int) -> Callable[[], tuple[float, float]]:
-    """What has the ps write a snapshot, and returns its bytes and the CPU seconds that it took."""
+    """Returns a function that makes the ps write a snapshot, and gives its bytes and CPU seconds."""
     session, epochs = strategy.session, iter(range(1, 1_000_000))
 
     def take() -> tuple[float, float]:

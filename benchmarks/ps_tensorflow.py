@@ -1,6 +1,6 @@
 """The coordinator of TensorFlow's cluster in ``parameter_server.py``, and its servers; needs TensorFlow.
 
-Raw variables, a ``GradientTape`` and raw operators: what is fastest with it.
+It uses raw variables, a ``GradientTape`` and raw operators, which are the fastest with TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import ps_timing
 
 
 def build(task, **options):
-    """Starts a cluster, and returns what does one of ``TASKS``."""
+    """Starts a cluster, and returns a function that runs one of ``TASKS``."""
     addresses = _free_addresses(ps_sizes.NUM_WORKERS + 2)
     cluster = {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
     names = [("ps", 0), *(("worker", index) for index in range(ps_sizes.NUM_WORKERS))]
@@ -151,7 +151,7 @@ def embedding(strategy, coordinator, optimizer):
 
 
 def memory(strategy, coordinator, pid, tables, rows, columns):
-    """As replicax's; what restores is the process that was there."""
+    """Like replicax's function, but the existing process restores."""
     phases = ps_timing.MemoryPhases(lambda: pid)
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
@@ -216,7 +216,7 @@ def _free_addresses(count):
 
 
 def _start(cluster, job, index):
-    """A server; it ends when this process does."""
+    """A server, which ends with this process."""
     command = [sys.executable, __file__, json.dumps(cluster), job, str(index)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 

@@ -1,4 +1,5 @@
-"""What the coordinators of ``parameter_server.py`` do alike: they schedule, and take the time; on Linux CPU time too."""
+"""The shared part of the coordinators of ``parameter_server.py``: they schedule and take the time; on Linux
+also the CPU time."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def of_fetches(coordinator: Any, fn: Any) -> Run:
 
 
 def of_transfers(ways: Mapping[str, Callable[[int], Any]]) -> Run:
-    """For each way ``count`` times its median of seconds. They take turns: a pull comes after a change."""
+    """For each way ``count`` times its median of seconds. The ways alternate: a pull comes after a change."""
 
     def run(count: int) -> dict[str, float]:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -67,7 +68,7 @@ def of_transfers(ways: Mapping[str, Callable[[int], Any]]) -> Run:
 
 
 def with_cpu_time(run: Run, pids: Mapping[str, int]) -> Run:
-    """The result of ``run``, and what CPU time each process took for one operation."""
+    """The result of ``run``, and the CPU time of each process for one operation."""
 
     def run_and_look(count: int) -> dict[str, Any]:
         before = task_costs.cpu_s(pids)
@@ -79,7 +80,7 @@ def with_cpu_time(run: Run, pids: Mapping[str, int]) -> Run:
 
 
 class MemoryPhases:
-    """MiB of a process at the end of phases, and the most within.
+    """MiB of a process at the end of each phase, and the peak within it.
 
     Args:
       pid: Of the process, now.
@@ -96,7 +97,7 @@ class MemoryPhases:
 
     @contextlib.contextmanager
     def of(self, name: str, is_new: bool = False) -> Iterator[None]:
-        """Measures a phase. ``is_new``: the process began with it."""
+        """Measures a phase. ``is_new``: the process started with this phase."""
         if not is_new:
             task_costs.forget_peak(self._pid())
         yield

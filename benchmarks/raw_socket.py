@@ -1,4 +1,5 @@
-"""Two processes that send each other bytes over a TCP connection of this machine: what is possible at most."""
+"""Two processes send each other bytes over a TCP connection of this machine, which gives an upper bound on
+the rate."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import peer_process
 
 
 def build(num_bytes: int) -> Any:
-    """Starts the other process; returns what sends to it, and takes from it."""
+    """Starts the other process, and returns functions that send to it and receive from it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         other = multiprocessing.get_context("spawn").Process(
             target=_echo, args=(listening.getsockname()[1], num_bytes), daemon=True
@@ -47,7 +48,7 @@ def _median_s(once: Any, count: int) -> float:
 
 
 def _echo(port: int, num_bytes: int) -> None:
-    """Takes all after a ``<``, and gives as much for a ``>``."""
+    """Receives everything after a ``<``, and sends as many bytes for a ``>``."""
     memory, word = bytearray(num_bytes), bytearray(1)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         _set(connection)

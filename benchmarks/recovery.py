@@ -1,10 +1,12 @@
-"""Seconds from ``kill -9`` of one of two workers to the first step that all do again, and what they go to: ``replicax launch``,
-with a loop and with Keras's ``fit``, beside torchrun with the same model, in rounds that take turns.
+"""Measures the seconds from ``kill -9`` of one of two workers to the next step of all, and where they go:
+``replicax launch``, with a loop and with Keras's ``fit``, is compared with torchrun and the same model, in
+alternating rounds.
 
     python benchmarks/recovery.py --rounds 5 --torch PYTHON_WITH_TORCH
 
-CPU seconds are those of one worker from its start to the first step: they say more than seconds where the machine is busy. Keras
-imports scikit-learn and matplotlib where they are installed; where they are, ``fit`` is also measured without.
+CPU seconds are those of one worker from its start to the first step. If the machine is busy, they say more
+than seconds. Keras imports scikit-learn and matplotlib if they are installed; in that case ``fit`` is also
+measured without them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ COLUMNS = ("total", *recovery_marks.PARTS, "CPU")
 
 
 class NotRecoveredError(Exception):
-    """A job did not train, or did not train again. (Of torchrun's some do not: gloo asks for the addresses of workers that have died.)"""
+    """A job did not train, or did not train again. (Some of torchrun's jobs do not: gloo asks for the
+    addresses of workers that have died.)"""
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Contestant:
     num_failures: int = 0
 
     def measure(self, number: int) -> None:
-        """One more job that trains again; none once ``MOST_FAILURES`` have not."""
+        """Runs one more job; returns None once ``MOST_FAILURES`` jobs have not trained again."""
         while len(self.seconds) <= number and self.num_failures < MOST_FAILURES:
             try:
                 self.seconds.append(recover(self.command, victim=number % NUM_WORKERS))
@@ -99,7 +102,7 @@ def recover(command: Sequence[str], victim: int) -> dict[str, float]:
     """Starts a job, kills a worker when it trains, and ends the job when it trains again.
 
     Returns:
-      The seconds of each part, up to when the last worker had done it; of all; and the CPU seconds of a worker.
+      The seconds of each part until the last worker had done it, the total, and the CPU seconds of a worker.
     """
     with tempfile.TemporaryDirectory() as folder:
         marks = Path(folder, "marks")
@@ -135,14 +138,14 @@ def recover(command: Sequence[str], victim: int) -> dict[str, float]:
 
 
 def _environment(folder: str, marks: Path) -> dict[str, str]:
-    # What Python has compiled is kept, as it is where packages are installed.
+    # Python keeps compiled files, as it does for installed packages.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     ours = {recovery_marks.MARKS: str(marks), recovery_marks.FOLDER: folder, "OMP_NUM_THREADS": "1"}
     return {**kept, **ours, "KERAS_BACKEND": "jax"}
 
 
 def _told(marks: Path, name: str, attempt: int) -> list[dict]:
-    """What the workers have said of it, whole lines only."""
+    """The marks that the workers have written; complete lines only."""
     lines = marks.read_text().split("\n")[:-1]
     told = [json.loads(line) for line in lines]
     return [each for each in told if (each["name"], each["attempt"]) == (name, attempt)]

@@ -1,4 +1,4 @@
-"""What the processes of ``recovery.py`` say of themselves: when they have got how far, and with how much CPU time."""
+"""The marks that processes of ``recovery.py`` write: how far they are, when, and with how much CPU time."""
 
 import json
 import os
@@ -12,7 +12,7 @@ SIZES, ROWS, SAVE_EVERY, READY_AT = (64, 256, 256, 10), 128, 10, 25
 
 
 def mark(name, rank, attempt):
-    """Says so: one line, written at once."""
+    """Writes one mark as a line, at once."""
     told = {"name": name, "rank": rank, "attempt": attempt, "pid": os.getpid()}
     told |= {"at": time.monotonic(), "cpu": time.process_time()}
     with open(os.environ[MARKS], "a") as file:

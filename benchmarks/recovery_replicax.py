@@ -67,7 +67,7 @@ def loop(strategy):
 
 
 def fit(strategy):
-    """Keras's, with the callback."""
+    """Keras's ``fit``, with the callback."""
 
     class Marks(keras.callbacks.Callback):
         number = 0

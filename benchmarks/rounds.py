@@ -1,4 +1,4 @@
-"""Interleaved rounds: contestants take turns, so that a machine whose speed drifts treats them alike."""
+"""Interleaved rounds: contestants alternate, so that a machine whose speed drifts affects them equally."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def compare(
     steps: int = 60,
     warm_up: int = 20,
 ) -> dict[str, Timing]:
-    """Times contestants in turns.
+    """Times contestants in alternation.
 
     Args:
-      contestants: Each runs the given number of steps and waits for the last. It may return how many seconds
-        they took, if not all of what it does is to be counted.
-      warm_up: Steps before the first round; with 0 there is none.
+      contestants: Each runs the given number of steps and waits for the last. It may return the seconds that
+        they took, if only a part of its work is to be counted.
+      warm_up: The number of steps before the first round; 0 for none.
 
     Returns:
       Seconds per step of each, by round.
@@ -65,7 +65,7 @@ def report(
     unit: str = "µs per step",
     per_second: float = 1e6,
 ) -> None:
-    """Prints medians with spread, and each contestant relative to ``baseline``, pair by pair of rounds."""
+    """Prints medians with ranges, and each contestant relative to ``baseline``, by pairs of rounds."""
     print(f"\n{title}")
     print(
         f"  {'':34} {'median':>9} {'best':>9} {'worst':>9}   {unit}; × {baseline}: median of pairs, best/best"

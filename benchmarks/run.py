@@ -1,6 +1,6 @@
-"""Runs the benchmarks, each contestant beside the others in one run: ``make bench``.
+"""Runs all benchmarks, each contestant beside the others in one run: ``make bench``.
 
-Nothing here is a test: figures depend on the machine, and only ratios of neighbouring lines mean anything.
+These are not tests: figures depend on the machine, and only ratios of neighbouring lines are meaningful.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SMALL = (64, 128, 10)  # 9,610 parameters
 
 
 def step_time(arguments: argparse.Namespace) -> None:
-    """``strategy.run`` beside the hand-written step."""
+    """Compares ``strategy.run`` with the hand-written step."""
     strategy = rx.MirroredStrategy()
     for title, sizes in (("MLP 64-256-256-10", MLP), ("10 k parameters, 64-128-10", SMALL)):
         contestants = {

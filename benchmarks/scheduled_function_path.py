@@ -1,8 +1,10 @@
-"""The files of replicax that one scheduled function enters in three processes, and its way to the worker's socket.
+"""Lists the files of replicax that one scheduled function enters in three processes, and its path to the
+worker's socket.
 
-``python benchmarks/scheduled_function_path.py`` prints a table. Once everything is compiled and sent, a training step
-is scheduled several times, and each process notes with ``sys.setprofile`` which files are entered until its result is
-fetched. A file counts if every repetition enters it: heartbeats and other watchers do not belong to the function.
+``python benchmarks/scheduled_function_path.py`` prints a table. When everything is compiled and sent, a
+training step is scheduled several times. Each process records with ``sys.setprofile`` which files are entered
+until the result is fetched. A file counts if every repetition enters it: heartbeats and other background
+threads do not belong to the function.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _SENDS: Final = ("send", "sendall", "sendmsg", "write")
 
 @final
 class Recorder:
-    """Notes the files that are entered while it is on, in threads that begin after ``install``."""
+    """Records the files that are entered while it is on, in threads that start after ``install``."""
 
     def __init__(self) -> None:
         self._prefix = str(_ROOT) + os.sep
@@ -96,7 +98,7 @@ def serve(job: str) -> None:
 
 @final
 class Task:
-    """A task's process, as the measurement steers it."""
+    """A task's process, controlled by the measurement."""
 
     def __init__(self, job: str, cluster: dict[str, list[str]]):
         config = {"cluster": cluster, "task": {"type": job, "index": 0}}
@@ -173,7 +175,7 @@ def _free_port() -> int:
 
 
 def calls_between(way: list[str]) -> list[str]:
-    """The functions of the coordinator's own between ``schedule`` and the connection's transport."""
+    """The functions of the coordinator between ``schedule`` and the connection's transport."""
     begin = next((i for i, each in enumerate(way) if each.endswith("ClusterCoordinator.schedule")), -1)
     return [each for each in way[begin + 1 :] if each.startswith("_src/parameter_servers/coordinator/")]
 

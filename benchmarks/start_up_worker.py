@@ -1,4 +1,4 @@
-"""What ``multi_worker.py`` launches to see how long a job takes to its first step: an MLP, one step, the time of day."""
+"""``multi_worker.py`` launches this to time a job up to its first step: an MLP, one step, the time of day."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""CPU time and memory of processes, as Linux tells them."""
+"""CPU time and memory of processes, as Linux reports them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def cpu_s(pids: Mapping[str, int]) -> dict[str, float]:
-    """Seconds that each process has computed since it began, all threads, user's and system's."""
+    """CPU seconds of each process since it started, of all threads, user and system."""
     return {name: _cpu_s(pid) for name, pid in pids.items()}
 
 
@@ -32,12 +32,12 @@ def resident_mib(pid: int) -> float:
 
 
 def peak_mib(pid: int) -> float:
-    """The most since the process began, or since ``forget_peak``."""
+    """The peak since the process started, or since ``forget_peak``."""
     return _status_kib(pid, "VmHWM") * 1024 / _MIB
 
 
 def forget_peak(pid: int) -> None:
-    """From now on ``peak_mib`` is counted anew."""
+    """Restarts the measurement of ``peak_mib``."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

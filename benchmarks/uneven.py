@@ -1,4 +1,4 @@
-"""An uneven step beside an even one of the padded size: 33 rows on 2 replicas beside 34."""
+"""Compares an uneven step with an even one of the padded size: 33 rows on 2 replicas with 34."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ def build(
     devices_per_worker: int = 1,
     **task_options: Any,
 ) -> Run:
-    """What the worker does when it is told to.
+    """Answers the commands of the benchmark.
 
     Args:
       contestant: A key of ``TASKS``.
       task: A key of its tasks.
-      index: Of this worker.
-      addresses: Of all.
-      devices_per_worker: How many virtual devices each has.
+      index: The index of this worker.
+      addresses: The addresses of all workers.
+      devices_per_worker: The number of virtual devices of each worker.
       **task_options: The arguments of the task.
     """
     os.environ.pop("PJRT_NPROC", None)  # what each chooses by itself
@@ -106,7 +106,7 @@ def steps(strategy: rx.Strategy, model: str, rows: int) -> Run:
 
 
 def fit(strategy: rx.Strategy, model: str, rows: int) -> Run:
-    """The steps of ``fit``, with its input and its loop: from the end of one to that of the next."""
+    """The steps of ``fit``, with its input and its loop: from the end of one step to that of the next."""
     import keras
 
     with strategy.scope():
@@ -130,7 +130,7 @@ def fit(strategy: rx.Strategy, model: str, rows: int) -> Run:
 
 
 def fit_whole(strategy: rx.Strategy, model: str, rows: int) -> Run:
-    """The same in the global view, where the partitioner splits the step: as if no step could be split by rows."""
+    """The same in the global view, where the partitioner splits the step: no step is split by rows."""
     from replicax._src.lowering import global_view
 
     def refuse(*_args: Any) -> None:
@@ -175,7 +175,7 @@ def steps_by_hand(mesh: jax.sharding.Mesh, model: str, rows: int) -> Run:
 
 
 def ones(size: int) -> np.ndarray:
-    """As many bytes."""
+    """As many bytes as the argument says."""
     return np.ones(size // 4, np.float32)
 
 

@@ -15,7 +15,7 @@ import worker_timing
 
 
 def build(task, index, addresses, **task_options):
-    """What the worker does when it is told to; see ``worker_replicax.py``."""
+    """Answers the commands of the benchmark; see ``worker_replicax.py``."""
     own = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": own})
     ring = tf.distribute.experimental.CommunicationImplementation.RING

@@ -1,4 +1,4 @@
-"""What the workers of ``multi_worker.py`` do alike: they take the time of each operation, and look at its result."""
+"""The shared part of the workers of ``multi_worker.py``: they time each operation, and read its result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def of_steps(once: Callable[[], Any], read: Callable[[Any], float]) -> Run:
 
 
 def _timed(once: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of each of ``count`` calls. A call before them has let all workers begin at the same time."""
+    """Seconds of each of ``count`` calls. An earlier call lets all workers start at the same time."""
     seconds = []
     for _ in range(count):
         start = time.perf_counter()

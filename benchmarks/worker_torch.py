@@ -13,7 +13,7 @@ LIMIT = datetime.timedelta(seconds=120)
 
 
 def build(task, index, addresses, **task_options):
-    """What the worker does when it is told to; see ``worker_replicax.py``."""
+    """Answers the commands of the benchmark; see ``worker_replicax.py``."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch.distributed.init_process_group(

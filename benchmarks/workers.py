@@ -1,4 +1,4 @@
-"""The contestants of ``multi_worker.py``: two workers each, in processes of their own, which take turns."""
+"""The contestants of ``multi_worker.py``: two workers each, in separate processes, which alternate."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, final
 
 from peer_process import PeerProcess
 
-# The same program can be a tenth faster in one process than in the next, all the time that it lives.
+# One program can be a tenth faster in one process than in the next, for the process's whole life.
 GENERATIONS = 3
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """How its workers are started.
+    """Says how to start the workers of a contestant.
 
     Attributes:
       python: A Python that has its library; None: it does not take part.
       script: The script's name.
-      setting: The first message, but for what differs between workers.
-      num_workers: How many there are.
+      setting: The first message, without the parts that differ between workers.
+      num_workers: The number of workers.
     """
 
     python: str | None
@@ -58,7 +58,7 @@ class Workers:
         return of_first
 
     def close(self) -> None:
-        """Ends the processes. They are told to before any is waited for: some leave together."""
+        """Ends the processes. All are told before any is waited for, because some leave together."""
         for process in self._processes:
             process.end()
         self._closing.close()
@@ -92,7 +92,7 @@ class Timing:
 
 
 def p10(seconds: list[float]) -> float:
-    """What a tenth of them are below."""
+    """The 10th percentile."""
     return sorted(seconds)[len(seconds) // 10]
 
 

@@ -1,4 +1,4 @@
-"""A loop in TensorFlow's style that goes on from its checkpoints: run it again, with other devices if you like.
+"""A loop in TensorFlow's style that resumes from its checkpoints. Run it again, also with other devices.
 
 python examples/checkpoints.py                # epochs 1 and 2
 python examples/checkpoints.py --epochs 4     # goes on with epoch 3

@@ -1,8 +1,9 @@
-"""Which users click on which items: embeddings on parameter servers, of which only the rows of a batch travel.
+"""Predicts which users click on which items: embeddings on parameter servers, which transfer only the rows of
+a batch.
 
-The data are generated: ids are drawn as in life, a few of them often and most seldom, and whether somebody clicks depends
-on a number that belongs to each user and each item, which the model has to find. Run it as the chief of a cluster whose
-other tasks are `replicax server`, for example on this machine:
+The data are generated. As in real data, a few ids are frequent and most are rare. A click depends on a number
+for each user and each item, which the model has to find. Run it as the chief of a cluster whose other tasks
+are `replicax server`, for example on this machine:
 
     replicax launch --workers 2 --ps 2 examples/click_through_rate.py
 """
@@ -24,7 +25,7 @@ DIM = 16
 class Clicks:
     """Batches of ([batch_size, 2] ids of users and items, [batch_size, 1] whether they clicked), without end.
 
-    The tastes are the same for every seed; the seed is that of the rows.
+    The preferences are the same for every seed; the seed only selects the rows.
     """
 
     def __init__(self, num_ids: int, batch_size: int, seed: int):
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of an epoch (default: %(default)s)")
     args = parser.parse_args()
 
-    # A table is cut into shards of at least 1 MiB, one for each parameter server.
+    # A table is split into shards of at least 1 MiB, one for each parameter server.
     cluster = rx.cluster_resolver.TFConfigClusterResolver()
     strategy = rx.ParameterServerStrategy(
         cluster,

@@ -1,7 +1,7 @@
-"""A Keras model with a ``train_step`` of its own, in each of the two styles, trained by ``fit`` on several devices.
+"""A Keras model with its own ``train_step``, in both styles, trained by ``fit`` on several devices.
 
-The model is an autoencoder: its loss is the error of the reconstruction, and a penalty that keeps the codes small.
-Both styles reach the same losses; a program of yours has one of them.
+The model is an autoencoder: its loss is the error of the reconstruction, and a penalty that keeps the codes
+small. Both styles reach the same losses; your program needs only one of them.
 """
 
 import os
@@ -22,7 +22,7 @@ BATCH_SIZE, NUM_EPOCHS = 64, 5
 
 
 class Autoencoder(keras.Model):
-    """What both styles share."""
+    """The part that both styles share."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def losses_of_rows(images, outputs):
 
 
 class JaxStyle(Autoencoder):
-    """Keras's style on JAX: state in, state out. It sees the global batch, so the mean is simply the mean."""
+    """Keras's style on JAX: state in, state out. It sees the global batch, so the mean is the plain mean."""
 
     def train_step(self, state, data):
         trainable, non_trainable, optimizer_state, metrics_state = state

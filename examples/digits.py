@@ -1,7 +1,7 @@
 """Trains a small Keras CNN on scikit-learn's 1,797 handwritten digits, on several devices.
 
-The loop is the custom training loop of tf.distribute; the strategy is the only thing that knows how many
-devices there are. Run ``python examples/digits.py --help`` for the options.
+The loop is the custom training loop of tf.distribute; only the strategy knows how many devices there are. Run
+``python examples/digits.py --help`` for the options.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Trainer:
             self.train_accuracy = keras.metrics.SparseCategoricalAccuracy()
             self.test_loss = keras.metrics.Mean()
             self.test_accuracy = keras.metrics.SparseCategoricalAccuracy()
-        # One loss per row: its mean over the global batch is taken by compute_average_loss.
+        # One loss per row: compute_average_loss takes its mean over the global batch.
         self.loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
     def train_step(self, inputs: Any) -> Any:
-        """What each replica does with its rows of a batch."""
+        """One replica's work on its rows of a batch."""
         images, labels = inputs
         with rx.GradientTape() as tape:
             logits = self.model(images, training=True)
@@ -223,7 +223,7 @@ def whole_number(smallest: int, largest: int | None = None) -> Any:
 
 
 def num_workers(parser: argparse.ArgumentParser) -> int:
-    """How many workers the cluster has that TF_CONFIG, or a launcher, describes; 1 without any."""
+    """The number of workers of the cluster in TF_CONFIG, or in a launcher's variables; 1 without a cluster."""
     try:
         membership = rx.cluster_resolver.choose_resolver().membership
     except rx.errors.ClusterError as error:

@@ -17,7 +17,7 @@ optimizer = optax.adam(1e-2)
 
 
 def make_data(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points in a cube; what is to be learned is the sine of a sum."""
+    """Points in a cube; the target is the sine of a sum."""
     rows = np.random.default_rng(seed).uniform(-1, 1, (NUM_ROWS, NUM_FEATURES)).astype(np.float32)
     return rows, np.sin(rows.sum(axis=1)).astype(np.float32)
 
@@ -38,7 +38,8 @@ def predict(parameters, rows):
 
 
 def step(state, batch):
-    """One step of one replica: its rows of the batch in, the new state and each row's squared error out."""
+    """One step of one replica: it takes its rows of the batch, and returns the new state and each row's
+    squared error."""
     parameters, optimizer_state = state
     rows, targets = batch
 
@@ -71,7 +72,7 @@ def main() -> None:
             total += strategy.reduce("sum", errors, axis=0)
         print(f"epoch {epoch:2}: mean squared error {total / NUM_ROWS:.5f}")
 
-    # The gradients were reduced, so the new state is proven, by its data flow, to be the same on all replicas.
+    # The gradients were reduced, so the data flow proves that the new state is the same on all replicas.
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, rx.DistributedValues))
     print(f"{sum(leaf.is_equal for leaf in leaves)} of {len(leaves)} arrays of the state are proven the same")
 

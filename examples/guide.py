@@ -56,7 +56,7 @@ def distributed_train_step(dist_inputs):
     return mirrored_strategy.reduce(rx.ReduceOp.SUM, per_replica_losses, axis=None)
 
 
-# Iterate over the whole dataset.
+# Iterate over the complete dataset.
 for dist_inputs in dist_dataset:
     print(distributed_train_step(dist_inputs))
 

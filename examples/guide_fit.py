@@ -1,7 +1,7 @@
 """`Model.fit` in TensorFlow's guide "Distributed training with TensorFlow", on replicax.
 
-Line by line the guide's listing, with ``rx`` for ``tf.distribute`` and ``keras`` for ``tf.keras``; the dataset, which
-was one of tf.data, is made from arrays. Its warning about ``input_shape`` is Keras's, there as here.
+This is the guide's listing line by line, with ``rx`` for ``tf.distribute`` and ``keras`` for ``tf.keras``;
+the dataset is made from arrays instead of tf.data. Keras warns about ``input_shape``, here as in the guide.
 """
 
 import os

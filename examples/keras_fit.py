@@ -1,7 +1,7 @@
 """Trains a Keras CNN on scikit-learn's handwritten digits with ``fit``, on several devices.
 
-Two lines know that there may be several: the one that makes the strategy, and ``with strategy.scope():``. The rest is
-Keras: callbacks, validation, ``evaluate``, ``predict``, saving.
+Only two lines know that there may be several: the one that makes the strategy, and
+``with strategy.scope():``. The rest is Keras: callbacks, validation, ``evaluate``, ``predict``, saving.
 """
 
 from __future__ import annotations

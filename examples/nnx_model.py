@@ -1,6 +1,6 @@
 """A flax nnx model, trained with the strategy that also trains Keras models: nnx modules are arguments of ``run``.
 
-The step is written as for one device, but for two names: ``rx.nn.compute_average_loss``, and
+The step is written as for one device, except for two names: ``rx.nn.compute_average_loss``, and
 ``rx.optax.aggregate_gradients`` at the head of the optimizer's chain.
 """
 
@@ -32,7 +32,7 @@ class Classifier(nnx.Module):
 
 
 def train_step(model, optimizer, batch):
-    """What each replica does with its rows. The model and the optimizer are updated in place."""
+    """One replica's work on its rows. The model and the optimizer are updated in place."""
     images, labels = batch
 
     def loss_of(model):
@@ -45,7 +45,7 @@ def train_step(model, optimizer, batch):
 
 
 def test_step(model, batch):
-    """How many of this replica's rows are recognised."""
+    """The number of this replica's rows that are recognised."""
     images, labels = batch
     return jnp.sum(model(images).argmax(axis=-1) == labels)
 

@@ -1,10 +1,10 @@
-"""Every worker runs this program by itself, at its own pace, on variables that parameter servers hold.
+"""Every worker runs this program at its own pace, on variables that parameter servers hold.
 
 replicax launch --workers 2 --ps 1 --no-chief examples/parameter_server_every_worker.py
 
-The worker that is the chief (here worker 0) makes the variables. Each worker reads its own part of the data, and all stop
-when together they have made NUM_STEPS steps. TensorFlow's form of this is tf.estimator with the ParameterServerStrategy of
-TensorFlow 1.
+The worker that is the chief (here worker 0) creates the variables. Each worker reads its own part of the
+data, and all stop when they have made NUM_STEPS steps together. In TensorFlow, this form is tf.estimator with
+the ParameterServerStrategy of TensorFlow 1.
 """
 
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ with strategy.scope():
 
 
 def dataset_fn(context: rx.InputContext):
-    """All rows that are this worker's, again and again."""
+    """All rows of this worker, repeated."""
     x = np.random.default_rng(0).normal(size=(1024, 3)).astype(np.float32)
     rows = rx.data.from_arrays((x, x @ TRUE_WEIGHTS))
     rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
@@ -37,7 +37,7 @@ def dataset_fn(context: rx.InputContext):
 
 
 def train_step(x, y):
-    """Runs here; what it assigns is done on the parameter servers, where the other workers assign too."""
+    """Runs here; its assignments are made on the parameter servers, where the other workers assign too."""
     with rx.GradientTape() as tape:
         loss = jnp.mean((x @ weights - y) ** 2)
     gradient = tape.gradient(loss, weights)

@@ -1,7 +1,7 @@
 """Trains a Keras model on scikit-learn's handwritten digits with ``fit``, its variables on parameter servers.
 
-Run as it is, it starts two workers and two parameter servers on this machine. In a cluster whose tasks have a TF_CONFIG,
-the workers and parameter servers run ``replicax server``, and the chief runs this file.
+Without arguments it starts two workers and two parameter servers on this machine. In a cluster whose tasks
+have a TF_CONFIG, the workers and parameter servers run ``replicax server``, and the chief runs this file.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ coordinator = rx.experimental.coordinator.ClusterCoordinator(strategy)
 
 
 def dataset_fn(input_context):
-    """Each worker has all of the data, in an order of its own."""
+    """Each worker reads all of the data, in its own order."""
     random = np.random.RandomState(0)
     features = random.rand(2048, 10).astype(np.float32)
     labels = (features.sum(axis=1, keepdims=True) > 5).astype(np.float32)

@@ -1,9 +1,11 @@
-"""Training on parameter servers that survives: whatever is killed, the counts at the end are exact.
+"""Training on parameter servers that survives failures: the counts at the end are exact, no matter what is
+killed.
 
     replicax launch --workers 2 --ps 2 --max-restarts 3 --checkpoint-dir /tmp/survives examples/parameter_server_survives.py
 
-A worker that dies is started again, and what it was at runs elsewhere: each function counts once. When the coordinator dies, or
-a parameter server, `replicax launch` starts all again, and the program goes on from its last checkpoint.
+A worker that dies is restarted, and its function runs elsewhere: each function counts once. When the
+coordinator or a parameter server dies, `replicax launch` restarts all tasks, and the program resumes from its
+last checkpoint.
 """
 
 import argparse
@@ -29,7 +31,8 @@ def main() -> None:
         steps = rx.Variable(0, name="steps")  # each function adds 1
         rounds = rx.Variable(0, name="rounds")
 
-    # What is saved is on the servers. All of it is of one moment: nothing runs between `join` and the next `schedule`.
+    # The saved variables are on the servers. All of it is of one moment: nothing runs between `join` and the
+    # next `schedule`.
     checkpoint = rx.Checkpoint(weights=weights, steps=steps, rounds=rounds)
     manager = rx.CheckpointManager(checkpoint, os.environ["REPLICAX_CHECKPOINT_DIR"], max_to_keep=2)
     manager.restore_or_initialize()

@@ -1,8 +1,8 @@
-"""What a training step would need on hardware that is not here: TPUs, GPUs, or more devices of this machine.
+"""Plans what a training step needs on hardware that is not here: TPUs, GPUs, or more devices of this machine.
 
-The step is compiled for each, and not run; nothing of the model's size is allocated. Plans for TPUs and GPUs need their
-compilers (pip install 'replicax[plan-tpu,plan-gpu]') and, for GPUs, JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before Python starts;
-without them the plan for this machine is made.
+The step is compiled for each topology, but not run, and nothing of the model's size is allocated. Plans for
+TPUs and GPUs need their compilers (pip install 'replicax[plan-tpu,plan-gpu]') and, for GPUs,
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before Python starts. Without these it plans for this machine.
 """
 
 import jax
@@ -23,7 +23,7 @@ def loss_of(weights, rows):
 
 
 def step(weights, rows):
-    """One step of one replica: its rows of the batch in, the new weights out."""
+    """One step of one replica: it takes its rows of the batch, and returns the new weights."""
     loss, gradients = jax.value_and_grad(loss_of)(weights, rows)
     gradients = rx.get_replica_context().all_reduce("sum", gradients)
     return weights - 1e-3 * gradients, loss

@@ -1,9 +1,9 @@
-"""A training that survives the loss of its machines: told to end (SIGTERM), all workers save after the same step.
+"""A training that survives the loss of its machines: at SIGTERM, all workers save after the same step.
 
     replicax launch --workers 2 --devices-per-worker 1 --checkpoint-dir /tmp/survives examples/preemption.py
 
-`replicax launch` starts it again, and it goes on as if nothing had happened. Here a worker tells itself to end twice, with
---preempt-at 25,40, as a cloud would. The weights at the end are those of a run that was left alone, bit for bit.
+`replicax launch` starts it again, and it resumes. With --preempt-at 25,40 a worker sends itself the signal
+twice, as a cloud would. The final weights are bit-identical to those of an undisturbed run.
 """
 
 import argparse
@@ -36,10 +36,10 @@ def main() -> None:
     with strategy.scope():
         weights = rx.Variable(jnp.zeros(8))
 
-    # What is saved: the weights, and how far the data has been read.
+    # The checkpoint has the weights and the position in the data.
     checkpoint = rx.Checkpoint(weights=weights, iterator=iterator)
     manager = rx.CheckpointManager(checkpoint, os.environ["REPLICAX_CHECKPOINT_DIR"], max_to_keep=2)
-    # It restores the newest checkpoint, if there is one.
+    # The handler restores the newest checkpoint, if there is one.
     handler = rx.experimental.PreemptionCheckpointHandler(resolver, manager)
     print(f"begins at step {handler.total_run_calls}")
 

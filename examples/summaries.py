@@ -1,9 +1,9 @@
-"""What TensorBoard shows of a training: losses, weights, pictures, and a trace of some steps.
+"""Writes what TensorBoard shows of a training: losses, weights, pictures, and a trace of some steps.
 
     python examples/summaries.py --logdir /tmp/digits
     tensorboard --logdir /tmp/digits
 
-On two workers, of which the chief writes the summaries:
+On two workers, the chief writes the summaries:
 
     replicax launch --workers 2 examples/summaries.py --logdir /tmp/digits
 """

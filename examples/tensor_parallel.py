@@ -1,8 +1,9 @@
-"""A small transformer whose layers are divided over the two devices of each replica, as Megatron-LM divides them.
+"""A small transformer whose layers are split over the two devices of each replica, as in Megatron-LM.
 
-One layout map says which variables are divided: the first matrix of each pair by columns (for attention: by heads), the second by
-rows, so that a pair needs one sum over the devices of a replica. The same model is trained with ``fit`` and with ``run``.
-On a machine without TPUs eight virtual CPU devices stand for the cores of four chips.
+One layout map splits the variables: the first matrix of each pair by columns (for attention: by heads), the
+second by rows, so that a pair needs one sum over the devices of a replica. The same model is trained with
+``fit`` and with ``run``. On a machine without TPUs, eight virtual CPU devices replace the cores of four
+chips.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -23,11 +24,11 @@ BATCH_SIZE, NUM_STEPS = 50, 30
 
 LAYOUT_MAP = rx.experimental.LayoutMap(
     {
-        # Each device computes some of the heads, and with its rows of the matrix behind them a part of each sum.
+        # Each device computes some of the heads, and a part of each sum with its rows of the next matrix.
         r"attention/(query|key|value)/kernel": (None, "logical", None),
         r"attention/(query|key|value)/bias": ("logical", None),
         r"attention/attention_output/kernel": ("logical", None, None),
-        # Likewise some of the hidden units.
+        # The same for some of the hidden units.
         r"widen/kernel": (None, "logical"),
         r"widen/bias": ("logical",),
         r"narrow/kernel": ("logical", None),
@@ -49,7 +50,7 @@ strategy = make_strategy()
 
 @keras.saving.register_keras_serializable("examples")
 class Block(keras.layers.Layer):
-    """Attention to what came before, then two dense layers, each added to what goes in."""
+    """Causal attention, then two dense layers, each added to its input."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -86,7 +87,8 @@ def make_model() -> keras.Model:
 
 
 def make_data() -> tuple[np.ndarray, np.ndarray]:
-    """Sequences in which each token is the sum of the two before it; what is wanted is the next token of each place."""
+    """Sequences in which each token is the sum of the two tokens before it; the target is the next token at
+    each position."""
     sequences = np.random.default_rng(0).integers(0, NUM_TOKENS, (BATCH_SIZE * NUM_STEPS, LENGTH + 1))
     for place in range(2, LENGTH + 1):
         sequences[:, place] = (sequences[:, place - 1] + sequences[:, place - 2]) % NUM_TOKENS
@@ -103,7 +105,7 @@ def train_with_fit(model: keras.Model) -> float:
 
 
 def train_with_run(model: keras.Model) -> float:
-    """The same, as a loop."""
+    """The same as a loop."""
     with strategy.scope():
         optimizer = keras.optimizers.Adam(3e-3)
         loss_of_each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
@@ -135,7 +137,7 @@ def main() -> None:
 
 
 def planned_fit() -> None:
-    """What a step of ``fit`` exchanges; it is compiled, and not run."""
+    """What a step of ``fit`` communicates; the step is compiled, but not run."""
     with strategy.scope():
         model = make_model()
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

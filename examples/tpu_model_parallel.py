@@ -1,6 +1,7 @@
-"""Model parallelism with ``TPUStrategy``: each replica is two devices, which share the wide layers of a model between them.
+"""Model parallelism with ``TPUStrategy``: each replica has two devices, which split the wide layers of a
+model.
 
-On a machine without TPUs eight virtual CPU devices stand for the cores of four chips.
+On a machine without TPUs, eight virtual CPU devices replace the cores of four chips.
 """
 
 import os
@@ -51,7 +52,7 @@ def make_model() -> keras.Model:
 
 
 def divide(model: keras.Model) -> None:
-    """The first wide matrix by columns, the second by rows, and what Adam keeps for each in the same way."""
+    """The first wide matrix is split by columns, the second by rows, and Adam's slots in the same way."""
     pieces = {(64, WIDTH): [1, 2], (WIDTH, WIDTH): [2, 1]}
     for variable in [*model.trainable_variables, *model.optimizer.variables]:
         if variable.shape in pieces:

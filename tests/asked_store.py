@@ -1,4 +1,4 @@
-"""What a coordinator called ``ME`` asks of a store of a parameter server, in this process."""
+"""The requests of a coordinator called ``ME`` to a store of a parameter server, in this process."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Certificates for tests: authorities, and what they have signed."""
+"""Certificates for tests: authorities, and certificates that they have signed."""
 
 import datetime
 import ipaddress
@@ -10,7 +10,7 @@ from cryptography.x509.oid import NameOID
 
 
 def credentials_of_ca(folder, name):
-    """Credentials for this machine, in files, whose certificate a new CA of this name has signed."""
+    """Credentials for this machine, in files; a new CA of this name has signed the certificate."""
     from replicax._src.cluster.credentials import (
         Credentials,
     )  # benchmarks use the files with older versions too

@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Shared parts of tests in several folders."""
 
 import os
 import re
@@ -33,23 +33,23 @@ needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="the machine has no IPv6
 
 
 def not_with_keras_3_12(why):
-    """Marks a test of what that version of Keras, the oldest that is supported, does otherwise by itself."""
+    """Marks a test of behaviour that the oldest supported version of Keras does not have."""
     return pytest.mark.skipif(keras.__version__.startswith("3.12."), reason=f"Keras 3.12 {why}")
 
 
 def examples(number, *, short):
-    """``hypothesis.settings`` of a test each of whose examples is compiled: fewer, where what is marked long is left out."""
+    """``hypothesis.settings`` of a test that compiles each example: fewer examples if long tests are left out."""
     return hypothesis.settings(max_examples=number if runs_long else short)
 
 
 def xla_flags(optimization_level=0):
-    """XLA_FLAGS with which programs are compiled in a third of the time; none where the long tests run too.
+    """XLA_FLAGS with which programs compile in a third of the time; none if the long tests run too.
 
-    Three quarters of the time of most tests go where XLA makes code for CPUs: these leave out most of what it does there. What
-    a program is, how XLA partitions it and which collectives it has stays the same. `make test-long` compiles as users' programs do.
+    XLA's code generation for CPUs takes three quarters of the time of most tests: these flags skip most of it. The
+    program, its partitioning by XLA and its collectives stay the same. `make test-long` compiles like users' programs.
 
     Args:
-      optimization_level: 1 where much is computed: compiling takes twice as long then, computing half.
+      optimization_level: 1 for heavy computations: compiling takes twice as long then, and computing half.
     """
     if runs_long:
         return ""
@@ -63,7 +63,7 @@ def xla_flags(optimization_level=0):
 
 
 def message(error_type, call, *says):
-    """The message of the error that ``call`` raises, having checked that it says all of ``says``."""
+    """The message of the error that ``call`` raises; checks that it contains all of ``says``."""
     with pytest.raises(error_type) as caught:
         call()
     assert type(caught.value) is error_type, f"{type(caught.value)} is a subclass"
@@ -74,13 +74,13 @@ def message(error_type, call, *says):
 
 
 def catches(pid, number):
-    """Whether a process has a function of its own for a signal."""
+    """True if a process has its own handler for a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
 def path_of_programs(*others):
-    """PYTHONPATH of processes whose environment a test makes, in which Keras is imported in half the time.
+    """PYTHONPATH for processes whose environment a test makes, so that Keras is imported in half the time.
 
     Args:
       *others: Folders in place of this process's PYTHONPATH.
@@ -89,7 +89,7 @@ def path_of_programs(*others):
 
 
 def in_a_process_of_its_own(program, *options, **environment):
-    """Runs Python code with a fresh JAX and Keras, and gives what it printed.
+    """Runs Python code with a fresh JAX and Keras, and returns its output.
 
     Args:
       program: The code, indented as where it stands.
@@ -134,7 +134,7 @@ def assert_weights_equal(got, expected, subject):
 
 
 def tpu_strategy(num_replicas, num_logical_devices, **options):
-    """A TPUStrategy on virtual devices: the cores of a chip, and of chips beside one another, are a replica."""
+    """A TPUStrategy on virtual devices: a replica has the cores of one chip, or of adjacent chips."""
     resolver = rx.cluster_resolver.TPUClusterResolver("local")
     topology = rx.tpu.experimental.initialize_tpu_system(resolver)
     shapes = {1: [1, 1, 1, 1], 2: [1, 1, 1, 2], 4: [2, 1, 1, 2], 8: [2, 2, 1, 2]}
@@ -145,6 +145,6 @@ def tpu_strategy(num_replicas, num_logical_devices, **options):
 
 
 def closure_statistics(**counts):
-    """What a coordinator counts of scheduled functions: 0, but for ``counts``."""
+    """The coordinator's counters of scheduled functions: 0, except for ``counts``."""
     names = "scheduled finished failed cancelled retried queued in_flight rounds gradients_dropped"
     return {**dict.fromkeys(names.split(), 0), **counts}

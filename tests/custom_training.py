@@ -1,6 +1,8 @@
-"""TensorFlow's tutorial "Custom training with tf.distribute.Strategy", in our words: for replicax, and for TensorFlow itself.
+"""TensorFlow's tutorial "Custom training with tf.distribute.Strategy", rewritten for replicax and for TensorFlow
+itself.
 
-Source: https://www.tensorflow.org/tutorials/distribute/custom_training. As there, the model is built by its first call, in the
+Source: https://www.tensorflow.org/tutorials/distribute/custom_training. As there, its first call builds the model, in
+  the
 step, and its layers have regularizers.
 """
 
@@ -13,7 +15,7 @@ NUM_CLASSES, GLOBAL_BATCH = 3, 8
 
 
 def images(num_rows, seed):
-    """Images of noise with a brighter band, whose place is the label."""
+    """Images of noise with a brighter band; the label is the band's position."""
     random = np.random.RandomState(seed)
     labels = random.randint(0, NUM_CLASSES, num_rows).astype("int32")
     pictures = random.uniform(size=(num_rows, 6, 6, 1)).astype("float32")
@@ -23,7 +25,7 @@ def images(num_rows, seed):
 
 
 def initial(shape, dtype=None):
-    """Weights that are the same in every library."""
+    """Weights that are equal in every library."""
     numbers = keras.ops.arange(math.prod(shape), dtype="float32")
     return keras.ops.cast(keras.ops.reshape(keras.ops.cos(numbers) / 3, shape), dtype)
 
@@ -47,11 +49,11 @@ def train(lib, strategy, batched, num_epochs=2):
     """Trains and tests for some epochs.
 
     Args:
-      lib: Has ``function``, ``GradientTape``, ``nn`` and ``ReduceOp``.
-      batched: Makes a dataset of batches of a tuple of arrays and the rows of a batch.
+      lib: A module with ``function``, ``GradientTape``, ``nn`` and ``ReduceOp``.
+      batched: Makes a dataset of batches from a tuple of arrays and the number of rows of a batch.
 
     Returns:
-      By name: for each epoch the mean loss, the accuracies and the test loss; and the weights.
+      A dict with the mean loss, the accuracies and the test loss of each epoch, and the weights.
     """
     training = strategy.experimental_distribute_dataset(batched(images(20, seed=0), GLOBAL_BATCH))
     testing = strategy.experimental_distribute_dataset(batched(images(11, seed=1), GLOBAL_BATCH))

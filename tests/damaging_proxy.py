@@ -1,4 +1,4 @@
-"""``DamagingProxy``: passes connections on, and changes one byte in every so many frames."""
+"""``DamagingProxy``: forwards connections, and changes one byte in some of the frames."""
 
 import contextlib
 import random
@@ -14,19 +14,20 @@ _PIECE_BYTES = 256 * 1024
 
 
 class DamagingProxy:
-    """Passes connections without TLS on to an address, from a port of its own on the loopback.
+    """Forwards connections without TLS to an address, from its own port on loopback.
 
     Args:
       host: Of the address.
-      port: Of the address. Nobody needs to listen there yet.
-      every: Of so many frames, of all connections and both directions together, one is damaged.
-      in_headers: The part of the damaged ones that are damaged in their header of 24 bytes; the others anywhere.
+      port: Of the address. No process needs to listen there yet.
+      every: One frame of this number is damaged, over all connections and both directions.
+      in_headers: The fraction of the damaged frames that are damaged in their header of 24 bytes; the others are
+        damaged anywhere.
       own_port: 0 for a free one.
 
     Attributes:
-      address: Where to connect instead: ``host:port``.
-      num_frames: How many have begun.
-      num_damaged: How many of them had a byte changed.
+      address: The address to connect to instead: ``host:port``.
+      num_frames: The number of frames that have started.
+      num_damaged: The number of frames with a changed byte.
     """
 
     def __init__(self, host, port, *, every=50, in_headers=0.3, seed=0, own_port=0):
@@ -55,7 +56,7 @@ class DamagingProxy:
         self.close()
 
     def _damage(self, frame_bytes):
-        """Where the next frame is damaged, and by what its byte is changed; before its begin if it is not."""
+        """The position in the next frame to damage and the change of its byte; a position before the start for none."""
         with self._lock:
             self.num_frames += 1
             if self.num_frames % self._every:
@@ -98,10 +99,10 @@ class DamagingProxy:
         server.close()
 
     def _pass_on(self, source, sink, has_sums):
-        """Passes on one direction until it ends.
+        """Forwards one direction until it ends.
 
         Args:
-          has_sums: Set when an end has said that it wants checksums of bodies; the second hello comes before any frame.
+          has_sums: Set when an end asks for checksums of bodies; the second hello comes before any frame.
         """
         for end in (source, sink):
             end.settimeout(None)

@@ -1,4 +1,4 @@
-"""Programs as the coordinator makes them, of plain functions, for tests of parameter servers and workers."""
+"""Programs of plain functions, as the coordinator makes them, for tests of parameter servers and workers."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from replicax._src.parameter_servers.programs.programs import UpdateProgram, Wor
 
 
 def like(value):
-    """What a program is told of an array: its shape and dtype."""
+    """The description of an array for a program: its shape and dtype."""
     value = np.asarray(value)
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
@@ -19,12 +19,12 @@ def blob(fn, *inputs):
 
 
 def update_program(fn, state, written, *inputs):
-    """What a parameter server computes: ``fn(*state, *operands)`` gives the new values of ``written``."""
+    """A program for a parameter server: ``fn(*state, *operands)`` gives the new values of ``written``."""
     return UpdateProgram(blob(fn, *inputs), tuple(state), tuple(written))
 
 
 def worker_program(fn, inputs, avals, variables=(), num_results=1, **more):
-    """What a worker computes, as it comes out of a message."""
+    """A program for a worker, as it arrives in a message."""
     program = WorkerProgram(
         fn.__name__, blob(fn, *avals), tuple(inputs), tuple(map(tuple, variables)), num_results, **more
     )

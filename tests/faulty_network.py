@@ -1,4 +1,4 @@
-"""``FaultyNetwork``: a proxy between each two tasks of a ``LocalCluster``, to part them and to delay what they send."""
+"""``FaultyNetwork``: a proxy between each two tasks of a ``LocalCluster``, which can cut them off or delay messages."""
 
 import contextlib
 import json
@@ -11,9 +11,9 @@ from replicax.testing import LocalCluster
 
 
 class FaultyNetwork:
-    """Gives each task of a cluster a proxy of its own to each other task, by ``REPLICAX_ROUTES``.
+    """Gives each task of a cluster its own proxy to each other task, by ``REPLICAX_ROUTES``.
 
-    It concerns the connections of replicax. JAX's connections go to addresses that only JAX knows.
+    It affects the connections of replicax. JAX's connections go to addresses that only JAX knows.
 
     Args:
       cluster: A cluster whose tasks have not started.
@@ -36,11 +36,11 @@ class FaultyNetwork:
             cluster.own_environment[source] = {ROUTES_VARIABLE: json.dumps(routes)}
 
     def partition(self, kind, index, *, how="blackhole", from_job=None):
-        """Parts a task from the others until ``heal``.
+        """Cuts a task off from the others until ``heal``.
 
         Args:
-          how: "blackhole": nothing arrives, and nobody is told. "cut": connections end, and new ones end at once.
-          from_job: Parts it only from the tasks of this job.
+          how: "blackhole": nothing arrives, and no end is told. "cut": connections end, and new ones end at once.
+          from_job: Cuts it off only from the tasks of this job.
         """
         for proxy in self._between(kind, index, from_job):
             proxy.set(how)
@@ -79,7 +79,7 @@ class FaultyNetwork:
 
 @contextlib.contextmanager
 def faulty_server_cluster(workers, ps, make_proxy=Proxy):
-    """As ``rx.testing.server_cluster``, on a faulty network. Yields the cluster and its network."""
+    """Like ``rx.testing.server_cluster``, on a faulty network. Yields the cluster and its network."""
     with (
         LocalCluster(workers, chief=True, num_ps=ps) as cluster,
         FaultyNetwork(cluster, make_proxy) as network,

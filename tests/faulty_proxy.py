@@ -1,4 +1,4 @@
-"""``Proxy``: a TCP proxy on the loopback that can cut, hold and delay what goes through it."""
+"""``Proxy``: a TCP proxy on loopback that can cut, hold and delay its traffic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FULL_PAUSE_S: Final = 0.01
 
 
 class Fault(StrEnum):
-    """What is wrong with a proxy."""
+    """The fault of a proxy."""
 
     NONE = "none"
     CUT = "cut"
@@ -32,14 +32,14 @@ class Fault(StrEnum):
 
 
 class Proxy:
-    """Passes connections on to an address, from a port of its own on the loopback, in one thread.
+    """Forwards connections to an address, from its own port on loopback, in one thread.
 
     Args:
       host: Of the address.
-      port: Of the address. Nobody needs to listen there yet.
+      port: Of the address. No process needs to listen there yet.
 
     Attributes:
-      address: Where to connect instead: ``host:port``.
+      address: The address to connect to instead: ``host:port``.
     """
 
     def __init__(self, host: str, port: int):
@@ -61,11 +61,11 @@ class Proxy:
         self._thread.start()
 
     def set(self, fault: Fault | str = Fault.NONE, *, delay_s: float = 0.0) -> None:
-        """Makes it faulty, or good again.
+        """Makes it faulty, or healthy again.
 
         Args:
-          fault: What is wrong.
-          delay_s: How long everything takes to go through, each way.
+          fault: The fault.
+          delay_s: The delay of all data, each way.
         """
         with self._lock:
             self._fault, self._delay_s = Fault(fault), delay_s
@@ -78,7 +78,7 @@ class Proxy:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def statistics(self) -> dict[str, int]:
-        """How many connections there were, how many there are, and how many bytes went through."""
+        """The number of connections so far and now, and the number of forwarded bytes."""
         return {
             "num_connections": self._num_connections,
             "num_open": len(self._pipes) // 2,
@@ -116,7 +116,7 @@ class Proxy:
             end.close()
 
     def _pause_s(self) -> float | None:
-        """Until the next piece is due; None if nothing waits."""
+        """The time until the next piece is due; None if nothing waits."""
         if self._fault is Fault.BLACKHOLE:
             return None
         due = [pipe.held[0][0] for pipe in self._pipes if pipe.held]
@@ -141,7 +141,7 @@ class Proxy:
                 self._pipes.append(_Pipe(source, sink))
 
     def _move(self, pipe: _Pipe, is_ready: bool) -> None:
-        """Takes a piece if there is one, and passes on what is due."""
+        """Reads a piece if there is one, and forwards what is due."""
         try:
             if is_ready:
                 self._read(pipe)
@@ -182,7 +182,7 @@ class Proxy:
         pipe.is_drained = pipe.is_drained or not piece
 
     def _listen_to(self, pipe: _Pipe) -> None:
-        """Reads on only while there is something to come, and room for it."""
+        """Continues to read only while data may come and there is room for it."""
         wants = not pipe.is_drained and len(pipe.held) < _MAX_HELD_PIECES
         is_registered = pipe.source in self._selector.get_map()
         if wants and not is_registered:

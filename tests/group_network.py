@@ -1,4 +1,4 @@
-"""Two parameter servers with the same pieces, in one process, and the coordinator's word on who is what."""
+"""Two parameter servers with the same pieces, in one process, and the coordinator's decisions about their roles."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ GROUP = 0
 
 
 class Way:
-    """To a server, while it is open."""
+    """A connection to a server, while it is open."""
 
     def __init__(self, network, to):
         self.network, self.inner = network, StoreConnector(network.servers[to], f"ps {to}")
@@ -55,7 +55,7 @@ class Open:
 
 
 class Network:
-    """Two servers, and the coordinator's word on who is what."""
+    """Two servers, and the coordinator's decisions about their roles."""
 
     def __init__(self, **options):
         self.is_cut, self.num_sent = False, 0

@@ -20,7 +20,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, 
     """A strategy whose tasks are threads.
 
     Args:
-      told: By the number of a worker, what it says of itself in place of what is true.
+      told: The reports of workers, by number, that replace the true ones.
     """
     tasks = _Tasks(workers, ps, {"num_devices": devices_per_worker, "platform": "cpu"}, told or {})
     session = Session(server_clients(tasks.stores, ME), tasks=tasks)
@@ -32,7 +32,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, 
 
 
 class _Tasks:
-    """In place of ``parameter_servers/client/tasks.py``."""
+    """Replaces ``parameter_servers/client/tasks.py``."""
 
     def __init__(self, workers, ps, is_so, told):
         self.stores = [Store() for _ in range(ps)]
@@ -57,7 +57,7 @@ class _Tasks:
 
 
 class _Client:
-    """In place of ``TaskClient``."""
+    """Replaces ``TaskClient``."""
 
     def __init__(self, task, name, told):
         self._task, self._name, self._told = task, name, told
@@ -73,7 +73,7 @@ class _Client:
 
 
 class _Link:
-    """In place of the transport's: a thread answers the messages, in order."""
+    """Replaces the transport's stream: a thread answers the messages in order."""
 
     def __init__(self, task, name):
         self._task, self._name = task, name

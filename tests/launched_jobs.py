@@ -1,4 +1,4 @@
-"""Programs for `replicax launch` that save and go on, and a job of them whose tasks are killed; of several tests."""
+"""Programs for `replicax launch` that save and resume, and a job whose tasks several tests kill."""
 
 import contextlib
 import inspect
@@ -21,9 +21,9 @@ print("pid", os.getpid(), flush=True)
 
 
 def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
-    """A loop with momentum, a random mask for the whole batch, a count with a value for each replica, and a position.
+    """A loop with momentum, a random mask for the global batch, a count with a value per replica, and a position.
 
-    It prints how many programs it has compiled that JAX had not kept.
+    It prints the number of compiled programs that JAX had not kept.
     """
     import collections
     import hashlib
@@ -137,18 +137,19 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
 
 
 def _environment():
-    """That of the launcher. Its tasks may keep what Python has compiled, or each start would do it anew: 300 files."""
+    """The process of the launcher. Its tasks may keep Python's compiled files; otherwise each start would compile 300
+    files again."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
 
 class LaunchedJob:
-    """`replicax launch` with one of these programs, as a process; its tasks are known by what they print.
+    """`replicax launch` with one of these programs, as a process; its tasks are identified by their output.
 
     Args:
-      folder: Of the script and the checkpoints, which other jobs may go on with.
+      folder: The folder of the script and the checkpoints, from which other jobs may resume.
       program: One of these functions, and its arguments.
-      workers, max_restarts: What the launcher is told.
+      workers, max_restarts: The options of the launcher.
     """
 
     def __init__(self, folder, program, arguments="", *, workers=2, max_restarts=0):
@@ -177,7 +178,7 @@ class LaunchedJob:
         self._new.put(None)
 
     def next_line(self, pattern, timeout_s):
-        """The match of the next line that begins with this, of those that no call has passed; None if there is no more."""
+        """The match of the next unread line that begins with this text; None if there is no more."""
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = deadline - time.monotonic()
@@ -197,11 +198,11 @@ class LaunchedJob:
         return code
 
     def printed(self, word):
-        """What each line of a task says that begins with this word, as (task, rest), in order."""
+        """The rest of each task's lines that begin with this word, as (task, rest), in order."""
         return re.findall(rf"^(\w+ \d+) \| {word} (.*)$", "\n".join(self.lines), re.MULTILINE)
 
     def wait_for_checkpoint(self, timeout_s):
-        """Waits for one that was not there when the call began; whether it has come before the end."""
+        """Waits for a checkpoint that did not exist when the call started; returns True if it came before the end."""
         deadline, before = time.monotonic() + timeout_s, self._checkpoints()
         while self._launcher.poll() is None:
             if self._checkpoints() - before:
@@ -231,7 +232,7 @@ class LaunchedJob:
 
 
 def kill_after_saving(job, victim, timeout_s, num_tasks=2, before=lambda: None):
-    """Kills a task with `kill -9` once there is a checkpoint of this start; returns what ``before``, which is called first, does."""
+    """Kills a task with `kill -9` once this start has a checkpoint; calls ``before`` first, and returns its result."""
     pids = _pids(job, num_tasks, timeout_s)
     assert job.wait_for_checkpoint(timeout_s), job.text()
     done = before()
@@ -240,10 +241,11 @@ def kill_after_saving(job, victim, timeout_s, num_tasks=2, before=lambda: None):
 
 
 def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):
-    """Kills tasks with `kill -9`, one after the other: mostly in one of the first 20 steps, at times while they start.
+    """Kills tasks with `kill -9`, one after the other: mostly in one of the first 20 steps, sometimes while they
+    start.
 
     Returns:
-      Who was killed, and when; fewer if the job ends before.
+      Returns the killed tasks and the times; fewer if the job ends before.
     """
     random_one, killed = random.Random(seed), []
     while len(killed) < num_kills and (pids := _pids(job, num_tasks, timeout_s)):
@@ -259,7 +261,7 @@ def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):
 
 
 def _pids(job, num_tasks, timeout_s):
-    """Of the tasks that are starting, by name; None if the job has ended."""
+    """The starting tasks, by name; None if the job has ended."""
     pids = {}
     while len(pids) < num_tasks:
         if (found := job.next_line(r"(worker \d+) \| pid (\d+)", timeout_s)) is None:

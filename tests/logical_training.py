@@ -1,4 +1,5 @@
-"""What the tests of plans for replicas of several devices plan: a wide layer and a narrow one, split as Megatron splits them."""
+"""The model in the tests of plans for replicas of several devices: a wide layer and a narrow one, split as in
+Megatron."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ LAYOUTS = {"up": (None, "logical"), "down": ("logical",), "kernel": (None, "logi
 
 
 class Training:
-    """A step over R replicas of L devices, which divide ``up``, ``down``, and a momentum that was divided by hand."""
+    """A step over R replicas of L devices, which split ``up``, ``down``, and a momentum that was split by hand."""
 
     def __init__(self, num_replicas=2, num_logical_devices=2):
         self.strategy = tpu_strategy(num_replicas, num_logical_devices, layout_map=LAYOUTS)
@@ -42,7 +43,7 @@ class Training:
 
     @property
     def state_bytes(self):
-        """Of a device."""
+        """Bytes of one device."""
         return 3 * WIDTH * WIDE * F32 // self.strategy.num_logical_devices
 
     def model(self):

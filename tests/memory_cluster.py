@@ -1,7 +1,8 @@
-"""A cluster in memory for the coordinator: tasks that can be killed, stopped and started again, without processes or sockets.
+"""A cluster in memory for the coordinator: tasks that can be killed, stopped and restarted, without processes or
+sockets.
 
-A scheduled function runs on a worker as the Python that it is: it gets the ``Call``, then its arguments, an element for
-each iterator. What comes over the wire is JSON and arrays, as it is with real tasks.
+A scheduled function runs on a worker as plain Python: it gets the ``Call``, then its arguments, with an element for
+each iterator. The messages are JSON and arrays, as with real tasks.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ class Task:
 
     Attributes:
       running: Cleared while it is stopped, as by SIGSTOP.
-      asked: What it was asked, and by which incarnation.
-      message_groups: The numbers of closures that came together.
+      asked: Its requests, with the incarnation that sent each.
+      message_groups: The numbers of closures that came in one group.
     """
 
     numbers = itertools.count()
@@ -109,7 +110,7 @@ class Client:
 
 
 class Link:
-    """Both ends of a connection, and the thread of the task that answers."""
+    """Both ends of a connection, and the thread of the answering task."""
 
     def __init__(self, task):
         self.task = task
@@ -167,7 +168,7 @@ class Link:
 
 @dataclass
 class Call:
-    """What a scheduled function sees of where it runs."""
+    """The view of a scheduled function on its worker."""
 
     cluster: "MemoryCluster"
     worker: "Worker"
@@ -342,7 +343,7 @@ class MemoryCluster:
 
 
 class Session:
-    """It does not hold the strategy: that is to be collected when nobody uses it."""
+    """It does not hold the strategy, which must be collected when nobody uses it."""
 
     def __init__(self, cluster):
         self.tasks = {"worker": cluster.workers, "ps": cluster.ps}
@@ -370,7 +371,7 @@ class Session:
 
 
 def eventually(is_so, timeout_s=60.0):
-    """Waits until something is so, which other threads see to."""
+    """Waits until a condition is true, which other threads change."""
     until = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < until, "it did not become so"

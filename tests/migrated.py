@@ -19,19 +19,19 @@ def sources(**texts: str) -> Program:
 
 
 def rewritten(text: str) -> Rewritten:
-    """Returns what becomes of a module alone."""
+    """Returns the rewritten form of a single module."""
     program = sources(program=text)
     (source,) = program.sources
     return rewrite(source, decide(source, Reach(program)))
 
 
 def becomes(text: str) -> str:
-    """Returns the new code of a module alone, and checks that a second run changes nothing."""
+    """Returns the new code of a single module, and checks that a second run changes nothing."""
     code = rewritten(text).code.decode()
     assert rewritten(code).code.decode() == code, "the second run changes something"
     return code
 
 
 def marks(text: str) -> list[tuple[str, int]]:
-    """Returns rule and line of the marks of a module alone."""
+    """Returns rule and line of the marks of a single module."""
     return [(mark.rule, mark.line) for mark in rewritten(text).marks]

@@ -1,4 +1,4 @@
-"""Strategies whose parameter servers are in this process: all but the transport is as it is in a cluster."""
+"""Strategies whose parameter servers are in this process: everything but the transport is as in a cluster."""
 
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.store.store import Store
@@ -7,7 +7,7 @@ from store_connections import server_clients
 
 
 def servers(num_ps=2, partitioner=None, stores=None):
-    """A strategy with parameter servers, which are ``stores`` if given; ``run_here`` of it runs a function on them."""
+    """A strategy with parameter servers (``stores`` if given); its ``run_here`` runs a function on them."""
     stores = [Store() for _ in range(num_ps)] if stores is None else stores
     for store in stores:
         store.hello("a coordinator")

@@ -8,7 +8,7 @@ PERIOD_S = 0.05
 
 @contextlib.contextmanager
 def slowed(task, share):
-    """Inside, stops and resumes the process of a task by turns, so that it runs ``share`` of the time."""
+    """Inside, stops and resumes the process of a task alternately, so that it runs ``share`` of the time."""
     is_over = threading.Event()
 
     def run():

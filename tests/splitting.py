@@ -1,4 +1,4 @@
-"""Runs a program over a whole batch as replicas run it that have some of the rows each."""
+"""Runs a program over a global batch like replicas that each have some of the rows."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def garbage(dtype):
 
 
 def held(array, sizes):
-    """What the replicas hold of an array, one after the other: as many rows each, garbage where there are less."""
+    """The parts of an array that replicas hold, one after the other: equally many rows each, with garbage as padding."""
     array = np.asarray(array)
     parts = np.split(array, np.cumsum(sizes)[:-1])
     padded = np.full((len(sizes), max(sizes), *array.shape[1:]), garbage(array.dtype), array.dtype)
@@ -37,7 +37,8 @@ def held(array, sizes):
 
 
 def run_by_rows(function, whole, batch, sizes):
-    """The results of the split program, as replica 0 has them; all are checked to have the same. And how often it sums."""
+    """The results of the split program on replica 0; the test checks that all replicas have the same. Also returns the
+    number of sums."""
     plan, flat = plan_of(function, whole, batch, sizes)
     num_whole = len(jax.tree_util.tree_leaves(whole))
     mesh = Mesh(np.array(jax.devices()[: len(sizes)]), ("replica",))

@@ -1,4 +1,4 @@
-"""Connections to stores of this process, in place of those to parameter servers."""
+"""Connections to stores of this process, which replace those to parameter servers."""
 
 from collections import deque
 
@@ -29,7 +29,7 @@ class StoreConnector:
 
 
 class StoreConnection:
-    """A connection to a store of this process. Arrays and errors come as they come from another process."""
+    """A connection to a store of this process. Arrays and errors arrive as from another process."""
 
     def __init__(self, store, task):
         self._store, self._task = store, task

@@ -1,4 +1,4 @@
-"""An optimizer's update of a table, as a program of all its rows and of some: what parameter servers do with rows."""
+"""An optimizer's update of a table, as a program of all its rows and of some rows: the updates of parameter servers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _STEPS = (0, 1, 7, 1000)
 class TableUpdate:
     """An optimizer's update of one table, traced for some rows of it.
 
-    What Python made of the number of rows while tracing (``value.shape[0]``) is that of the trace.
+    Numbers that Python computes from the number of rows while tracing (``value.shape[0]``) are those of the trace.
 
     Attributes:
-      closed: The closed jaxpr. What has rows has them on axis 0, all as many.
+      closed: The closed jaxpr. Operands with rows have them on axis 0, all equally many.
       has_rows: For each operand, whether it has the table's rows: the table, its slots, the gradient.
-      table: Position of the table among the operands.
-      gradient: Position of the gradient.
+      table: The position of the table among the operands.
+      gradient: The position of the gradient.
       written: For each result, the position of the operand whose new value it is.
     """
 
@@ -50,7 +50,7 @@ class TableUpdate:
 
 
 def find_mixing(update: TableUpdate) -> Mixing | None:
-    """The first operation that mixes rows; None: the update is row-parallel."""
+    """The first operation that mixes rows; None if the update is row-parallel."""
     jaxpr, consts = jax_compat.inner_jaxpr(update.closed)
     program = FlatProgram(jaxpr, consts, is_call)
     inputs = zip(program.inputs, update.has_rows, strict=True)
@@ -59,12 +59,12 @@ def find_mixing(update: TableUpdate) -> Mixing | None:
 
 
 def is_lazy_equal_dense(update: TableUpdate, shared: Sequence[Any]) -> bool:
-    """Whether rows without a gradient stay as they are, so that leaving them out changes nothing.
+    """True if rows without a gradient stay unchanged, so that leaving them out changes nothing.
 
-    It is tried: on random rows with a gradient of 0, at several step counts.
+    The function tries random rows with a gradient of 0, at several step counts.
 
     Args:
-      update: It is evaluated; a few rows of a few columns are enough.
+      update: The update to evaluate; a few rows of a few columns are enough.
       shared: Values of the operands that have no rows. Integers among them count steps, and are varied.
     """
     with jax_compat.outside_traces():
@@ -85,8 +85,8 @@ def row_program(update: TableUpdate) -> RowProgram:
 
     Returns:
       A function of the state (the operands but the gradient, in order, with all rows of the shard), the rows' numbers
-      in the shard (int32, as many as rows were traced, none twice) and their gradients. It gives what the update
-      gives, with all rows of the shard. Numbers that no row has are padding: they change nothing.
+      in the shard (int32, as many as rows were traced, none twice) and their gradients. It returns the results of the
+      update, with all rows of the shard. Row numbers out of range are padding: they change nothing.
     """
 
     def run(state: Sequence[Any], ids: Any, gradient: Any) -> list[Any]:
@@ -104,7 +104,7 @@ def row_program(update: TableUpdate) -> RowProgram:
 
 
 def _resting(update: TableUpdate, shared: Sequence[Any], step: int) -> list[Any]:
-    """Operands with a gradient of 0. Slots are positive, for some are sums of squares."""
+    """Operands with a gradient of 0. Slots are positive, because some are sums of squares."""
     rng = np.random.default_rng(step)
     remaining = iter(shared)
     operands: list[Any] = []

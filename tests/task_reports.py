@@ -1,4 +1,4 @@
-"""What the tasks of a ``LocalCluster`` have reported, while they run."""
+"""The reports of the tasks of a ``LocalCluster``, while they run."""
 
 import time
 
@@ -9,12 +9,12 @@ def latest(task, name):
 
 
 def count(task, name):
-    """How often there was one."""
+    """The number of reports."""
     return sum(name in report for report in task.reports)
 
 
 def wait_for_count(task, name, number, within_s):
-    """Waits until there have been as many; the task has to run meanwhile."""
+    """Waits until there are that many; the task must run meanwhile."""
     deadline = time.monotonic() + within_s
     while count(task, name) < number:
         assert task.is_running, "\n".join(task.output[-30:])

@@ -1,4 +1,4 @@
-"""A terminal, as much of one as progress bars use: carriage return, backspace, colours, and lines that wrap like xterm's."""
+"""A simple terminal for progress bars: carriage return, backspace, colours, and lines that wrap like xterm's."""
 
 import re
 
@@ -6,7 +6,7 @@ _TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n\b]|[^\x1b\r\n\b]")
 
 
 class Terminal:
-    """Lines on a screen so wide, and without an end below.
+    """Lines of a screen of this width, without a bottom.
 
     A character in the last column leaves the cursor there; only the next one goes to the next line.
     """

@@ -1,4 +1,4 @@
-"""``rx.is_chief``: one process of each job, whatever describes the cluster."""
+"""``rx.is_chief``: one process of each job, for every description of the cluster."""
 
 import json
 import subprocess
@@ -80,7 +80,7 @@ def test_one_process_of_a_launcher_is_the_chief(monkeypatch, launcher):
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_resolver_that_a_strategy_is_given_counts(job):
+def test_resolver_of_a_strategy_counts(job):
     cluster, others, expected = JOBS[job]
     found = []
     for kind, index in tasks(cluster, others):
@@ -102,7 +102,7 @@ def test_strategies_of_one_process_change_nothing(monkeypatch):
     assert not rx.is_chief()
 
 
-def test_what_jax_was_told_counts(monkeypatch):
+def test_configuration_of_jax_counts(monkeypatch):
     monkeypatch.setattr(chief, "_number_for_jax", lambda: 1)
     assert not rx.is_chief()
 

@@ -1,4 +1,4 @@
-"""Which strategy is current, and in which context the caller is: scopes, the global strategy, threads."""
+"""The current strategy, and the context of the caller: scopes, the global strategy, threads."""
 
 import threading
 
@@ -25,7 +25,7 @@ def no_global_strategy():
     rx.experimental_set_strategy(None)
 
 
-def test_outside_of_every_scope():
+def test_outside_every_scope():
     assert not rx.has_strategy()
     assert not rx.in_cross_replica_context()
     context = rx.get_replica_context()
@@ -75,7 +75,7 @@ def test_the_global_strategy_is_seen_by_other_threads(strategy):
     assert seen == [strategy]
 
 
-def test_threads_have_scopes_of_their_own(strategy, other):
+def test_threads_have_separate_scopes(strategy, other):
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def work():
@@ -95,7 +95,7 @@ def test_threads_have_scopes_of_their_own(strategy, other):
     assert seen == [other]
 
 
-def test_leaving_scopes_gives_back_the_outer_one(strategy):
+def test_leaving_a_scope_restores_the_outer_one(strategy):
     with strategy.scope():
         with pytest.raises(errors.MixedStrategiesError), rx.MirroredStrategy(["cpu:3"]).scope():
             pass
@@ -132,7 +132,7 @@ def test_merge_call_is_cross_replica_context(strategy):
     assert seen == [(True, None, True, "text", 5), True]
 
 
-def test_a_stand_in_is_for_one_strategy_and_one_thread_and_leaves_nothing(strategy, other):
+def test_stand_in_affects_one_strategy_and_one_thread(strategy, other):
     own = strategy.topology
     parts, inner = other.parts, rx.OneDeviceStrategy("cpu:3").parts
     elsewhere = []

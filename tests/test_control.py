@@ -1,4 +1,4 @@
-"""``rx.cond`` threads assignments through a condition; ``rx.assert_same`` vouches."""
+"""``rx.cond`` passes assignments through a condition; ``rx.assert_same`` declares values equal."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_branches_may_assign_different_variables(strategy):
     assert (float(a.value), float(b.value)) == (2.0, 3.0)
 
 
-def test_a_branch_sees_what_was_assigned_before_and_after_it_is_seen(strategy):
+def test_branch_sees_earlier_assignments_and_later_code_sees_its_own(strategy):
     with strategy.scope():
         v = rx.Variable(1.0)
 
@@ -106,7 +106,7 @@ def test_a_gradient_goes_through_a_condition(strategy):
     assert [float(strategy.experimental_local_results(r)[0]) for r in results] == [6.0, 1.0]
 
 
-def test_a_condition_that_differs_is_refused_where_a_branch_communicates(strategy):
+def test_varying_condition_with_a_collective_in_a_branch_raises(strategy):
     with strategy.scope():
         v = rx.Variable(0.0, aggregation="SUM")
 
@@ -118,7 +118,7 @@ def test_a_condition_that_differs_is_refused_where_a_branch_communicates(strateg
     assert float(v.value) == 0.0
 
 
-def test_a_condition_that_differs_is_refused_where_a_branch_assigns_a_mirrored_variable(strategy):
+def test_varying_condition_that_assigns_a_mirrored_variable_raises(strategy):
     with strategy.scope():
         v = rx.Variable(0.0, name="steps")
 

@@ -22,7 +22,7 @@ MODULES = sorted(
 
 
 class Finder(doctest.DocTestFinder):
-    """Finds what a module defines, also classes that say their public module, and methods that are wrapped."""
+    """Finds the objects that a module defines, also classes that show their public module, and wrapped methods."""
 
     def _from_module(self, module, object):
         if inspect.isclass(object):

@@ -26,7 +26,7 @@ class TorchDtype:
 
 
 @pytest.mark.parametrize("name", ["float32", "int32", "bool", "bfloat16", "float8_e4m3fn", "uint8"])
-def test_dtypes_of_other_libraries_are_understood(name):
+def test_dtypes_of_other_libraries_are_accepted(name):
     assert as_dtype(TensorFlowDtype(name)) == jnp.dtype(name)
     assert as_dtype(TorchDtype(f"torch.{name}")) == jnp.dtype(name)
 
@@ -44,7 +44,7 @@ def test_the_dtype_of_random_keys_is_left_to_jax():
 
 
 @pytest.mark.parametrize("dtype", [TensorFlowDtype("int16"), TorchDtype("torch.int16")], ids=repr)
-def test_a_dtype_of_another_library_is_accepted_where_one_is(dtype, tmp_path):
+def test_dtype_of_another_library_is_accepted_by_every_function(dtype, tmp_path):
     assert rx.Variable(1, dtype=dtype).dtype == jnp.int16
     sizes = rx.experimental.partitioners.MaxSizePartitioner(max_shard_bytes=4)(shape=(4, 1), dtype=dtype)
     assert sizes == [2, 1]

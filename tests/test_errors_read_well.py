@@ -1,7 +1,7 @@
-"""Bad input gets an error of the right type that says what was got, what is allowed and what to do.
+"""Bad input raises an error of the right type that says what it got, what is allowed and what to do.
 
-Each test reads the message as a person would, and looks that nothing was lost: the contexts are clean, the
-state is as it was, and the next call works.
+Each test reads the message, and checks that nothing was lost: the contexts are clean, the state is unchanged, and the
+next call works.
 """
 
 import os
@@ -38,7 +38,7 @@ def contexts_are_clean_afterwards(request):
     assert rx.get_replica_context() is not None
 
 
-def test_what_a_dataset_without_batches_says_is_the_same_in_another_process():
+def test_error_of_an_unbatched_dataset_is_the_same_in_another_process():
     with pytest.raises(errors.UnbatchedDatasetError) as found:
         iter(rx.MirroredStrategy(2).experimental_distribute_dataset([np.float32(1)])).get_next()
     assert str(found.value).count("Call the `batch` method") == 1
@@ -115,7 +115,7 @@ def test_a_device_of_a_kind_that_this_jax_does_not_have_names_the_package_to_ins
 
 
 @pytest.mark.parametrize("number", [0, -1, 9])
-def test_numbers_of_devices_that_there_are_not(number):
+def test_unavailable_numbers_of_devices(number):
     for make in (
         lambda: rx.MirroredStrategy(number),
         lambda: rx.MirroredStrategy(num_devices=number),
@@ -139,7 +139,7 @@ def test_devices_that_are_neither_names_nor_a_number():
 
 
 @pytest.mark.parametrize("args", [3, "x", {"x": 1}, None], ids=repr)
-def test_args_are_no_list(strategy, args):
+def test_args_must_be_a_list(strategy, args):
     message(
         errors.InvalidArgumentError,
         lambda: strategy.run(lambda x: x, args=args),
@@ -182,7 +182,7 @@ def test_arguments_that_do_not_fit_the_function(strategy, wrap):
         strategy.run(lambda x: x + "text", args=(jnp.ones(2),))
 
 
-def test_an_axis_that_is_not_that_of_the_replicas(strategy):
+def test_unknown_axis_name(strategy):
     with pytest.raises(NameError, match="batch") as caught:
         strategy.run(lambda x: jax.lax.psum(x, "batch"), args=(jnp.ones(2),))
     assert any("'replica'" in note for note in caught.value.__notes__)
@@ -211,7 +211,7 @@ def test_reduce_without_an_axis(strategy):
         ("worker_devices", "strategy.extended.worker_devices"),
     ],
 )
-def test_a_name_that_a_strategy_does_not_have(strategy, name, meant):
+def test_unknown_name_on_a_strategy(strategy, name, meant):
     message(AttributeError, lambda: getattr(strategy, name), repr(name), f"Did you mean {meant}")
     assert not hasattr(strategy, name)
 
@@ -378,7 +378,7 @@ def test_reduce_of_other_things(strategy):
     )
 
 
-def test_gather_of_what_cannot_be_joined(strategy):
+def test_gather_of_incompatible_values(strategy):
     reduction = errors.ReductionError
     values = values_of(strategy)
     scalars = strategy.run(lambda x: x[0], (values,))
@@ -398,7 +398,7 @@ def test_gather_of_what_cannot_be_joined(strategy):
     )
 
 
-def test_collectives_of_what_cannot_be_reduced(strategy):
+def test_collectives_of_irreducible_values(strategy):
     def all_reduce(value):
         return lambda: strategy.run(lambda: rx.get_replica_context().all_reduce("SUM", value))
 
@@ -463,7 +463,7 @@ def test_per_replica_given_to_jax(strategy, use):
 @pytest.mark.parametrize(
     "kind", [keras.optimizers.SGD, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
 )
-def test_gradients_of_replicas_given_to_an_optimizer_outside_of_run(strategy, kind, give):
+def test_gradients_of_replicas_given_to_an_optimizer_outside_run(strategy, kind, give):
     with strategy.scope():
         variable, optimizer = keras.Variable(np.ones(1000, "float32")), kind()
     gradient = strategy.run(lambda x: jnp.sum(x) * jnp.ones(1000), (values_of(strategy),))
@@ -484,7 +484,7 @@ def test_large_values_are_described_not_printed(strategy):
     assert "array(" not in text
 
 
-def test_unreplicate_of_what_differs(strategy):
+def test_unreplicate_of_varying_values(strategy):
     message(
         errors.PerReplicaUseError, lambda: strategy.unreplicate({"x": values_of(strategy)}), "2 components"
     )
@@ -530,7 +530,7 @@ def test_iterating_a_dataset_in_a_replica_function(strategy):
     )
 
 
-def test_collectives_outside_of_a_replica_function(strategy):
+def test_collectives_outside_a_replica_function(strategy):
     with strategy.scope():
         assert rx.get_replica_context() is None  # so that calling all_reduce on it cannot be missed
     message(
@@ -723,7 +723,7 @@ ASSIGNMENTS = {
 
 @pytest.mark.parametrize("way", ["run", "function"])
 @pytest.mark.parametrize("method", ASSIGNMENTS)
-def test_a_variable_made_outside_of_every_scope_is_not_assigned_by_replicas(strategy, method, way):
+def test_a_variable_made_outside_every_scope_is_not_assigned_by_replicas(strategy, method, way):
     v = rx.Variable([1.0, 1.0], name="counter", aggregation="SUM" if method == "assign_sub" else "NONE")
 
     def step():
@@ -745,7 +745,7 @@ def test_a_variable_made_outside_of_every_scope_is_not_assigned_by_replicas(stra
     assert v.numpy().tolist() == [1, 1]
 
 
-def test_a_variable_made_outside_of_every_scope_can_be_read_and_assigned_between_steps(strategy):
+def test_a_variable_made_outside_every_scope_can_be_read_and_assigned_between_steps(strategy):
     v, k = rx.Variable(1.0), keras.Variable(1.0)
 
     @rx.function
@@ -1011,7 +1011,7 @@ def test_base_exceptions_leave_contexts_clean(strategy):
     assert float(strategy.reduce("SUM", strategy.run(lambda: jnp.float32(1)), axis=None)) == 2.0
 
 
-# --- in processes of their own ------------------------------------------------------------------------
+# --- in separate processes ----------------------------------------------------------------------------
 
 
 def in_process(program, **environment):
@@ -1048,7 +1048,7 @@ print(rx.MirroredStrategy().num_replicas_in_sync)
     assert count == "1"
 
 
-def test_device_count_that_is_none():
+def test_invalid_device_count():
     for value in (0, -1, 2.0, True, "2"):
         message(
             errors.DeviceError,
@@ -1125,7 +1125,7 @@ def test_unbatched_arrays(strategy):
 
 
 @pytest.mark.parametrize("dataset", [np.ones(4), {"x": np.ones(4)}, "rows", 3, None, lambda: [np.ones(4)]])
-def test_what_is_no_dataset(strategy, dataset):
+def test_invalid_datasets(strategy, dataset):
     message(
         errors.UnsupportedSourceError,
         lambda: strategy.experimental_distribute_dataset(dataset),
@@ -1133,7 +1133,7 @@ def test_what_is_no_dataset(strategy, dataset):
     )
 
 
-def test_what_has_been_distributed(strategy):
+def test_already_distributed_dataset(strategy):
     dataset = strategy.experimental_distribute_dataset([np.ones(4)])
     for given in (dataset, iter(dataset)):
         message(

@@ -1,4 +1,4 @@
-"""The error where an optional package is missing: what to install, and the extra of replicax."""
+"""The error for a missing optional package: the packages to install, and the extra of replicax."""
 
 import sys
 
@@ -20,7 +20,7 @@ def test_the_packages_to_install_come_first():
     )
 
 
-def test_only_what_is_missing_is_to_be_installed(monkeypatch):
+def test_only_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     assert [package.name for package in missing_packages("ps")] == ["xxhash"]
     assert "pip install xxhash (the extra replicax[ps])" in str(missing_extra("This", "ps"))
@@ -32,7 +32,7 @@ def test_only_what_is_missing_is_to_be_installed(monkeypatch):
     assert "xxhash" not in str(missing_extra("This", "ps", "cloudpickle"))
 
 
-def test_what_is_installed_and_damaged_is_installed_again():
+def test_damaged_package_is_reinstalled():
     assert str(missing_extra("This", "optax")).startswith(
         "This needs optax, which cannot be imported. Run: pip install optax"
     )

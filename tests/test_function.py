@@ -73,7 +73,7 @@ def test_options_of_tensorflow_are_accepted():
     assert float(rx.function(lambda x: x, input_signature=None)(1.0)) == 1.0
 
 
-def test_what_it_refuses():
+def test_unsupported_arguments():
     with pytest.raises(errors.InvalidArgumentError, match=r"'jit'.*input_signature"):
         rx.function(jit=True)
     with pytest.raises(errors.InvalidArgumentError, match="decorates a function, got 3"):
@@ -117,7 +117,7 @@ async def waiting(x):
     ],
     ids=["generator", "coroutine", "text", "date"],
 )
-def test_what_a_function_cannot_return_is_said(strategy, fn, says):
+def test_unsupported_results_raise(strategy, fn, says):
     x = np.float32(1.0)
     for call in (
         lambda: strategy.run(fn, (x,)),
@@ -171,7 +171,7 @@ class Logged:
     ],
     ids=["method", "classmethod", "decorated", "in an object"],
 )
-def test_strategies_run_the_method_of_an_object_and_what_stands_around_it(strategy, fn, expected):
+def test_strategies_run_a_method_and_its_surrounding_code(strategy, fn, expected):
     assert local(strategy, strategy.run(fn, (jnp.float32(3.0),)))[0] == expected
     on_servers = servers(1)
     closure = on_servers.closures.prepare(fn, (np.float32(3.0),))
@@ -324,7 +324,7 @@ def test_everything_at_once(strategy):
     assert order == ["before", "replica", "merge"]  # traced once
 
 
-def test_metrics_and_optimizers_outside_of_run(strategy):
+def test_metrics_and_optimizers_outside_run(strategy):
     with strategy.scope():
         metric = keras.metrics.Mean()
         kernel = keras.Variable(np.ones(2, np.float32))
@@ -477,7 +477,7 @@ def test_a_loop_over_a_dataset_in_the_closure(two, caplog):
     assert sum("loops over" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_state_is_as_before_when_the_loop_was_found_late(two):
+def test_state_is_unchanged_if_a_loop_is_found_late(two):
     dataset = two.experimental_distribute_dataset([np.ones(2, np.float32)])
     with two.scope():
         v = rx.Variable(0.0)
@@ -529,7 +529,7 @@ def test_two_strategies_in_one_function(two):
     assert float(rx.function(lambda: w + k)()) == 2.0
 
 
-def test_variables_made_outside_go_with_any_strategy(two):
+def test_variables_made_outside_work_with_any_strategy(two):
     outside = rx.Variable(1.0)
     with two.scope():
         v = rx.Variable(1.0)
@@ -583,7 +583,7 @@ def test_replica_context_calls_in_cross_replica_code(two):
         rx.function(lambda: rx.nn.compute_average_loss(jnp.ones(2)))()
 
 
-def test_a_per_replica_value_is_no_number_inside(two):
+def test_per_replica_value_is_not_a_number_inside(two):
     values = per_replica(two, 1.0, 2.0)
     for use in (lambda v: v + 1, lambda v: jnp.sum(v), lambda v: v[0]):
         with pytest.raises(errors.PerReplicaUseError, match=r"strategy\.reduce"):
@@ -600,7 +600,7 @@ def test_arrays_that_leaked_out(strategy):
 
 @pytest.mark.parametrize("num_rows", [6, 5, 2])
 @pytest.mark.parametrize("is_closed_over", [False, True])
-def test_code_that_only_computes_with_a_strategys_values_runs_where_they_are(num_rows, is_closed_over):
+def test_code_on_a_strategys_values_runs_on_their_devices(num_rows, is_closed_over):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     (batch,) = strategy.experimental_distribute_dataset([(np.ones((num_rows, 2)), np.arange(num_rows))])
 

@@ -12,7 +12,7 @@ def test_by_argument_like_jax():
     assert (float(value), float(gradient)) == (18.0, 12.0)
 
 
-def test_by_several_arguments_and_nests():
+def test_by_several_arguments_and_pytrees():
     def loss(params, scale):
         return scale * jnp.sum(params["w"] ** 2)
 

@@ -1,4 +1,4 @@
-"""What replicax changes in JAX."""
+"""replicax's changes to JAX."""
 
 import ast
 import os
@@ -16,8 +16,8 @@ from checks import in_a_process_of_its_own, message
 from replicax._src import jax_compat, jax_compat_names
 
 
-def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
-    """Who is killed while writing it leaves what was there before; what was damaged is replaced."""
+def test_cached_program_is_complete_or_absent(tmp_path, monkeypatch):
+    """A process killed while writing it leaves the old file; a damaged file is replaced."""
 
     def killed(path, data):
         with open(path, "wb") as file:
@@ -46,7 +46,7 @@ def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypat
 @pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_copies_share_no_buffer(is_replicated, size):
-    """Programs donate the copies; whoever holds the array must not see it change."""
+    """Programs donate the copies; a holder of the array must not see it change."""
     value = jnp.arange(size, dtype=jnp.float32)
     if is_replicated:
         mesh = jax.sharding.Mesh(jax.devices()[:2], ("replica",))
@@ -65,7 +65,7 @@ def test_a_copy_of_a_numpy_array_shares_no_memory():
     assert copy[0, 0] == 1
 
 
-# What jax_compat.py does without: an older JAX's, names that it looks for, and those of one function, imported there.
+# Names that jax_compat.py can miss: an older JAX's, names that it looks for, and those that one function imports.
 NOT_NEEDED = {"jax.core.eval_jaxpr", "jax.__version__"}
 IN_FUNCTIONS = (
     "jax._src.compilation_cache",
@@ -76,7 +76,7 @@ IN_FUNCTIONS = (
 
 
 def used_names():
-    """The dotted names of JAX that stand in jax_compat.py."""
+    """The dotted names of JAX in jax_compat.py."""
     tree = ast.parse(pathlib.Path(jax_compat.__file__).read_text())
     imported = {}
     for node in ast.walk(tree):

@@ -1,4 +1,5 @@
-"""Which backend Keras takes, what replicax says if that is not JAX, and that people without Keras see nothing of it."""
+"""The backend that Keras selects, replicax's message if that is not JAX, and that programs without Keras are not
+affected."""
 
 import json
 import os
@@ -45,7 +46,7 @@ def test_keras_takes_the_same(tmp_path, environment, file):
         assert done.stdout.strip() == expected
 
 
-def test_what_needs_keras_says_what_to_write(monkeypatch):
+def test_code_that_needs_keras_says_what_to_write(monkeypatch):
     check_keras("This")
     wrong = KerasBackend("tensorflow", "KERAS_BACKEND is not set")
     monkeypatch.setattr(keras_backend, "backend_now", lambda: wrong)
@@ -62,11 +63,11 @@ def test_what_needs_keras_says_what_to_write(monkeypatch):
 
 
 def without_backend(tmp_path):
-    """A process whose Keras would take TensorFlow, which is not installed."""
+    """A process whose Keras would select TensorFlow, which is not installed."""
     return {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)}
 
 
-def test_people_without_keras_see_nothing_of_it(tmp_path):
+def test_programs_without_keras_are_not_affected(tmp_path):
     program = """
     import os, sys
     before = dict(os.environ)

@@ -1,4 +1,4 @@
-"""Imports go only downwards, and importing replicax has no side effects. Read from the syntax trees."""
+"""Imports go only downwards, and importing replicax has no side effects. The tests read the syntax trees."""
 
 import ast
 import functools
@@ -12,8 +12,8 @@ import replicax as rx
 PACKAGE = Path(__file__).parents[1] / "src" / "replicax"
 PRIVATE = PACKAGE / "_src"
 
-# The folders of src/replicax/_src, and the files beside them, from the floor up. A file imports from its own row and from
-# those below; for type checkers alone it may import anything.
+# The folders of src/replicax/_src, and the files beside them, from the floor up. A file imports from its own row and
+# from those below; for type checkers it may import anything.
 LAYERS = (
     "errors options version dtypes extras user_code tracebacks public_names narrowing keras_backend program_guard "
     "coordination jax_compat_names jax_compat drawing",
@@ -77,9 +77,8 @@ def parsed(file: Path) -> ast.Module:
 def imports_of(file: Path, *, with_types: bool = True) -> frozenset[str]:
     """The dotted names that a file imports anywhere, ``from a import b`` as ``a.b``.
 
-    ``with_types=False`` leaves out what is imported only for type checkers. Modules that are imported by
-    name, with importlib inside a function, are not among them: these are the frameworks that the user
-    may not have imported.
+    ``with_types=False`` leaves out imports for type checkers. Modules that a function imports by name with importlib
+    are not included: these are frameworks that the user may not have imported.
     """
     names = set()
     nodes: list[ast.AST] = [parsed(file)]
@@ -174,13 +173,13 @@ def test_only_jax_compat_knows_jax_internals():
         assert not [name for name in imports_of(file) if name.startswith(("jax._src", "jaxlib"))], file
 
 
-def test_nothing_is_told_by_hasattr():
+def test_no_code_uses_hasattr():
     asking = [ids(file) for file in FILES if "hasattr(" in file.read_text()]
     assert not asking, "use isinstance; or getattr, where another version of a package lacks a name"
 
 
-def test_no_module_has_a_list_of_hooks_that_others_fill():
-    """What a framework does is in its ``Framework``; who reads a module sees what it calls."""
+def test_no_module_has_hooks_that_others_fill():
+    """A framework's actions are in its ``Framework``, so a reader of a module sees all that it calls."""
     lists = {
         f"{name_of(file)}:{node.target.id}"
         for file in FILES
@@ -214,7 +213,7 @@ def test_each_public_name_is_where_replicax_looks_for_it():
     assert set(rx.__all__) <= set(dir(rx))
 
 
-# The parts that start without JAX: the launcher and what is beside worker 0. And an attribute that is not there is none.
+# The parts that start without JAX: the launcher and what is beside worker 0. A missing attribute is none.
 WITHOUT_JAX = """
 import sys
 import replicax, replicax.__main__, replicax._src.cluster.service, replicax._src.coordination
@@ -229,7 +228,7 @@ assert not replicax.has_strategy()
 """
 
 
-def test_what_starts_often_starts_without_jax():
+def test_frequent_processes_start_without_jax():
     subprocess.run([sys.executable, "-c", WITHOUT_JAX], check=True, timeout=120)
 
 

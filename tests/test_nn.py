@@ -32,7 +32,7 @@ def test_sample_weights_and_a_given_batch_size(strategy):
     assert float(share.values[0]) == pytest.approx((1 + 2) * 2 / 10)
 
 
-def test_no_rows_are_no_loss():
+def test_no_rows_give_no_loss():
     assert float(rx.nn.compute_average_loss(np.zeros(0, "f"), global_batch_size=0)) == 0.0
 
 
@@ -59,7 +59,7 @@ def test_bad_arguments_say_what_to_do(arguments, error, words):
         rx.nn.compute_average_loss(**arguments)
 
 
-def test_outside_of_replica_context_a_batch_size_is_needed(strategy):
+def test_batch_size_is_needed_outside_replica_context(strategy):
     with strategy.scope():
         assert float(rx.nn.compute_average_loss(np.ones(4, "f"), global_batch_size=8)) == 0.5
         with pytest.raises(rx.errors.ReplicaContextError, match="global_batch_size"):

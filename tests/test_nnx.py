@@ -102,7 +102,7 @@ def test_dropout_differs_between_replicas_and_advances():
     assert not np.array_equal(first[0], second[0])
 
 
-def test_gradients_that_were_not_summed_are_an_error_and_the_module_is_left_alone():
+def test_unsummed_gradients_raise_and_do_not_change_the_module():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     model, optimizer = make()
     before = [np.asarray(v) for v in jax.tree_util.tree_leaves(nnx.state(model))[:1]]
@@ -112,7 +112,7 @@ def test_gradients_that_were_not_summed_are_an_error_and_the_module_is_left_alon
     np.testing.assert_array_equal(before[0], after[0])
 
 
-def test_donation_beside_a_module_is_refused_and_nothing_is_given_away():
+def test_donation_beside_a_module_raises_and_donates_nothing():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     model, _ = make()
     state = strategy.replicate(np.ones((2, 3), "f"))
@@ -121,7 +121,7 @@ def test_donation_beside_a_module_is_refused_and_nothing_is_given_away():
     assert np.asarray(state).tolist() == np.ones((2, 3)).tolist()
 
 
-def test_a_module_that_is_closed_over_and_differentiated_is_to_be_an_argument():
+def test_closed_over_module_must_be_an_argument():
     model, strategy = Net(nnx.Rngs(0)), rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(ValueError, match="different trace level") as caught:
         strategy.run(lambda x: nnx.grad(lambda m: jnp.sum(m(x)))(model), (X,))

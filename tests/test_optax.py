@@ -50,13 +50,13 @@ def test_the_same_parameters_as_one_device(num_replicas, reduce_first):
     np.testing.assert_allclose(several["b"], one["b"], rtol=1e-5)
 
 
-def test_a_forgotten_aggregation_is_noticed():
+def test_forgotten_aggregation_is_detected():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(rx.errors.PerReplicaUseError):
         train(strategy, lambda: optax.sgd(0.1))
 
 
-def test_outside_of_run_it_changes_nothing():
+def test_outside_run_it_changes_nothing():
     optimizer = rx.optax.aggregate_gradients()
     gradients = {"w": np.ones(2, "f")}
     updates, _ = optimizer.update(gradients, optimizer.init(gradients))

@@ -20,7 +20,7 @@ def test_members_are_known_by_name_in_any_case(enum):
 
 @pytest.mark.parametrize("enum", ENUMS)
 @pytest.mark.parametrize("value", ["MAX", "", None, 0, 1.5])
-def test_other_values_are_refused_with_the_list_of_what_is_allowed(enum, value):
+def test_other_values_raise_with_the_allowed_ones(enum, value):
     with pytest.raises(InvalidArgumentError) as caught:
         enum.parse(value)
     assert f"{value!r} is not a valid {enum.__name__}" in str(caught.value)

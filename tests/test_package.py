@@ -1,4 +1,4 @@
-"""What goes to the package index: the metadata, the links of the README, and what is in the wheel and in the source archive."""
+"""The contents of a release: the metadata, the links of the README, the wheel and the source archive."""
 
 import email.parser
 import itertools
@@ -26,7 +26,7 @@ def required(requirements):
 
 
 def test_messages_name_the_packages_that_extras_install():
-    """What an extra of the table installs; the other extras are for developers, or groups of these."""
+    """The packages of an extra of the table; the other extras are for developers, or groups of these."""
     optional = PROJECT["optional-dependencies"]
     assert set(optional) - set(EXTRAS) == {"all", "dev", "examples", "test"}
     for extra, packages in EXTRAS.items():
@@ -97,8 +97,8 @@ def test_links_in_code_stay_and_each_picture_of_a_set_is_found():
     )
 
 
-def test_links_of_the_readme_work_where_it_stands_alone(metadata):
-    """Those of files of the repository lead into it, and to files that are there."""
+def test_links_of_the_readme_work_on_the_package_index(metadata):
+    """Links to files of the repository lead into it, and to existing files."""
     assert metadata["Description-Content-Type"] == "text/markdown"
     text = re.sub(r"^```.*?^```", "", metadata.get_payload(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href|srcset)="([^"]+)', text)
@@ -114,7 +114,7 @@ def test_links_of_the_readme_work_where_it_stands_alone(metadata):
 
 
 @pytest.mark.rest
-def test_the_wheel_holds_the_package_alone(wheel):
+def test_wheel_contains_only_the_package(wheel):
     names = wheel.namelist()
     assert {name.partition("/")[0] for name in names} == {"replicax", f"replicax-{rx.__version__}.dist-info"}
     assert "replicax/py.typed" in names

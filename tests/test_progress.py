@@ -1,4 +1,4 @@
-"""Programs that take long to compile are told of: what, and how long it took; by the first process, on lines of their own."""
+"""Programs that compile slowly are announced, with their name and time, by the first process, on separate lines."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ LIMIT_S = 120
 
 @pytest.fixture(autouse=True)
 def speaking(monkeypatch):
-    """As in a process of its own: strategies that other tests have made may have given this one a role."""
+    """As in a separate process: strategies of other tests may have given this one a role."""
     monkeypatch.setattr(chief, "_roles", [])
     monkeypatch.delenv("REPLICAX_PROGRESS", raising=False)
 
@@ -45,7 +45,7 @@ def strategy():
 
 
 def slowly(value):
-    """Takes its time while it is traced, and none when it runs."""
+    """Takes time while it is traced, and none when it runs."""
     time.sleep(SLOW_S)
     return value + 1
 
@@ -108,7 +108,7 @@ def predict(strategy):
 
 
 @pytest.mark.parametrize("make", [run, function, run_steps, fit, predict])
-def test_what_is_compiled_is_told_once(make, strategy, soon, capsys):
+def test_compilation_is_announced_once(make, strategy, soon, capsys):
     call, name = make(strategy)
     capsys.readouterr()
     call()
@@ -120,7 +120,7 @@ def test_what_is_compiled_is_told_once(make, strategy, soon, capsys):
     assert lines_of(capsys) == [], "a step that is compiled says nothing"
 
 
-def test_a_plan_is_told(strategy, soon, capsys):
+def test_plan_is_announced(strategy, soon, capsys):
     strategy.plan(slowly, (jnp.ones(()),), topology="cpu:2")
     said, took = lines_of(capsys)
     assert said == "replicax: planning slowly for cpu:2 …"
@@ -135,7 +135,7 @@ def test_work_inside_work_is_a_part_of_it(soon, capsys):
     assert [line.split()[2] for line in lines_of(capsys)] == ["outer", "outer"]
 
 
-def test_what_is_quick_is_not_told_and_leaves_no_thread(capsys):
+def test_quick_work_is_not_announced_and_leaves_no_thread(capsys):
     with progress.compiling("step", 2):
         assert [t.name for t in threading.enumerate()].count("replicax progress") == 1
     deadline = time.monotonic() + 5
@@ -145,7 +145,7 @@ def test_what_is_quick_is_not_told_and_leaves_no_thread(capsys):
     assert lines_of(capsys) == []
 
 
-def test_after_an_error_nothing_more_is_told(soon, capsys):
+def test_nothing_is_announced_after_an_error(soon, capsys):
     @progress.compiling("step", 2)
     def fail():
         time.sleep(SLOW_S)
@@ -159,7 +159,7 @@ def test_after_an_error_nothing_more_is_told(soon, capsys):
     assert lines_of(capsys)[0] == "replicax: compiling another …"
 
 
-def test_the_dataset_loop_in_a_function_is_no_compilation(strategy, soon, capsys):
+def test_dataset_loop_in_a_function_is_not_announced_as_compilation(strategy, soon, capsys):
     dataset = strategy.experimental_distribute_dataset(
         rx.data.from_arrays(np.ones((4, 1), "float32")).batch(2)
     )
@@ -192,7 +192,7 @@ def test_quiet(how, soon, capsys, monkeypatch):
     assert lines_of(capsys) == []
 
 
-def test_an_environment_that_is_wrong_silences_nobody(monkeypatch, capsys):
+def test_invalid_environment_does_not_silence_progress(monkeypatch, capsys):
     monkeypatch.setenv("TF_CONFIG", "{")
     assert progress.say("hello")
     assert lines_of(capsys) == ["replicax: hello"]
@@ -234,7 +234,7 @@ print("the end")
 
 
 def on_terminal(script, columns):
-    """What stands on a terminal's lines when a script has ended."""
+    """The text on a terminal's lines when a script has ended."""
     ours, its = pty.openpty()
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "JAX_PLATFORMS": "cpu"}
@@ -296,7 +296,7 @@ def test_a_terminal_without_a_size_gets_a_new_line(soon, monkeypatch, capsys):
     assert capsys.readouterr().err == "replicax: hello\n"
 
 
-def test_users_own_jit_is_not_told(soon, capsys):
+def test_users_jit_is_not_announced(soon, capsys):
     jax.jit(slowly)(1.0)
     assert lines_of(capsys) == []
 

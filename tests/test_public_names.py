@@ -1,4 +1,4 @@
-"""Public classes and functions say the name that users write, and modules list no other."""
+"""Public classes and functions show the name that users write, and modules list no other."""
 
 import importlib
 import inspect
@@ -42,7 +42,7 @@ def names_of(module):
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_classes_and_functions_say_a_public_name(path):
+def test_classes_and_functions_show_a_public_name(path):
     module = importlib.import_module(path)
     for name, value in names_of(module):
         if not (inspect.isclass(value) or inspect.isfunction(value)):
@@ -60,7 +60,7 @@ def test_dir_lists_public_names_only(path):
     assert dir(module) == sorted(module.__all__)
 
 
-def test_errors_say_replicax_errors_where_they_are_raised_first():
+def test_errors_show_replicax_errors_when_first_raised():
     script = "import replicax as rx\nrx.RunOptions(donate_args='x')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert "\nreplicax.errors.InvalidArgumentError: " in done.stderr
@@ -76,8 +76,9 @@ def test_annotations_are_found_though_a_class_names_its_public_module(cls):
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_no_class_shows_the_source_of_something_else(path):
-    """Python looks for a class in the file of the module that it names, which only has its name; its methods say where they are."""
+def test_no_class_shows_another_source(path):
+    """Python looks for a class in the file of the module that it names, which only re-exports it; its methods have the
+    right place."""
     for _, cls in names_of(importlib.import_module(path)):
         if inspect.isclass(cls) and cls.__module__.startswith("replicax"):
             with pytest.raises(OSError, match=r"not available|not find class"):

@@ -43,7 +43,7 @@ def test_a_name_without_an_index_is_the_first():
     assert resolve_device("cpu") is resolve_device("/device:CPU") is jax.devices("cpu")[0]
 
 
-def test_a_device_stands_for_itself():
+def test_device_object_is_accepted():
     device = jax.devices("cpu")[5]
     assert resolve_device(device) is device
     assert device_name(device) == "cpu:5"
@@ -52,7 +52,7 @@ def test_a_device_stands_for_itself():
 @pytest.mark.parametrize(
     "name", ["", "cpu:", "cpu:-1", "cpu:x", ":0", "cpu:0:1", "/job:x", None, 3, b"cpu:0"]
 )
-def test_what_is_no_name(name):
+def test_invalid_names(name):
     with pytest.raises(DeviceError):
         resolve_device(name)
 
@@ -92,7 +92,7 @@ def test_replicas_are_in_the_order_of_the_devices():
     }
 
 
-def test_central_storage_holds_variables_on_the_cpu_or_where_it_is_told():
+def test_central_storage_holds_variables_on_the_cpu_or_a_given_device():
     cpu = jax.devices("cpu")
     assert rx.CentralStorageStrategy(["cpu:2", "cpu:3"]).extended.parameter_devices == (cpu[0],)
     assert rx.CentralStorageStrategy(["cpu:2"]).extended.parameter_devices == (cpu[2],)
@@ -101,7 +101,7 @@ def test_central_storage_holds_variables_on_the_cpu_or_where_it_is_told():
     assert chosen.extended.worker_devices == (cpu[2], cpu[3])
 
 
-def test_setting_the_number_of_devices_that_there_are_is_no_error():
+def test_setting_the_current_number_of_devices_is_allowed():
     rx.config.set_local_devices(8)
     assert len(jax.local_devices()) == 8
 

@@ -84,7 +84,8 @@ def run(folder, program, **environment):
 
 
 def check(text, program, mark="# HERE"):
-    """Of a program, or of a traceback that begins a text: the line with the mark is the last one before the message."""
+    """The text of a program, or of a traceback at the start of a text: the line with the mark is the last one before
+    the message."""
     here = 1 + next(i for i, line in enumerate(program.splitlines()) if line.endswith(mark))
     lines = text.splitlines()
     end = next(i for i, line in enumerate(lines) if i and not line.startswith(" "))  # the message
@@ -193,8 +194,8 @@ def test_tracebacks_of_several_processes_are_short(program, failing, tmp_path):
 
 # --- notebooks ----------------------------------------------------------------------------------------
 
-# IPython shows the frames of ``sys.exc_info()`` in the code that it has run, and of what the error came from: each with the
-# lines around it.
+# IPython shows the frames of ``sys.exc_info()`` in its own code, and those of the causes, each with the lines around
+# it.
 CELLS = """
 import sys
 for name, cell in programs.items():
@@ -269,7 +270,7 @@ def test_an_error_that_the_caller_handles_keeps_its_frames():
     assert files_of(error) == files_of(error.__context__) == {__file__}
 
 
-def test_errors_pickle_and_keep_notes_and_what_they_came_from():
+def test_errors_pickle_with_notes_and_causes():
     error = raised()
     error.add_note("a note")
     again = pickle.loads(pickle.dumps(error))
@@ -305,7 +306,7 @@ def test_nothing_holds_an_error_after_it_was_caught():
     assert gone() is None
 
 
-def test_an_error_that_refuses_assignments_arrives_as_it_is():
+def test_error_that_rejects_attributes_is_raised_unchanged():
     @dataclasses.dataclass(frozen=True)
     class BadBatch(Exception):
         index: int

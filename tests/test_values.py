@@ -127,7 +127,7 @@ def test_as_pytrees(strategy, values, ragged):
     assert through_jit.values[1].tolist() == [10.0, 11.0]
 
 
-def test_copies_are_values_of_their_own(strategy):
+def test_copies_are_independent_values(strategy):
     options = rx.RunOptions(donate_args=(0,))
     state = strategy.replicate(jnp.ones(2))
     shallow, deep = copy.copy(state), copy.deepcopy(state)
@@ -172,7 +172,7 @@ def test_components_are_placed_one_per_device():
     assert [v.tolist() for v in value.values] == [[[1.0], [1.0]], [[0.0, 0.0, 0.0]]]
 
 
-def test_values_as_arguments_of_a_jitted_function_of_ones_own(strategy):
+def test_values_as_arguments_of_a_users_jitted_function(strategy):
     state = strategy.replicate(jnp.arange(3.0))
     assert float(jax.jit(lambda s: jnp.sum(s.array))(state)) == 3.0
 

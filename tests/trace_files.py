@@ -1,4 +1,4 @@
-"""Reads the traces of JAX's profiler: events, and the names that the operations of compiled programs have."""
+"""Reads the traces of JAX's profiler: events, and the names of operations of compiled programs."""
 
 import collections
 import pathlib
@@ -25,9 +25,9 @@ def events_in(path):
 def names_of_operations(path):
     """``{(program_id, operation): its full name}`` of all compiled programs in the file.
 
-    JAX's reader shows neither. Programs of one process have operations of the same short names, so each has its own.
-    The path through the messages: planes, event_metadata, value (whose name ends with the id of the program in brackets), stats,
-    the HloProto of a program, its module, computations, instructions.
+    JAX's reader shows neither. Programs of one process have operations with the same short names, so each has its own
+    dict. The path through the messages: planes, event_metadata, value (whose name ends with the id of the program in
+    brackets), stats, the HloProto of a program, its module, computations, instructions.
     """
     names = {}
     for metadata in inner_messages([path.read_bytes()], (1, 4, 2)):
@@ -43,14 +43,14 @@ def names_of_operations(path):
 
 
 def inner_messages(messages, numbers):
-    """What is found from ``messages`` along the fields with these ``numbers``."""
+    """The values found from ``messages`` along the fields with these ``numbers``."""
     for number in numbers:
         messages = [inner for message in messages for inner in fields(message)[number]]
     return messages
 
 
 def fields(message):
-    """The fields of a message that are strings, bytes or messages, by number; nothing of what is no message."""
+    """The fields of a message that are strings, bytes or messages, by number; nothing if it is not a message."""
     found = collections.defaultdict(list)
     try:
         parsed = empty_pb2.Empty.FromString(message)

@@ -1,7 +1,7 @@
-"""Measures what a reader of the code feels: ``make gates`` prints it as a table.
+"""Measures how hard the code is to read: ``make gates`` prints it as a table.
 
-Each row is one gate: what it counts, how much there is, how much there may be. The counts come from the files, or from
-a process that imports replicax and runs a program.
+Each row is one gate: what it counts, the count, and the limit. The counts come from the files, or from a
+process that imports replicax and runs a program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PRIVATE: Final = ROOT / "src" / "replicax" / "_src"
-# Parameter servers have a target of their own. What opens the front door was added after the target was set.
+# Parameter servers have their own target. The public modules were added after the target was set.
 PARAMETER_SERVERS: Final = ("parameter_servers/", "wire/")
 FRONT_DOOR: Final = (
     "migrate/",
@@ -55,9 +55,9 @@ class Gate:
     """One row of the table.
 
     Attributes:
-      what: What is counted.
-      now: How much there is, in the order of ``most``.
-      most: How much there may be.
+      what: The quantity that is counted.
+      now: The counts, in the order of ``most``.
+      most: The limits.
     """
 
     what: str
@@ -99,7 +99,7 @@ def gates() -> list[Gate]:
 
 
 def num_users(trees: dict[Path, ast.Module], name: str) -> int:
-    """In how many files a name of another module is used."""
+    """The number of files that use a name of another module."""
     return sum(any(getattr(node, "attr", None) == name for node in ast.walk(tree)) for tree in trees.values())
 
 
@@ -118,17 +118,18 @@ def calls_of(trees: dict[Path, ast.Module], name: str) -> Iterator[ast.Call]:
 
 
 def num_code_copies(trees: dict[Path, ast.Module]) -> int:
-    """Functions that are made of another function's code: ``FunctionType(...)``."""
+    """Functions made from another function's code: ``FunctionType(...)``."""
     return sum(1 for _ in calls_of(trees, "FunctionType"))
 
 
 def num_lowering_overrides(trees: dict[Path, ast.Module]) -> int:
-    """Lowering rules registered for a primitive that is not ours. Ours are made beside the call, as ``primitive``."""
+    """Lowering rules registered for a primitive that is not ours. Ours are made beside the call, as
+    ``primitive``."""
     return sum(ast.unparse(call.args[0]) != "primitive" for call in calls_of(trees, "register_lowering"))
 
 
 def private_names_of_jax(text: str) -> Iterator[str]:
-    """Names of ``jax._src`` in the list of what jax_compat.py uses that have no issue of JAX beside them."""
+    """Names of ``jax._src`` in the list of jax_compat.py without an issue of JAX beside them."""
     module = ""
     for line in text.splitlines():
         module = found[1] if (found := re.match(r'    "([\w.]+)": \(', line)) else module
@@ -144,7 +145,8 @@ def num_layer_rows() -> int:
 
 
 def num_own_words() -> int:
-    """Entries of the glossary under its heading for our own words; without that heading, all."""
+    """The number of entries of the glossary under its heading for our own words; without that heading, all
+    entries."""
     text = (ROOT / "docs/reference/glossary.md").read_text()
     own = re.split(r"^## .*\bour own\b.*$", text, flags=re.MULTILINE | re.IGNORECASE)[-1]
     return len(re.findall(r"^- \*\*", own.split("\n## ")[0], flags=re.MULTILINE))
@@ -177,7 +179,7 @@ def code_lines(text: str, tree: ast.Module) -> int:
 
 
 def probed() -> dict:
-    """What a process sees that imports replicax and runs a program: see ``probe``."""
+    """Counts in a process that imports replicax and runs a program: see ``probe``."""
     environment = os.environ | {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
         [sys.executable, __file__, "--probe"],
@@ -194,7 +196,7 @@ def probed() -> dict:
 
 
 def probe() -> dict:
-    """Runs a program in this process, and says what of it a reader would have to know."""
+    """Runs a program in this process, and counts what a reader would have to know."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 2)
@@ -249,7 +251,7 @@ def files_entered(call) -> set[str]:
 
 
 def attributes_of(package) -> dict[str, object]:
-    """What all classes and modules of ``package`` have, by dotted name."""
+    """All attributes of all classes and modules of ``package``, by dotted name."""
     found: dict[str, object] = {}
     prefix = package.__name__ + "."
     for name, module in list(sys.modules.items()):
@@ -269,13 +271,14 @@ def attributes_of(package) -> dict[str, object]:
 
 
 def patched_attributes(before: dict[str, object], after: dict[str, object]) -> set[str]:
-    """Attributes that are others now; ``result`` of all metrics is one, and so is a class among the bases of another."""
+    """Attributes that have changed; ``result`` of all metrics counts as one, and so does a class among the
+    bases of another."""
     changed = {name for name, value in after.items() if name in before and before[name] is not value}
     return {"metrics.result" if name.endswith(".result") else name for name in changed}
 
 
 def hook_lists() -> Iterator[str]:
-    """Empty lists in the text of our modules that have something callable in them once everything is imported."""
+    """Empty lists in the source of our modules that contain callables once everything is imported."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("replicax._src.") or getattr(module, "__file__", None) is None:
             continue

@@ -1,7 +1,7 @@
-"""Draws sentences of the sources and the pages at random, for a reader who marks those that must be read twice.
+"""Draws sentences of the sources and the pages at random; a reader marks those that must be read twice.
 
-``python tools/sentences.py --seed 7`` prints sixty, each with its place. At most three may be marked; a fresh seed gives a
-fresh draw.
+``python tools/sentences.py --seed 7`` prints sixty, each with its place. At most three may be marked; a new
+seed gives a new draw.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-NOT_PROSE: Final = re.compile(r"^\s*(>>>|\.\.\.|[-|#]|\w+:$)|```")
+NOT_PROSE: Final = re.compile(r"^\s*(>>>|\.\.\.|[|#]|\w+:$)|```")
+PARAGRAPH: Final = re.compile(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", re.MULTILINE)  # an item of a list is one, too
 SHORTEST: Final = 4  # words
 
 
@@ -33,7 +34,7 @@ def sentences() -> list[tuple[str, str]]:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """Docstrings, messages of errors and logs, and comments of a file."""
+    """Docstrings, messages of errors, and comments of a file."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -45,7 +46,7 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in PARAGRAPH.split(text):
         lines = [line.strip() for line in paragraph.splitlines() if not NOT_PROSE.search(line)]
         for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(lines)):
             if len(sentence.split()) >= SHORTEST and sentence.endswith((".", "!", "?")):

@@ -1,7 +1,7 @@
 """Runs a program as the workers of a cluster, each on a node that Ray chooses, with TF_CONFIG set for each.
 
-``python examples/cluster/on_ray.py --workers 2 -- examples/digits.py --strategy auto``, in a Ray job or on a machine
-where Ray runs. The script must be there on every node, under that path.
+``python examples/cluster/on_ray.py --workers 2 -- examples/digits.py --strategy auto``, in a Ray job or on a
+machine where Ray runs. The script must exist on every node, under that path.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Task:
         self._reserved: socket.socket | None = None
 
     def address(self, host: str | None) -> str:
-        """``host:port`` of this worker, with a port that is free; of this node if no host is given."""
+        """``host:port`` of this worker, with a free port; of this node if no host is given."""
         if host is None:
             import ray
 
@@ -75,7 +75,7 @@ class Task:
         return f"{host}:{self._reserved.getsockname()[1]}"
 
     def run(self, command: Sequence[str], tf_config: str) -> int:
-        """Runs the program, in a process of its own: JAX may not have started in it. Returns its exit code."""
+        """Runs the program in a separate process: JAX must not have started in it. Returns its exit code."""
         if self._reserved is not None:
             self._reserved.close()  # from now on the port is the program's
         environment = {**os.environ, "TF_CONFIG": tf_config}

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Shared parts of the tests of checkpoints."""
 
 import pytest
 
@@ -7,7 +7,7 @@ import replicax as rx
 
 @pytest.fixture
 def saved(tmp_path):
-    """Saves what it is given by name, and gives the path."""
+    """Saves its arguments by name, and returns the path."""
 
     def save(**tracked):
         return rx.Checkpoint(**tracked).save(tmp_path / "ckpt")

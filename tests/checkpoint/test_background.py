@@ -1,4 +1,4 @@
-"""Saves that nobody has waited for: which ones are found, and until when."""
+"""Saves that nobody has waited for: which ones are found, and for how long."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ import threading
 from replicax._src.checkpoint.background import Background, saves_under
 
 
-def test_a_save_of_another_process_is_found_until_somebody_has_waited_for_it(tmp_path):
+def test_save_of_another_process_is_found_until_a_caller_has_waited_for_it(tmp_path):
     looks = []
     save = Background(str(tmp_path))
     save.follow(lambda: looks.append(True))
@@ -18,7 +18,7 @@ def test_a_save_of_another_process_is_found_until_somebody_has_waited_for_it(tmp
     assert saves_under(str(tmp_path)) == []
 
 
-def test_what_is_written_to_no_directory_is_not_a_save_into_the_current_one(tmp_path, monkeypatch):
+def test_failed_write_is_not_a_save_into_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     may_end = threading.Event()
     save = Background()

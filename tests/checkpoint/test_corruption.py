@@ -1,4 +1,5 @@
-"""Every file of a checkpoint deleted, emptied, cut, or with one bit flipped: found, named, and an older one is used."""
+"""Each file of a checkpoint is deleted, emptied, truncated, or gets one flipped bit: the damage is found and named,
+and an older checkpoint is used."""
 
 import os
 import shutil
@@ -63,7 +64,7 @@ def files_of(directory):
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
-def test_every_damaged_file_is_named_and_the_one_before_is_used(damage, two_checkpoints, tmp_path, caplog):
+def test_damaged_file_is_named_and_the_previous_checkpoint_is_used(damage, two_checkpoints, tmp_path, caplog):
     names = files_of(two_checkpoints)
     assert len(names) > 6
     for number, name in enumerate(names):
@@ -86,7 +87,7 @@ def test_every_damaged_file_is_named_and_the_one_before_is_used(damage, two_chec
         assert "ckpt-1 instead" in caplog.text
 
 
-def test_a_manifest_that_is_anything_else_is_named(two_checkpoints, tmp_path):
+def test_manifest_of_another_kind_is_named(two_checkpoints, tmp_path):
     path = shutil.copytree(two_checkpoints, tmp_path / "copy") / "ckpt-2"
     manifest = path / "manifest.json"
     for text in ("[" * 100_000, '{"crc32": 223132457, "contents": []}', "null", ""):
@@ -98,7 +99,7 @@ def test_a_manifest_that_is_anything_else_is_named(two_checkpoints, tmp_path):
 
 
 def test_values_are_checked_too(two_checkpoints, monkeypatch):
-    """What is read is not what was written, though the files are: a disk may lie only once."""
+    """The values read differ from those written, although the files are intact: a disk may return wrong data once."""
     read = saved_files.read_arrays
     monkeypatch.setattr(saved_files, "read_arrays", lambda *args: {k: v + 1 for k, v in read(*args).items()})
     checkpoint = tracked(0.0)
@@ -107,7 +108,7 @@ def test_values_are_checked_too(two_checkpoints, monkeypatch):
     assert float(checkpoint.w[0]) == 0.0
 
 
-def test_where_none_is_whole_that_is_said(two_checkpoints, tmp_path):
+def test_error_says_if_no_checkpoint_is_intact(two_checkpoints, tmp_path):
     shutil.copytree(two_checkpoints, tmp_path / "all")
     for name in ("ckpt-1", "ckpt-2"):
         os.remove(tmp_path / "all" / name / "manifest.json")

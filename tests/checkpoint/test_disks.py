@@ -1,4 +1,4 @@
-"""Disks that are full, or become read-only: real ones, mounted where only the process that is tested sees them."""
+"""Disks that are full, or become read-only: real ones, mounted so that only the tested process sees them."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ print("restored", bool((v.numpy() == np.arange(500_000)).all()))
 
 @pytest.mark.skipif(not _can_mount(), reason="disks cannot be mounted here")
 def test_full_and_read_only_disks(tmp_path):
-    """The errors say it, what was there is as it was, and nothing that is half written is left."""
+    """The errors say so, existing checkpoints are unchanged, and no half-written file is left."""
     result = subprocess.run(
         [*_IN_MOUNTS_OF_ITS_OWN, sys.executable, "-c", textwrap.dedent(PROGRAM)],
         cwd=tmp_path,

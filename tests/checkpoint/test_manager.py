@@ -1,4 +1,4 @@
-"""Several checkpoints of one directory: which stay, what half of one is, and what happens where nothing can be written."""
+"""Several checkpoints in one directory: which are kept, how incomplete ones are treated, and failures to write."""
 
 import errno
 import gc
@@ -61,7 +61,7 @@ def record(order, metric=None, time_s=0.0):
     keep_best=st.integers(0, 4),
     mode=st.sampled_from(["max", "min"]),
 )
-def test_the_newest_and_the_best_stay_whatever_the_other_rule_says(metrics, max_to_keep, keep_best, mode):
+def test_newest_and_best_are_kept_by_either_rule(metrics, max_to_keep, keep_best, mode):
     rule = Retention(max_to_keep, keep_best, lambda m: m["m"], mode)
     records: list[Record] = []
     seen = []
@@ -84,7 +84,7 @@ def test_the_newest_and_the_best_stay_whatever_the_other_rule_says(metrics, max_
     assert len(kept) <= max_to_keep + keep_best
 
 
-def test_one_of_each_hour_stays():
+def test_one_checkpoint_per_hour_is_kept():
     rule = Retention(1, every_n_hours=1)
     records = [record(order, time_s=1000.0 * order) for order in range(9)]
     assert [r.contents.order for r in records if r not in rule.to_remove(records)] == [0, 4, 8]
@@ -156,8 +156,8 @@ def test_numbers_and_intervals(checkpoint, tmp_path):
     message(InvalidArgumentError, no_step.save, "step_counter is a variable or a function", "'step'")
 
 
-def test_metrics_are_judged_before_they_are_saved(checkpoint, tmp_path):
-    """And those of an earlier program, which cannot be, are the worst."""
+def test_metrics_are_checked_before_saving(checkpoint, tmp_path):
+    """Checkpoints of an earlier program cannot be compared and count as the worst."""
     rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False).save(metrics={"loss": 9.0})
     manager = rx.CheckpointManager(
         checkpoint, tmp_path, max_to_keep=1, keep_best=1, best_fn=lambda metrics: metrics["a"]
@@ -170,7 +170,7 @@ def test_metrics_are_judged_before_they_are_saved(checkpoint, tmp_path):
     assert names([manager.best_checkpoint]) == ["ckpt-2"]
 
 
-def test_who_replaces_anothers_checkpoint_is_told(checkpoint, tmp_path, caplog):
+def test_replacing_another_programs_checkpoint_warns(checkpoint, tmp_path, caplog):
     rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False).save()
     others = rx.Checkpoint(v=rx.Variable(1.0))
     restored = rx.CheckpointManager(others, tmp_path, asynchronous=False)
@@ -197,7 +197,7 @@ def test_a_directory_that_is_deleted_is_made_again(checkpoint, tmp_path, monkeyp
     message(CheckpointWriteError, manager.save, "is a file")
 
 
-def test_where_there_is_nothing_the_initializer_is_called(checkpoint, tmp_path):
+def test_initializer_is_called_without_a_checkpoint(checkpoint, tmp_path):
     called = []
     manager = rx.CheckpointManager(checkpoint, tmp_path, init_fn=lambda: called.append(1))
     assert manager.restore_or_initialize() is None
@@ -209,7 +209,7 @@ def test_where_there_is_nothing_the_initializer_is_called(checkpoint, tmp_path):
     )
 
 
-def test_a_program_may_grow_but_not_be_another_one(tmp_path, caplog):
+def test_program_may_grow_but_not_change(tmp_path, caplog):
     v, w = rx.Variable(1.0), rx.Variable(2.0)
     path = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, asynchronous=False).save()
     v.assign(0.0)
@@ -229,8 +229,8 @@ def test_a_program_may_grow_but_not_be_another_one(tmp_path, caplog):
     message(UnmatchedCheckpointError, manager.restore().assert_existing_objects_matched, "renamed")
 
 
-def test_what_is_still_to_be_built_has_a_place(tmp_path, caplog):
-    """An optimizer is there for the first time, and the model is not built yet."""
+def test_unbuilt_objects_count_as_part_of_the_program(tmp_path, caplog):
+    """The optimizer is new, and the model is not built yet."""
     model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
     wanted = model(np.ones((1, 3)))
     path = rx.CheckpointManager(rx.Checkpoint(model=model), tmp_path, asynchronous=False).save()
@@ -257,8 +257,9 @@ def test_without_a_checkpoint_restoring_does_nothing(checkpoint, tmp_path):
 # --- while it is written ---------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
-    """The next step changes the variable before the writer has begun; it is not found before it is whole."""
+def test_save_takes_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
+    """The next step changes the variable before the writer has started; the checkpoint is not found before it is
+    complete."""
     may_write = threading.Event()
     write_arrays = writing.write_arrays
     monkeypatch.setattr(writing, "write_arrays", lambda *args: may_write.wait(60) and write_arrays(*args))
@@ -277,7 +278,7 @@ def test_what_is_saved_is_the_state_at_the_call(checkpoint, tmp_path, monkeypatc
 
 @pytest.fixture
 def slow_writer(monkeypatch):
-    """Writing begins after the call that follows ``save``."""
+    """Writing starts after the call that follows ``save``."""
     write_arrays = writing.write_arrays
     monkeypatch.setattr(writing, "write_arrays", lambda *args: (time.sleep(0.2), write_arrays(*args)))
 
@@ -303,7 +304,7 @@ def linked(directory):
 
 @pytest.mark.usefixtures("slow_writer")
 @pytest.mark.parametrize("found", FINDERS.values(), ids=FINDERS)
-def test_a_save_under_way_counts_as_saved(found, checkpoint, tmp_path):
+def test_save_in_progress_counts_as_saved(found, checkpoint, tmp_path):
     """With an older checkpoint in the directory, the older one was found, or none."""
     manager = rx.CheckpointManager(checkpoint, tmp_path / "training", max_to_keep=1)
     checkpoint.v.assign(1.0)
@@ -319,7 +320,7 @@ def test_a_save_under_way_counts_as_saved(found, checkpoint, tmp_path):
 @pytest.mark.rest
 @pytest.mark.usefixtures("slow_writer")
 @pytest.mark.parametrize("found", FINDERS.values(), ids=FINDERS)
-def test_a_save_that_failed_is_not_taken_for_the_one_before(found, checkpoint, tmp_path, monkeypatch):
+def test_failed_save_is_not_mistaken_for_the_previous_one(found, checkpoint, tmp_path, monkeypatch):
     manager = rx.CheckpointManager(checkpoint, tmp_path / "training")
     manager.save()
     manager.wait()
@@ -331,13 +332,13 @@ def test_a_save_that_failed_is_not_taken_for_the_one_before(found, checkpoint, t
 
 
 @pytest.mark.usefixtures("slow_writer")
-def test_a_manager_that_was_dropped_is_waited_for(checkpoint, tmp_path):
+def test_save_of_a_deleted_manager_is_waited_for(checkpoint, tmp_path):
     path = rx.CheckpointManager(checkpoint, tmp_path).save()
     gc.collect()
     assert latest_checkpoint(tmp_path) == path
 
 
-def test_python_waits_for_the_last_one(tmp_path):
+def test_python_waits_for_the_last_save(tmp_path):
     program = (
         "import replicax as rx, sys\n"
         "m = rx.CheckpointManager(rx.Checkpoint(v=rx.Variable([1.0] * 1000)), sys.argv[1]); m.save()"
@@ -368,7 +369,7 @@ checkpoint.write(sys.argv[1])
 
 @pytest.mark.rest
 @pytest.mark.parametrize("when", ["part", "replaced"])
-def test_who_is_killed_while_writing_leaves_the_old_one(when, tmp_path, checkpoint):
+def test_process_killed_while_writing_leaves_the_old_checkpoint(when, tmp_path, checkpoint):
     path = tmp_path / "ckpt-1"
     run = subprocess.run([sys.executable, "-c", KILLED, str(path), when], timeout=120)
     assert run.returncode == 9
@@ -379,7 +380,7 @@ def test_who_is_killed_while_writing_leaves_the_old_one(when, tmp_path, checkpoi
     assert float(checkpoint.v) == 7.0
 
 
-def test_what_another_living_process_writes_is_left_alone(tmp_path, checkpoint):
+def test_files_of_another_living_writer_are_not_removed(tmp_path, checkpoint):
     with subprocess.Popen(["sleep", "60"]) as other:
         part = writing._beside(str(tmp_path / "ckpt-1"), "part").replace(f"-{os.getpid()}-", f"-{other.pid}-")
         os.mkdir(part)
@@ -392,8 +393,8 @@ def test_what_another_living_process_writes_is_left_alone(tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize("when", ["before it is verified", "before it is read"])
-def test_who_reads_what_another_program_removes_takes_the_newer_one(when, tmp_path, monkeypatch, caplog):
-    """An evaluator beside a training that keeps few."""
+def test_reader_takes_the_newer_checkpoint_if_one_is_removed(when, tmp_path, monkeypatch, caplog):
+    """An evaluator runs beside a training that keeps few checkpoints."""
     v, verify = rx.Variable(1.0), SavedCheckpoint.verify
     training = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, max_to_keep=1, best_fn=lambda m: m["m"])
     training.save(metrics={"m": math.nan})
@@ -418,8 +419,8 @@ def test_who_reads_what_another_program_removes_takes_the_newer_one(when, tmp_pa
     assert not caplog.messages
 
 
-def test_a_checkpoint_that_cannot_be_looked_at_is_not_one_that_was_removed(tmp_path, monkeypatch):
-    """The directory lists it, and a stale handle, say, answers for it that there is nothing."""
+def test_unreadable_checkpoint_is_not_a_removed_one(tmp_path, monkeypatch):
+    """The directory lists the checkpoint, and a stale handle, for example, says that it does not exist."""
     v = rx.Variable(1.0)
     training = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path)
     training.save()
@@ -439,7 +440,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_not_one_that_was_removed(tmp_p
 # --- where nothing can be written ------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_said_and_leaves_what_is_there(checkpoint, tmp_path, monkeypatch):
+def test_full_disk_raises_and_keeps_existing_checkpoints(checkpoint, tmp_path, monkeypatch):
     manager = rx.CheckpointManager(checkpoint, tmp_path)
     first = manager.save()
     manager.wait()
@@ -455,8 +456,8 @@ def test_a_full_disk_is_said_and_leaves_what_is_there(checkpoint, tmp_path, monk
     assert names(manager.checkpoints)[0] == Path(first).name
 
 
-def test_a_disk_that_is_full_in_the_middle(tmp_path, capfd, caplog):
-    """A limit on the size of files: what orbax writes fails inside of it, in hundreds of lines that nobody needs."""
+def test_disk_fills_up_while_writing(tmp_path, capfd, caplog):
+    """A limit on the size of files: orbax's writes fail, with hundreds of lines that nobody needs."""
     checkpoint = rx.Checkpoint(v=rx.Variable(np.random.RandomState(0).rand(1 << 18).astype("float32")))
     manager = rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False)
     manager.save()
@@ -473,7 +474,7 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path, capfd, caplog):
     checkpoint.restore(manager.latest_checkpoint).assert_consumed()
 
 
-def test_a_directory_that_cannot_be_written_to_is_said_at_once(checkpoint, tmp_path, monkeypatch):
+def test_unwritable_directory_raises_at_once(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     message(
         CheckpointWriteError, lambda: rx.CheckpointManager(checkpoint, tmp_path / "file" / "in it"), "file"
@@ -487,7 +488,7 @@ def test_a_directory_that_cannot_be_written_to_is_said_at_once(checkpoint, tmp_p
     message(error, lambda: rx.CheckpointManager(checkpoint, tmp_path), str(tmp_path), "read-only")
 
 
-def test_a_writer_that_fails_otherwise_is_heard_at_the_next_save(checkpoint, tmp_path, monkeypatch):
+def test_other_writer_errors_are_raised_at_the_next_save(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_described", lambda array: 1 / 0)
     manager = rx.CheckpointManager(checkpoint, tmp_path)
     manager.save()
@@ -495,7 +496,7 @@ def test_a_writer_that_fails_otherwise_is_heard_at_the_next_save(checkpoint, tmp
     assert not os.listdir(tmp_path)
 
 
-def test_orders_survive_a_damaged_newest_one(checkpoint, tmp_path):
+def test_save_numbers_survive_a_damaged_newest_checkpoint(checkpoint, tmp_path):
     manager = rx.CheckpointManager(checkpoint, tmp_path)
     for _ in range(2):
         manager.save()

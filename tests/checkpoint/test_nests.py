@@ -1,4 +1,4 @@
-"""Nests of arrays and numbers, random keys, modules of nnx, and what has a state of its own."""
+"""Pytrees of arrays and numbers, random keys, modules of nnx, and objects with their own state."""
 
 import collections
 import random
@@ -42,7 +42,7 @@ def nest(fill):
     }
 
 
-def test_a_nest_is_replaced_by_one_of_the_same_kinds(saved):
+def test_pytree_is_replaced_by_one_of_the_same_types(saved):
     path = saved(state=nest(1))
     checkpoint = rx.Checkpoint(state=nest(0))
     old = checkpoint.state
@@ -58,7 +58,7 @@ def test_a_nest_is_replaced_by_one_of_the_same_kinds(saved):
         assert bits(mine) == bits(wanted)
 
 
-def test_functional_training_goes_on_with_arrays_where_they_were(saved):
+def test_functional_training_resumes_with_arrays_on_their_devices(saved):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     optimizer = optax.adam(0.1)
     params = {"w": jnp.ones(4)}
@@ -144,8 +144,8 @@ def test_numbers_are_restored_as_they_were_saved(saved):
     ]  # fmt: skip
 
 
-def test_lists_of_numbers_and_none_become_what_was_saved(saved):
-    """A history, and the best there was: programs begin without."""
+def test_lists_of_numbers_and_none_get_the_saved_values(saved):
+    """Programs start without a history and without a best value."""
     losses = [float(i) for i in range(12)]
     variable = rx.Variable(1.0)
     path = saved(history=losses, best=0.25, last=[variable, [jnp.float32(3), jnp.float32(4)]], empty=[])
@@ -160,8 +160,8 @@ def test_lists_of_numbers_and_none_become_what_was_saved(saved):
     assert begun.history == losses
 
 
-def test_lists_and_none_in_nests_become_what_was_saved_too(saved):
-    """What was saved of other forms has no room, and is said."""
+def test_lists_and_none_in_pytrees_get_the_saved_values(saved):
+    """A saved value of another form has no place, and raises an error."""
     path = saved(
         logs={"loss": [1.0, 2.0], "best": 3, "by.name/": Pair([4], None), "odd": [[5]], "w": jnp.ones(2)}
     )
@@ -175,8 +175,9 @@ def test_lists_and_none_in_nests_become_what_was_saved_too(saved):
     message(UnmatchedCheckpointError, status.assert_consumed, "logs/odd/0/0", "logs/w")
 
 
-def test_numbers_that_are_set_after_they_were_restored_stay(saved, tmp_path):
-    """Also while something else of the checkpoint has no place yet, and attributes are looked at when they are set."""
+def test_numbers_set_after_restoring_stay(saved, tmp_path):
+    """This also holds while another object of the checkpoint has no place yet, when attributes are checked as they are
+    set."""
     path = saved(
         extra=rx.Variable(1.0),
         history=[1, 2, 3],
@@ -198,7 +199,7 @@ def test_numbers_that_are_set_after_they_were_restored_stay(saved, tmp_path):
     assert (again.history, again.late) == ([9.0], [])
 
 
-def test_a_save_that_fails_leaves_nothing(tmp_path):
+def test_failed_save_leaves_nothing(tmp_path):
     array = jnp.ones(3)
     checkpoint = rx.Checkpoint(state={"w": array})
     jax.jit(lambda x: x + 1, donate_argnums=0)(array)
@@ -207,7 +208,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path):
     assert checkpoint.save_counter == 0
 
 
-def test_a_text_is_no_number(saved):
+def test_text_is_not_restored_into_a_number(saved):
     path = saved(a="hello", b="no", c=3)
     checkpoint = rx.Checkpoint(a=3, b=False, c="")
     text = message(
@@ -218,7 +219,7 @@ def test_a_text_is_no_number(saved):
     assert (checkpoint.a, checkpoint.b, checkpoint.c) == (3, False, "")
 
 
-def test_nests_with_objects_in_them_are_saved_with_all_that_they_have(saved):
+def test_pytrees_with_objects_are_saved_completely(saved):
     variable = rx.Variable(1.0)
     optimizer = optax.adam(0.1)
 
@@ -245,14 +246,14 @@ def test_nests_with_objects_in_them_are_saved_with_all_that_they_have(saved):
     assert (nothing, text) == (None, "3")
 
 
-def test_a_nest_may_be_the_root(saved):
+def test_pytree_may_be_the_root(saved):
     checkpoint = rx.Checkpoint({"w": jnp.ones(2)})
     path = saved(root={"w": jnp.full(2, 5.0)})
     checkpoint.restore(path).assert_consumed()
     assert checkpoint.root["w"].tolist() == [5.0, 5.0]
 
 
-def test_what_nests_cannot_have_is_said():
+def test_unsupported_leaves_of_pytrees_raise():
     variable = rx.Variable(1.0)
     message(
         UntrackableError, lambda: rx.Checkpoint(a={1: variable, "1": rx.Variable(2.0)}), "the keys 1 and '1'"
@@ -261,7 +262,7 @@ def test_what_nests_cannot_have_is_said():
     message(UntrackableError, lambda: rx.Checkpoint(a=np.array(["x"])), "ndarray")
 
 
-def test_names_that_a_checkpoint_has_itself_are_refused():
+def test_reserved_names_of_a_checkpoint_raise():
     for name in ("save", "parts", "save_counter", "_mine"):
         message(InvalidArgumentError, lambda name=name: rx.Checkpoint(**{name: 3}), name, "another name")
     checkpoint = rx.Checkpoint()
@@ -270,7 +271,7 @@ def test_names_that_a_checkpoint_has_itself_are_refused():
     message(InvalidArgumentError, lambda: checkpoint.restore(3), "save_path is a path", "int")
 
 
-def test_what_no_number_here_can_be_is_said_before_anything_is_restored(saved):
+def test_number_that_does_not_fit_raises_before_anything_is_restored(saved):
     path = saved(first=1, z=np.complex64(1j), n=10**400)
     checkpoint = rx.Checkpoint(first=0, z=0.5, n=0.5)
     message(
@@ -283,7 +284,7 @@ def test_what_no_number_here_can_be_is_said_before_anything_is_restored(saved):
     assert (checkpoint.first, checkpoint.z, checkpoint.n) == (0, 0.5, 0.5)
 
 
-def test_what_was_an_array_is_no_number(saved):
+def test_saved_array_is_not_restored_into_a_number(saved):
     path = saved(state={"a": np.ones(1), "b": 1})
     checkpoint = rx.Checkpoint(state={"a": 1, "b": np.ones(())})
     text = message(

@@ -1,4 +1,4 @@
-"""Checkpoints read by others: plain orbax, Keras's weights, safetensors; and read by name."""
+"""Checkpoints read by other programs (plain orbax, Keras's weights, safetensors) and by name."""
 
 import os
 import subprocess
@@ -87,7 +87,7 @@ def test_safetensors(model, saved, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
-def test_exports_that_cannot_be_written_are_named_and_leave_what_was_there(model, saved, tmp_path):
+def test_failed_exports_are_named_and_keep_existing_files(model, saved, tmp_path):
     path = saved(model=model, small=jnp.ones(2, jnp.int4))
     weights, tensors = tmp_path / "m.weights.h5", tmp_path / "m.safetensors"
     export_weights(model, weights)
@@ -124,7 +124,7 @@ def test_a_reader_has_shapes_dtypes_and_values(model, saved):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
-def test_the_latest_of_keras_where_replicax_has_none(model, tmp_path, saved):
+def test_latest_checkpoint_finds_keras_files_if_there_are_no_others(model, tmp_path, saved):
     assert latest_checkpoint(tmp_path) is None
     for number, name in enumerate(("b.weights.h5", "a.weights.h5", "c.keras")):
         save = model.save if name.endswith(".keras") else model.save_weights

@@ -1,4 +1,4 @@
-"""A process that does not write follows the chief's checkpoint on the disk, as long as something happens there."""
+"""A process that does not write follows the chief's checkpoint on the disk, as long as the files change."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ def follow(tmp_path):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_left", [False, True])
-def test_a_checkpoint_that_does_not_come_is_an_error_also_where_its_part_is_left(is_left, tmp_path):
+def test_missing_checkpoint_raises_even_if_a_part_is_left(is_left, tmp_path):
     if is_left:
         part = tmp_path / "ckpt-1.part-host-1-0"
         part.mkdir()
@@ -35,7 +35,7 @@ def test_a_checkpoint_that_does_not_come_is_an_error_also_where_its_part_is_left
 
 
 @pytest.mark.rest
-def test_a_part_that_grows_is_waited_for(tmp_path):
+def test_growing_part_is_waited_for(tmp_path):
     part = tmp_path / "ckpt-1.part-host-1-0"
     part.mkdir()
 

@@ -1,4 +1,5 @@
-"""What comes back: under another strategy, on other numbers of replicas, bit by bit on the same, and later, when it is made."""
+"""Restoring: under another strategy, on other numbers of replicas, bit-identically on the same number, and later, when
+an object is created."""
 
 import gc
 
@@ -33,7 +34,7 @@ STRATEGIES = {
 
 
 class Training:
-    """A model, its optimizer and data, as the guide has them."""
+    """A model, its optimizer and data, as in the guide."""
 
     def __init__(self, strategy, names_before=0):
         for _ in range(names_before):
@@ -83,8 +84,8 @@ class Training:
         return [bits(v) for v in variables] + [bits(v) for v in self.rows.values]
 
 
-def test_the_same_strategy_goes_on_bit_by_bit(tmp_path):
-    """Before anything is built: layers, slots of the optimizer and components of sums are restored when they are made."""
+def test_same_strategy_resumes_bit_identically(tmp_path):
+    """Nothing is built yet: layers, optimizer slots and components of sums are restored when they are created."""
     first = Training(mirrored(2))
     first.train(2)
     path = first.tracked.save(tmp_path / "ckpt")
@@ -110,7 +111,7 @@ def test_the_same_strategy_goes_on_bit_by_bit(tmp_path):
         pytest.param("two", "central", marks=pytest.mark.long),
     ],
 )
-def test_any_strategy_restores_what_another_has_saved(saves, restores, tmp_path):
+def test_any_strategy_restores_the_checkpoint_of_another(saves, restores, tmp_path):
     first = Training(STRATEGIES[saves]())
     first.train(2)
     path = first.tracked.save(tmp_path / "ckpt")
@@ -157,7 +158,7 @@ def components(v):
         ("none", "int32", [3, 4], [3, 4], [3, 4, 3], [3]),
     ],
 )
-def test_what_each_replica_has_of_its_own(aggregation, dtype, values, on_two, on_three, on_one, saved):
+def test_per_replica_values_are_restored(aggregation, dtype, values, on_two, on_three, on_one, saved):
     path = saved(v=on_read(mirrored(2), aggregation, dtype, values))
     for strategy, wanted in (
         (mirrored(2), on_two),
@@ -174,8 +175,8 @@ def test_what_each_replica_has_of_its_own(aggregation, dtype, values, on_two, on
 # --- shards ------------------------------------------------------------------------------------------------
 
 
-def test_the_parts_of_a_metric_come_back_before_its_first_step(tmp_path):
-    """Each replica goes on with its own sum: another order would round otherwise."""
+def test_components_of_a_metric_are_restored_before_its_first_step(tmp_path):
+    """Each replica continues with its own sum: another order would round differently."""
     values = np.float32([[0.1, 1e3], [0.7, 3e-3], [1e-4, 0.3], [0.2, 7e3], [1e-3, 0.9]])
 
     def means(halves):
@@ -199,8 +200,9 @@ def test_the_parts_of_a_metric_come_back_before_its_first_step(tmp_path):
     assert means([values[:1], values[1:2], values[2:]]) == means([values])
 
 
-def test_parts_that_a_program_was_given_are_not_given_again(tmp_path):
-    """The variable may show the sum again that was restored, when the program is gone: its parts have gone with it."""
+def test_restored_components_are_given_to_a_program_once(tmp_path):
+    """The variable may show the restored sum again when the program is deleted, because its components are deleted
+    too."""
 
     def update():
         each = strategy.experimental_distribute_values_from_function(lambda _: np.float32(1))
@@ -224,9 +226,7 @@ def test_parts_that_a_program_was_given_are_not_given_again(tmp_path):
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_was_restored_is_copied_for_the_first_step_only_if_somebody_holds_it(
-    is_held, tmp_path, monkeypatch
-):
+def test_restored_values_are_copied_for_the_first_step_only_if_held(is_held, tmp_path, monkeypatch):
     strategy = rx.MirroredStrategy(jax.local_devices()[:2])
     with strategy.scope():
         v = rx.Variable([1.0, 2.0])
@@ -257,7 +257,7 @@ def test_shards_are_saved_as_one_and_restored_into_any_number(saved):
 # --- what does not fit ---------------------------------------------------------------------------------------
 
 
-def test_another_model_is_named_variable_by_variable_and_nothing_is_restored(saved):
+def test_mismatch_names_each_variable_and_restores_nothing(saved):
     path = saved(
         a=rx.Variable([1.0, 2.0], name="alpha"), b=rx.Variable(1, trainable=False), c=rx.Variable(5.0)
     )
@@ -292,7 +292,7 @@ def test_names_on_one_side_only(saved, caplog, tmp_path):
     assert not caplog.text
 
 
-def test_what_is_tracked_later_is_restored_then(saved):
+def test_objects_tracked_later_are_restored_then(saved):
     path = saved(a=rx.Variable(1.0), b=[rx.Variable(2.0), rx.Variable(3.0)], number=4)
     checkpoint = rx.Checkpoint(a=rx.Variable(0.0))
     status = checkpoint.restore(path)
@@ -318,8 +318,8 @@ def test_layers_are_restored_as_they_are_built(saved):
     message(CheckpointMismatchError, lambda: wrong(x), "shape (3, 4) in the checkpoint, (3, 5) here")
 
 
-def test_a_normalization_computes_with_what_was_restored(saved):
-    """It makes constants of its variables when it is built."""
+def test_normalization_layer_uses_restored_values(saved):
+    """The model makes constants of its variables when it is built."""
     x = np.arange(8, dtype="float32").reshape(4, 2)
     layer = keras.layers.Normalization()
     layer.adapt(x)
@@ -332,8 +332,8 @@ def test_a_normalization_computes_with_what_was_restored(saved):
         status.assert_consumed()
 
 
-def test_of_two_checkpoints_the_one_that_was_restored_last_counts(tmp_path):
-    """The newest, and then the best, before anything is built."""
+def test_last_restore_of_two_checkpoints_wins(tmp_path):
+    """The newest is restored, and then the best, before anything is built."""
 
     def made(value):
         layer = keras.layers.Dense(1)
@@ -352,8 +352,8 @@ def test_of_two_checkpoints_the_one_that_was_restored_last_counts(tmp_path):
         assert np.asarray(later.kernel).tolist() == [[2.0], [2.0]]
 
 
-def test_one_that_has_waited_does_not_undo_a_later_one(tmp_path):
-    """As in TensorFlow: the last restore wins, whenever the objects are found."""
+def test_deferred_restore_does_not_undo_a_later_one(tmp_path):
+    """As in TensorFlow, the last restore wins, no matter when the objects are found."""
 
     def made(late, history):
         return rx.Checkpoint(late=rx.Variable(late), history=history, fresh=rx.Variable(late))
@@ -370,7 +370,7 @@ def test_one_that_has_waited_does_not_undo_a_later_one(tmp_path):
     assert (float(part.late), part.history) == (3.0, [3, 3, 3])
 
 
-def test_what_waits_goes_on_waiting_when_another_restore_fails(saved, tmp_path, caplog):
+def test_deferred_restore_stays_pending_if_another_restore_fails(saved, tmp_path, caplog):
     good = saved(v=rx.Variable(1.0), late=rx.Variable(2.0))
     other = rx.Checkpoint(v=rx.Variable([1.0, 2.0])).save(tmp_path / "other")
     checkpoint = rx.Checkpoint(v=rx.Variable(0.0))
@@ -382,8 +382,8 @@ def test_what_waits_goes_on_waiting_when_another_restore_fails(saved, tmp_path, 
     assert float(checkpoint.late) == 2.0
 
 
-def test_what_does_not_fit_later_is_said_once_and_stops_nothing_else(saved, tmp_path):
-    """Neither what is saved, nor other checkpoints that wait, nor what is set next, of the right shape too."""
+def test_later_mismatch_is_raised_once_and_stops_nothing_else(saved, tmp_path):
+    """It stops neither saves, nor other deferred restores, nor later attributes of the right shape."""
     part = rx.Checkpoint()
     of_part = rx.Checkpoint(late=rx.Variable([1.0, 2.0]), more=rx.Variable(3.0))
     outer = rx.Checkpoint(part=part)
@@ -402,8 +402,8 @@ def test_what_does_not_fit_later_is_said_once_and_stops_nothing_else(saved, tmp_
     assert float(part.last) == 6.0
 
 
-def test_what_is_set_in_a_checkpoint_within_one_is_restored_then(saved):
-    """As in TensorFlow's guide, which takes single variables out of a model."""
+def test_attribute_set_in_a_nested_checkpoint_is_restored_then(saved):
+    """As in TensorFlow's guide, which takes single variables from a model."""
     layer = keras.layers.Dense(3)
     layer.build((None, 2))
     path = saved(net=rx.Checkpoint(l1=layer))
@@ -416,7 +416,7 @@ def test_what_is_set_in_a_checkpoint_within_one_is_restored_then(saved):
 
 
 class Begun(keras.layers.Layer):
-    """Its build makes a layer, and gives that a first value."""
+    """Its build creates a layer, and assigns a first value."""
 
     def __init__(self):
         super().__init__()
@@ -430,8 +430,8 @@ class Begun(keras.layers.Layer):
         return self.dense(x)
 
 
-def test_a_model_is_restored_at_once_after_what_its_build_assigns(saved, monkeypatch):
-    """And read once, not for each of its layers, which took 7 s for 200 of them."""
+def test_model_is_restored_after_the_assignments_of_its_build(saved, monkeypatch):
+    """The checkpoint is read once, not for each layer, which took 7 s for 200 layers."""
     model = keras.Sequential([Begun(), keras.layers.Dense(4), keras.layers.Dense(2)])
     x = np.ones((1, 3), "float32")
     model.build((None, 3))
@@ -482,7 +482,7 @@ def saved_of_adam(tmp_path):
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.AdamW, OwnAdam])
-def test_what_inherits_from_an_optimizer_goes_on_with_its_moments(saved_of_adam, make):
+def test_subclass_of_an_optimizer_restores_its_moments(saved_of_adam, make):
     saved, folder = saved_of_adam
     model = compiled(make(0.5))
     rx.Checkpoint(model=model).restore(folder / "ckpt-1").assert_consumed()
@@ -491,8 +491,8 @@ def test_what_inherits_from_an_optimizer_goes_on_with_its_moments(saved_of_adam,
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_moments_of_one_optimizer_are_not_those_of_another(saved_of_adam, caplog, is_built):
-    """Both are called momentums, and have the same shapes: training would go on with numbers that mean something else."""
+def test_moments_are_not_restored_into_another_optimizer(saved_of_adam, caplog, is_built):
+    """Both are called momentums and have the same shapes: training would continue with numbers of another meaning."""
     saved, folder = saved_of_adam
     model = compiled(keras.optimizers.SGD(0.5, momentum=0.9), is_built)
     status = rx.Checkpoint(model=model).restore(folder / "ckpt-1")
@@ -509,7 +509,7 @@ def test_moments_of_one_optimizer_are_not_those_of_another(saved_of_adam, caplog
         status.assert_existing_objects_matched()
 
 
-def test_a_training_does_not_go_on_with_another_optimizer(saved_of_adam):
+def test_training_does_not_resume_with_another_optimizer(saved_of_adam):
     _, folder = saved_of_adam
     model = compiled(keras.optimizers.SGD(0.5, momentum=0.9))
     before = [bits(each) for each in model.variables]
@@ -519,8 +519,8 @@ def test_a_training_does_not_go_on_with_another_optimizer(saved_of_adam):
     assert [bits(each) for each in model.variables] == before
 
 
-def test_who_evaluates_needs_no_optimizer(saved_of_adam):
-    """compile() makes one of Keras's choice, which is never built."""
+def test_evaluation_needs_no_optimizer(saved_of_adam):
+    """compile() makes an optimizer of Keras's choice, which is never built."""
     saved, folder = saved_of_adam
     model = compiled("rmsprop", is_built=False)
     checkpoint = rx.Checkpoint(model=model)

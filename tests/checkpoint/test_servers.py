@@ -1,4 +1,5 @@
-"""Variables on parameter servers: read without stopping them, tables in blocks of rows, restored onto other servers and shards."""
+"""Variables on parameter servers: they are read while servers run, tables in blocks of rows, and are restored onto
+other servers and shards."""
 
 import tracemalloc
 
@@ -23,7 +24,7 @@ def small_blocks(monkeypatch):
 
 
 class Training:
-    """A table, layers and their optimizer, whose steps run here on the servers' variables."""
+    """A table, layers and their optimizer; their steps run here on the servers' variables."""
 
     def __init__(self, strategy):
         self.strategy = strategy
@@ -98,8 +99,8 @@ def test_onto_other_servers_and_shards(is_built_before, tmp_path, monkeypatch):
         np.testing.assert_array_equal(value, wanted[name], err_msg=name)
 
 
-def test_a_table_is_read_and_given_in_blocks(tmp_path, monkeypatch):
-    """Larger than what there is of it on the coordinator at any time."""
+def test_table_is_read_and_restored_in_blocks(tmp_path, monkeypatch):
+    """The table is larger than the coordinator's part of it at any time."""
     monkeypatch.setattr(orbax_files, "_CHUNK_BYTES", 1 << 18)
     monkeypatch.setattr(leaves, "_BLOCK_BYTES", 1 << 17)
     monkeypatch.setattr(writing, "_BLOCK", 1 << 17)
@@ -140,7 +141,7 @@ def test_a_table_is_read_and_given_in_blocks(tmp_path, monkeypatch):
 
 
 def refuse_whole_tables(patch, strategy):
-    """Has reading or assigning a table as a whole raise."""
+    """Makes reading or assigning a full table raise an error."""
     session = strategy.session
     for name in ("read", "assign"):
         method = getattr(session, name)

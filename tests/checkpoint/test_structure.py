@@ -1,4 +1,4 @@
-"""Under which names things are saved: by structure, so that what Keras counts does not matter."""
+"""Names in checkpoints follow the structure, so Keras's counters do not matter."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_layers_by_position_and_weights_by_attribute(saved):
 
 
 class Classifier(keras.Model):
-    """With layers in attributes, lists and dicts, one of them twice, and a variable of its own."""
+    """A subclass with layers in attributes, lists and dicts, one of them twice, and a variable of its own."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_compiled_model_has_its_optimizer_and_not_the_metrics_of_its_loop(save
     assert len(with_metrics) == len(keys) + len(model.metrics_variables)
 
 
-def test_what_is_tracked_twice_is_found_by_either_name(saved):
+def test_object_tracked_twice_is_found_by_either_name(saved):
     model = small_model()
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
@@ -148,6 +148,6 @@ def test_what_is_tracked_twice_is_found_by_either_name(saved):
     assert int(model.optimizer.iterations) == 0
 
 
-def test_what_cannot_be_saved_is_said_when_the_checkpoint_is_made():
+def test_unsavable_object_raises_when_the_checkpoint_is_made():
     message(UntrackableError, lambda: rx.Checkpoint(f=print), "f=", "builtin_function", "get_state()")
     message(UntrackableError, lambda: rx.Checkpoint(state={"a": [object()]}), "state/a/0=", "object")

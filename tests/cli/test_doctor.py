@@ -1,4 +1,4 @@
-"""``replicax doctor``: what it prints for clusters that are well, and for those that are not."""
+"""``replicax doctor``: its output for healthy clusters and for broken ones."""
 
 import json
 import socket
@@ -40,7 +40,7 @@ LAUNCHERS = [
 
 @pytest.fixture
 def doctor(monkeypatch, capsys):
-    """``doctor(config, *options)``: the exit code and what it printed, with that TF_CONFIG."""
+    """``doctor(config, *options)``: the exit code and the output with that TF_CONFIG."""
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
 
@@ -59,12 +59,12 @@ def config_of(*addresses, index=0):
 
 @pytest.fixture
 def free():
-    """Addresses at which nobody listens, each another."""
+    """Different addresses at which no process listens."""
     ports = iter(free_ports(20))
     return lambda: f"127.0.0.1:{next(ports)}"
 
 
-def test_a_worker_on_its_own(doctor):
+def test_single_worker(doctor):
     code, printed = doctor()
     assert code == 0
     assert "Nothing in the environment" in printed
@@ -135,7 +135,7 @@ def test_the_cluster_is_a_table(doctor, free):
     ]
 
 
-def test_who_does_not_answer_in_time_is_wrong(doctor, free):
+def test_task_that_does_not_answer_in_time_is_reported(doctor, free):
     code, printed = doctor(config_of(free(), free()), "--wait", "0.5")
     assert code == 1
     assert "wrong: worker 1 at" in printed
@@ -143,7 +143,7 @@ def test_who_does_not_answer_in_time_is_wrong(doctor, free):
 
 @pytest.mark.rest
 def test_doctors_answer_each_other(free):
-    """And end soon after that, however long they may wait."""
+    """The doctors end soon after that, no matter how long they may wait."""
     addresses = [free(), free()]
     doctors = [
         subprocess.Popen(
@@ -167,7 +167,7 @@ def test_doctors_answer_each_other(free):
 
 @pytest.mark.rest
 def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
-    """What the doctor answers is not taken for the job's welcome."""
+    """The answer of a doctor is not mistaken for the job's welcome."""
     address = free()
     process = subprocess.Popen(
         [sys.executable, "-m", "replicax", "doctor", "--no-devices", "--wait", "60"],
@@ -216,8 +216,8 @@ def test_another_program_is_at_an_address(doctor, free):
     assert f"worker 1 at {address} is another program's" in printed
 
 
-def test_servers_answer_who_has_their_token(doctor, free, monkeypatch):
-    """As their own doctor, and as that of another task."""
+def test_servers_answer_clients_with_their_token(doctor, free, monkeypatch):
+    """It answers like its own doctor, and like that of another task."""
     cluster = {"chief": [free()], "worker": [free()], "ps": [free()]}
     monkeypatch.setenv("REPLICAX_TOKEN", "theirs")
     with rx.Server(cluster, "ps", 0), rx.Server(cluster, "worker", 0) as worker:
@@ -239,7 +239,7 @@ def test_servers_answer_who_has_their_token(doctor, free, monkeypatch):
         assert f"wrong: ps 0 at {cluster['ps'][0]} runs `replicax server`, and refuses this token" in printed
 
 
-def test_a_host_that_nobody_knows(doctor, free):
+def test_unknown_host(doctor, free):
     start = time.monotonic()
     code, printed = doctor(config_of(free(), "no-such-host.invalid:2222"))
     assert code == 1
@@ -254,7 +254,7 @@ def rows_of(printed):
     return {f"{job} {index}": text for job, index, _, text in words}
 
 
-def test_its_own_host_is_unknown(doctor, free):
+def test_own_host_is_unknown(doctor, free):
     code, printed = doctor(config_of("no-such-host.invalid:2222", free()))
     assert code == 1
     assert rows_of(printed)["worker 0"] == "this task, no host is called 'no-such-host.invalid' here"
@@ -321,14 +321,14 @@ def test_mpi_without_its_library(doctor, free, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["nan", "-1", "soon"])
-def test_how_long_to_wait_is_a_number_of_seconds(doctor, capsys, text):
+def test_wait_is_a_number_of_seconds(doctor, capsys, text):
     with pytest.raises(SystemExit):
         doctor(None, f"--wait={text}")
     assert f"'{text}' is not a number of seconds of at least 0" in capsys.readouterr().err
 
 
-def test_addresses_that_nobody_knows_are_not_wrong(doctor, free, monkeypatch):
-    """Of what torchrun started only the first worker's host is known."""
+def test_unknown_addresses_are_not_reported(doctor, free, monkeypatch):
+    """For torchrun, only the first worker's host is known."""
     host, port = free().split(":")
     monkeypatch.setenv("REPLICAX_PORT", port)
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": host, "MASTER_PORT": "1"}.items():

@@ -1,4 +1,4 @@
-"""``replicax launch``: what it prints, what it exits with, and that it leaves nothing. The scripts are a few lines."""
+"""``replicax launch``: its output and exit codes, and that it leaves no process. The scripts are a few lines."""
 
 import contextlib
 import gc
@@ -53,7 +53,7 @@ def tell(path):
     os.rename(path + ".new", path)
 
 def wait_for_the_end(path):
-    # Of the process that has told its number there: it may take longer to end than this one.
+    # The process whose number is in the file may take longer to end than this one.
     while not os.path.exists(path):
         time.sleep(0.01)
     try:
@@ -94,7 +94,7 @@ def launch(*arguments, **environment):
 
 @contextlib.contextmanager
 def launched(*arguments):
-    """A launcher that goes on, and is gone afterwards."""
+    """A running launcher, which is gone afterwards."""
     process = subprocess.Popen(
         [*START, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -267,8 +267,8 @@ def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(sc
 
 
 @pytest.mark.rest
-def test_who_began_to_end_first_is_the_first_to_fail(script, tmp_path):
-    """As worker 0 of a cluster does: it waits for the others, who end because it has failed."""
+def test_first_task_to_start_ending_is_the_first_failure(script, tmp_path):
+    """Like worker 0 of a cluster: it waits for the others, which end because it has failed."""
     path = script("""
     if task == "worker 1":
         while not os.path.exists(sys.argv[1]):
@@ -307,7 +307,7 @@ def test_a_task_that_is_killed(script):
 
 
 @pytest.mark.rest
-def test_who_does_not_end_is_asked_and_then_killed(script, tmp_path):
+def test_task_that_does_not_end_is_terminated_and_then_killed(script, tmp_path):
     (tmp_path / "ready").mkdir()
     result = launch(
         "--workers",
@@ -357,7 +357,7 @@ def test_restarts(script, num_restarts, code):
 
 
 @pytest.mark.rest
-def test_who_exits_with_42_is_started_again_and_not_counted(script, tmp_path):
+def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     folder = tmp_path / "checkpoints"
     path = script("""
     print("saves in", os.environ["REPLICAX_CHECKPOINT_DIR"], os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -375,8 +375,9 @@ def test_who_exits_with_42_is_started_again_and_not_counted(script, tmp_path):
     assert "the first to fail" not in result.stderr
 
 
-def test_a_server_that_was_told_to_end_comes_back_and_is_not_counted(tmp_path, capfd, monkeypatch):
-    """It keeps nothing that is lost, so its machine may be taken away as often as it likes. Each end is noticed at once."""
+def test_terminated_server_restarts_without_being_counted(tmp_path, capfd, monkeypatch):
+    """It keeps no state that could be lost, so its machine may be taken away any number of times. Each end is noticed
+    at once."""
     monkeypatch.setattr(supervisor, "_TICK_S", 1000.0)
     made, num_kept = [], []
 
@@ -417,7 +418,7 @@ for number in range(6):
     assert max(num_kept) <= 4  # the chief's, this one, and one or two before for a moment
 
 
-def test_output_that_nobody_reads_ends_it(script):
+def test_closed_output_ends_the_launcher(script):
     path = script("while True: print('x', flush=True); time.sleep(0.01)")
     with launched("--workers", 2, "--grace", 1, path) as launcher:
         assert re.fullmatch(r"worker . \| x\n", launcher.stdout.readline())
@@ -468,7 +469,7 @@ def test_signals_are_passed_on(script, number, code):
     assert "first to fail" not in rest
 
 
-def test_who_does_not_obey_is_killed_after_the_grace_time_or_a_second_signal(script):
+def test_task_is_killed_after_the_grace_period_or_a_second_signal(script):
     with launched("--grace", 0.3, script(FOREVER), "no") as launcher:
         pids = started_pids(launcher, 1)
         launcher.send_signal(signal.SIGTERM)
@@ -484,7 +485,7 @@ def test_who_does_not_obey_is_killed_after_the_grace_time_or_a_second_signal(scr
     assert not any(map(is_there, pids))
 
 
-def test_killed_it_leaves_nothing(script, tmp_path, monkeypatch):
+def test_killed_launcher_leaves_no_process(script, tmp_path, monkeypatch):
     files = tmp_path / "files"
     files.mkdir()
     monkeypatch.setenv("TMPDIR", str(files))
@@ -515,7 +516,7 @@ def test_a_signal_that_was_ignored_stays_ignored(script):
 
 
 def on_a_terminal(*arguments, **environment):
-    """What is written on a terminal of 100 columns, and the exit code."""
+    """The output on a terminal of 100 columns, and the exit code."""
     terminal, other_end = pty.openpty()
     process = subprocess.Popen(
         [*START, *map(str, arguments)],
@@ -571,7 +572,7 @@ def test_a_table_of_the_tasks(script):
     [(["--plain"], {}, True), ([], {"TERM": "dumb"}, False), (["--plain"], {"NO_COLOR": "1"}, False)],
     ids=["plain", "dumb", "no colour"],
 )
-def test_lines_alone_on_a_terminal(script, options, environment, is_coloured):
+def test_plain_lines_on_a_terminal(script, options, environment, is_coloured):
     text, code = on_a_terminal("--workers", 2, *options, script("print('done')"), **environment)
     assert code == 0
     first, second = (
@@ -582,7 +583,7 @@ def test_lines_alone_on_a_terminal(script, options, environment, is_coloured):
     assert sorted(text.splitlines()) == sorted([f"{first}done", f"{second}done"])
 
 
-def test_without_rich_there_are_lines_alone(script, tmp_path):
+def test_without_rich_plain_lines_are_printed(script, tmp_path):
     (tmp_path / "rich").mkdir()
     (tmp_path / "rich" / "__init__.py").write_text("raise ImportError('not here')")
     text, code = on_a_terminal(script("print('done')"), PYTHONPATH=str(tmp_path))
@@ -635,7 +636,7 @@ SEES = "print(task, os.environ['CUDA_VISIBLE_DEVICES'])"
 
 
 def with_gpus(folder, num_gpus):
-    """The PATH of a machine whose driver shows so many GPUs; None: it does not answer."""
+    """The PATH of a machine whose driver shows this number of GPUs; with None the driver does not answer."""
     stand_in = folder / "nvidia-smi"
     lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n}{n})\\n" for n in range(num_gpus or 0))
     stand_in.write_text("#!/bin/sh\nexit 9\n" if num_gpus is None else f"#!/bin/sh\nprintf '{lines}'\n")
@@ -648,7 +649,7 @@ def with_gpus(folder, num_gpus):
     [(None, ["0,1", "2,3"]), ("5,1,GPU-33,0", ["5,1", "GPU-33,0"])],
     ids=["all", "those of the user"],
 )
-def test_each_worker_sees_gpus_of_its_own(script, tmp_path, own, seen):
+def test_each_worker_sees_its_own_gpus(script, tmp_path, own, seen):
     environment = {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
     options = ["--workers", 2, "--gpus-per-worker", 2, script(SEES)]
     result = launch(*options, PATH=with_gpus(tmp_path, 6), **environment)
@@ -656,7 +657,7 @@ def test_each_worker_sees_gpus_of_its_own(script, tmp_path, own, seen):
     assert sorted(result.stdout.splitlines()) == [f"worker {n} | worker {n} {seen[n]}" for n in (0, 1)]
 
 
-def test_the_worker_of_this_host_sees_as_many_gpus_as_were_asked_for(script, tmp_path):
+def test_worker_of_this_host_sees_the_requested_number_of_gpus(script, tmp_path):
     options = ["--hosts", "h0,h1", "--task-index", 1, "--gpus-per-worker", 2, script(SEES)]
     result = launch(*options, PATH=with_gpus(tmp_path, 4))
     assert result.stdout == "worker 1 | worker 1 0,1\n", result.stderr
@@ -675,7 +676,7 @@ def test_the_worker_of_this_host_sees_as_many_gpus_as_were_asked_for(script, tmp
         (None, None, "nvidia-smi does not answer"),
     ],
 )
-def test_gpus_that_are_not_there_are_refused(tmp_path, monkeypatch, capsys, num_gpus, own, says):
+def test_missing_gpus_raise(tmp_path, monkeypatch, capsys, num_gpus, own, says):
     from replicax.__main__ import main
 
     monkeypatch.setenv("PATH", with_gpus(tmp_path, num_gpus))
@@ -728,7 +729,7 @@ def test_bad_options(capsys, arguments, says):
     assert error.startswith("usage: replicax launch [options] (script.py | -m module) [arguments ...]")
 
 
-def test_a_script_that_may_not_be_read(script, monkeypatch, capsys):
+def test_unreadable_script(script, monkeypatch, capsys):
     from replicax.__main__ import main
 
     path = script("")
@@ -751,7 +752,7 @@ def test_help(capsys):
 
 
 def test_python_m_replicax(script):
-    """The real command, JAX and all."""
+    """The real command, with JAX."""
     result = subprocess.run(
         [sys.executable, "-m", "replicax", "launch", script("print('done')")],
         capture_output=True,
@@ -801,7 +802,7 @@ def test_the_status_address_may_be_chosen(script):
 @pytest.mark.parametrize(
     "arguments", [[], ["--chief"], ["--ps", 1, "--no-chief"], ["--ps", 1, "--script-in", "workers"]]
 )
-def test_a_status_without_a_coordinator_is_refused(script, arguments):
+def test_status_needs_a_coordinator(script, arguments):
     result = launch(*arguments, "--status", script("print('runs')"))
     assert result.returncode == 2
     assert "--status is of a coordinator" in result.stderr

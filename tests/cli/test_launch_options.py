@@ -61,7 +61,7 @@ def test_each_task_has_a_log(script, capfd, tmp_path):
         assert json.loads(lines[1])["task"] == {"type": "worker", "index": number}
 
 
-def test_what_libraries_print_when_all_is_well_is_not_shown(tmp_path, capfd):
+def test_routine_output_of_libraries_is_hidden(tmp_path, capfd):
     path = tmp_path / "train.py"
     path.write_text(
         "print('[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1')\n"
@@ -87,7 +87,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("text", SCRIPTS)
-def test_what_a_script_imports(tmp_path, text):
+def test_imports_of_a_script(tmp_path, text):
     (tmp_path / "train.py").write_text(text)
     use = use_of_keras(tmp_path / "train.py")
     assert (use and (use.line, use.is_certain)) == SCRIPTS[text]

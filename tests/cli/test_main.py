@@ -1,4 +1,4 @@
-"""``replicax`` itself: its summary, its version, and what it says to words that it does not know."""
+"""``replicax`` itself: its summary, its version, and its answers to unknown words."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import replicax as rx
 from replicax.__main__ import COMMANDS, main
 
 
-def test_alone_it_prints_a_summary(capsys):
+def test_bare_command_prints_a_summary(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
     for command in COMMANDS:

@@ -12,7 +12,8 @@ from replicax.__main__ import main
 
 pytestmark = pytest.mark.timeout(240)
 
-# 4 TB of weights: nobody has so much memory, so none of them is made. One replica, whose batches are plain arrays.
+# 4 TB of weights: no machine has so much memory, so no weight is allocated. One replica, whose batches are plain
+# arrays.
 HUGE = """
 import sys
 import keras, numpy as np, replicax as rx
@@ -79,7 +80,7 @@ os.environ["TF_CONFIG"] = json.dumps({"cluster": tasks, "task": TASK})
 
 
 def test_a_script_for_tpus(tmp_path):
-    """Of a TPU that has a name, with a device assignment, as Google's machines have them."""
+    """A script for a TPU with a name and a device assignment, as on Google's machines."""
     source = """
 import keras, numpy as np, replicax as rx
 
@@ -237,7 +238,7 @@ importlib.util.find_spec = lambda name, *more: None if name == "libtpu" else fou
 
 
 @pytest.mark.long
-def test_a_compiler_that_is_missing_is_told_before_the_script_runs(tmp_path, monkeypatch):
+def test_missing_compiler_is_reported_before_the_script_runs(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_LIBTPU)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -271,7 +272,7 @@ rx.MirroredStrategy(["cpu:0"]).run(lambda: 1)
     "number", [None, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
 )
 def test_nothing_is_left(tmp_path, number):
-    """Nor is what the script has printed lost, though its process ends without Python's ending."""
+    """The script's output is not lost either, although its process skips Python's exit."""
     script = tmp_path / "train.py"
     script.write_text(WITH_A_CHILD)
     command = [

@@ -1,4 +1,4 @@
-"""What counts as a restart, and how long it is waited for, without processes."""
+"""Which restarts count, and how long they are delayed, without processes."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_failures_count(ending):
     assert restarts.after(ending) is None
 
 
-def test_who_has_saved_and_left_is_no_failure():
+def test_task_that_saved_and_left_is_no_failure():
     restarts = Restarts(1, None)
     for _ in range(9):
         assert "is not counted" in restarts.after(PREEMPTED)
@@ -26,7 +26,7 @@ def test_who_has_saved_and_left_is_no_failure():
     assert restarts.after(FAILED) is None
 
 
-def test_where_nobody_has_asked_for_restarts_there_are_none(tmp_path):
+def test_no_restarts_unless_requested(tmp_path):
     assert Restarts(0, None).after(PREEMPTED) is None  # 42 may mean something else in that script
     assert Restarts(0, tmp_path).after(PREEMPTED) is not None
     restarts = Restarts(0, tmp_path)
@@ -51,7 +51,7 @@ def test_only_restarts_without_a_new_checkpoint_count(tmp_path):
     assert restarts.after(KILLED) is None
 
 
-def test_restarts_without_progress_come_later_and_later(tmp_path):
+def test_restarts_without_progress_are_delayed_more_and_more(tmp_path):
     restarts = Restarts(100, tmp_path)
     waits = []
     for _ in range(9):

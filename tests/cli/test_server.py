@@ -43,7 +43,7 @@ token = os.environ.get("REPLICAX_TOKEN", "")
 
 @pytest.fixture
 def launch(tmp_path):
-    """``launch(script, *options, server=, **environment)``: the launcher, ended, and what it printed."""
+    """``launch(script, *options, server=, **environment)``: runs the launcher to its end, and returns its output."""
 
     def run(script, *options, server=None, **environment):
         path = tmp_path / "train.py"
@@ -75,7 +75,7 @@ def launch(tmp_path):
         (["--cluster", '["h:1"]', "--job", "ps", "--index", "0"], "must be a dictionary"),
     ],
 )
-def test_it_has_to_know_which_task_it_is(monkeypatch, capsys, arguments, says):
+def test_server_must_know_its_task(monkeypatch, capsys, arguments, says):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(["server", *arguments])
@@ -92,7 +92,7 @@ def test_it_has_to_know_which_task_it_is(monkeypatch, capsys, arguments, says):
         ({"type": "ps", "index": 0}, [], "would be open to everybody"),
     ],
 )
-def test_what_does_not_start(monkeypatch, capsys, task, more, says):
+def test_invalid_servers_do_not_start(monkeypatch, capsys, task, more, says):
     config = {"cluster": {"chief": ["h:0"], **json.loads(CLUSTER)}, "task": task}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     monkeypatch.delenv("REPLICAX_TOKEN", raising=False)
@@ -101,7 +101,7 @@ def test_what_does_not_start(monkeypatch, capsys, task, more, says):
 
 
 def test_one_by_hand():
-    """The options instead of TF_CONFIG, or in place of a part of it; Ctrl-C ends it, also with an open stream."""
+    """The options replace TF_CONFIG, or a part of it; Ctrl-C ends the server, even with an open stream."""
     port = free_ports(1)[0]
     cluster = {"worker": ["127.0.0.1:1", f"127.0.0.1:{port}"], "ps": ["127.0.0.1:2"]}
     environment = {**os.environ, "REPLICAX_TOKEN": "a secret", "REPLICAX_PROGRAM_CACHE": "off"}
@@ -164,7 +164,7 @@ def who_ran_what(result):
     ],
     ids=["chief", "evaluator", "workers", "no chief", "all"],
 )
-def test_who_runs_the_script(launch, tmp_path, options, scripts):
+def test_script_in_chooses_the_tasks_that_run_the_script(launch, tmp_path, options, scripts):
     tasks = {"worker 0", "worker 1", "ps 0"} | scripts
     script = SCRIPT.replace("NAMES", repr(tasks))
     if "all" in options:  # the end of the chief is that of the whole, as if the others were in Server.join
@@ -182,14 +182,14 @@ def test_without_parameter_servers_all_run_the_script_and_share_a_token(launch):
     assert who_ran_what(result) == {"worker 0": "script 43", "worker 1": "script 43"}
 
 
-def test_a_token_of_ones_own_is_kept(launch, tmp_path):
+def test_users_token_is_kept(launch, tmp_path):
     result = launch(
         "print(token)", "--ps", 1, server="time.sleep(60)", REPLICAX_TOKEN="mine", THERE=str(tmp_path)
     )
     assert "chief 0  | mine" in result.stdout
 
 
-def test_the_script_needs_somebody_to_run_it(launch):
+def test_script_needs_a_task_to_run_it(launch):
     result = launch("", "--ps", 1, "--no-chief", "--script-in", "chief", server="")
     assert result.returncode == 2
     assert "cannot run in the chief: there is none" in result.stderr
@@ -199,7 +199,7 @@ def test_the_script_needs_somebody_to_run_it(launch):
 
 
 @pytest.mark.parametrize(("num_restarts", "code"), [(2, 0), (1, 7)])
-def test_a_worker_that_dies_is_started_again_by_itself(launch, tmp_path, num_restarts, code):
+def test_dead_worker_is_restarted_automatically(launch, tmp_path, num_restarts, code):
     server = """
     print("started", restart, flush=True)
     if task == "worker 1" and restart < 2:
@@ -225,7 +225,7 @@ def test_a_worker_that_dies_is_started_again_by_itself(launch, tmp_path, num_res
     assert ("worker 1 exited with code 7, the first to fail" in result.stderr) == bool(code)
 
 
-def test_a_parameter_server_that_dies_is_the_end(launch):
+def test_dead_parameter_server_ends_the_job(launch):
     script = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\ntime.sleep(60)"
     server = "sys.exit(7) if task == 'ps 0' else time.sleep(60)"
     result = launch(script, "--ps", 1, "--grace", 0.2, server=server)
@@ -261,8 +261,8 @@ def test_servers_are_not_waited_for_when_the_script_fails(launch, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_whole_cluster(launch):
-    """Real servers. The script is the coordinator, and kills the worker; another process takes its place."""
+def test_complete_cluster(launch):
+    """Real servers. The script is the coordinator, and kills the worker; another process replaces it."""
     script = """
     import pathlib
     from replicax._src.cluster.credentials import Credentials
@@ -292,5 +292,5 @@ def test_a_whole_cluster(launch):
     assert "worker 0 was killed by SIGKILL. Starting it again: restart 1 of 3." in result.stderr
     pids = re.search(r"chief 0  \| pids (\d+) (\d+) (\d+)", result.stdout).groups()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    # The second worker may be ended when it has answered, and not yet said where it listens.
+    # The second worker may be ended when it has answered, but has not yet printed its address.
     assert len([line for line in result.stdout.splitlines() if " listens at 127.0.0.1:" in line]) in (2, 3)

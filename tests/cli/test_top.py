@@ -1,4 +1,4 @@
-"""``replicax top``: what it shows of a coordinator's status, where it looks for it, and how it ends."""
+"""``replicax top``: how it shows a coordinator's status, where it looks for it, and how it ends."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def environment(monkeypatch):
 
 
 class Cluster:
-    """A worker that runs a closure each time somebody looks."""
+    """A worker that runs one closure per look."""
 
     num_finished = 0
 
@@ -106,7 +106,7 @@ def test_json_is_a_line_each_time_until_the_coordinator_ends(server, capsys):
     assert told.err == "The coordinator has ended.\n"
 
 
-def test_the_address_may_stand_in_the_environment(server, capsys, monkeypatch):
+def test_address_may_come_from_the_environment(server, capsys, monkeypatch):
     monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", address_of(server))
     assert main(["top", "--once", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"][1]["task"] == "worker 0"
@@ -121,26 +121,26 @@ def test_the_address_may_stand_in_the_environment(server, capsys, monkeypatch):
         (["--interval", "0"], "'0' is not a number of seconds of at least 0.1: who asks all the time"),
     ],
 )
-def test_what_makes_no_sense_is_said(capsys, arguments, message):
+def test_invalid_options_raise(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         main(["top", *arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_nobody_there_is_said(server, capsys):
+def test_no_listener_is_reported(server, capsys):
     server.close()
     assert main(["top", server.url, "--once"]) == 1
     assert f"replicax top: Nobody answers at {server.url}: " in capsys.readouterr().err
 
 
-def test_an_answer_that_is_not_a_coordinator_s_is_said(server, capsys):
+def test_answer_of_another_program_is_reported(server, capsys):
     assert main(["top", f"{server.url}elsewhere", "--once"]) == 1
     assert "/status.json, /metrics" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("said", ["chief:80", "http://chief:80", "http://chief:80/"])
-def test_the_token_is_made_of_the_cluster_s(said):
+def test_token_is_derived_from_the_clusters(said):
     request = top.request_of(said, {"REPLICAX_TOKEN": "secret"})
     assert request.full_url == "http://chief:80/status.json"
     assert request.get_header("Authorization") == f"Bearer {viewing_token('secret')}"
@@ -180,7 +180,7 @@ def test_a_terminal_gets_a_table(server, monkeypatch):
 
 
 @pytest.mark.parametrize(("width", "shown"), [(200, "pid up function"), (80, ""), (100, "function")])
-def test_where_there_is_little_room_what_matters_less_is_left_out(server, monkeypatch, width, shown):
+def test_narrow_table_drops_less_important_columns(server, monkeypatch, width, shown):
     monkeypatch.setenv("COLUMNS", str(width))
     output = Terminal()
     table = view(output)
@@ -211,7 +211,7 @@ def test_others_get_lines(server, output, terminal, how):
     assert "\x1b" not in written.getvalue()
 
 
-def test_who_reads_may_stop_reading(server, monkeypatch):
+def test_reader_may_close_the_pipe(server, monkeypatch):
     class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError

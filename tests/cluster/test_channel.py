@@ -1,4 +1,4 @@
-"""The control channel on real sockets: members in threads of this process, and the hub in another thread."""
+"""The control channel on real sockets: members in threads of this process, and the controller in another thread."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ def member(address, number, names=NAMES):
 
 @contextlib.contextmanager
 def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
-    """A hub, and its address. When the block ends it ends too, whoever is still connected."""
+    """A controller, and its address. It ends when the block ends, even with connected members."""
     listener = listen(*split_address(at), backlog=8)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     cluster = member(address, 0, names).described
@@ -95,7 +95,7 @@ def test_values_are_gathered():
         assert gathered_by_all(members, "b", [0, 0, 0]) == [[0, 0, 0]] * 3
 
 
-def test_the_launcher_is_told_how_many_programs_have_run(monkeypatch, tmp_path):
+def test_launcher_gets_the_number_of_programs_run(monkeypatch, tmp_path):
     path = tmp_path / "status.json"
     monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
 
@@ -123,7 +123,7 @@ def test_the_launcher_is_told_how_many_programs_have_run(monkeypatch, tmp_path):
     assert began_at < status.left_at <= left_at
 
 
-def test_who_tells_an_error_has_begun_to_end(monkeypatch, tmp_path):
+def test_task_that_reports_an_error_has_begun_to_end(monkeypatch, tmp_path):
     path = tmp_path / "status.json"
     monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
     with serving(NAMES[:1]) as address, channels(address, NAMES[:1]) as (channel,):
@@ -133,8 +133,8 @@ def test_who_tells_an_error_has_begun_to_end(monkeypatch, tmp_path):
     assert read_status(path).left_at == left_at
 
 
-def test_who_ends_because_another_has_failed_does_not_say_when(monkeypatch, tmp_path):
-    """Its process ends after the other's, however late the launcher learns of that."""
+def test_task_that_ends_after_anothers_failure_reports_no_time(monkeypatch, tmp_path):
+    """Its process ends after the other's, no matter when the launcher learns of that."""
     path = tmp_path / "status.json"
     with serving(NAMES[:2]) as address:
         second = Channel(member(address, 1, NAMES[:2]), SECURITY)
@@ -150,7 +150,7 @@ def test_who_ends_because_another_has_failed_does_not_say_when(monkeypatch, tmp_
     assert read_status(path).left_at is None
 
 
-def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
+def test_dead_member_is_named_to_waiting_and_other_members():
     with serving() as address, channels(address) as (first, second, third):
         second.begin(3, "#0 train_step")
         # What the kernel does when the process is killed.
@@ -167,14 +167,14 @@ def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
         killed.join()
 
 
-def test_an_error_of_another_is_shown():
+def test_error_of_another_task_is_shown():
     with serving() as address, channels(address) as (first, second, _):
         second.tell_error("Traceback\n  line 3\nValueError: my own")
         assert first.wait_for_failure(PATIENCE_S) is not None
         message(PeerFailureError, first.check, "worker 1 raised an error", "    ValueError: my own")
 
 
-def test_who_leaves_does_not_wait_for_the_next_beat(monkeypatch):
+def test_leaving_does_not_wait_for_the_next_heartbeat(monkeypatch):
     monkeypatch.setattr(channel_module, "_BEAT_S", 1000.0)
     monkeypatch.setattr(channel_module, "_STATUS_FILE_S", 1000.0)
     with serving(NAMES[:1]) as address, channels(address, NAMES[:1]) as (member,):
@@ -182,7 +182,7 @@ def test_who_leaves_does_not_wait_for_the_next_beat(monkeypatch):
         assert not member._thread.is_alive()
 
 
-def test_who_leaves_is_no_failure_until_it_is_needed():
+def test_member_that_left_is_no_failure_until_it_is_needed():
     with serving() as address, channels(address) as (first, second, _):
         second.leave()
         first.wait_for_failure(0.5)
@@ -190,8 +190,8 @@ def test_who_leaves_is_no_failure_until_it_is_needed():
         message(PeerFailureError, call, "worker 1 has ended its program", "All tasks must run the same steps")
 
 
-def test_who_has_left_is_not_needed_for_programs_that_it_has_run():
-    """Of such programs some have nothing to wait for: variables whose pieces all lie in one process are read in them."""
+def test_member_that_left_is_not_needed_for_programs_it_has_run():
+    """Some such programs need not wait: they read variables whose shards all lie in one process."""
     with serving() as address, channels(address) as (first, second, third):
         unblocked = []
         for channel in (first, third):
@@ -218,8 +218,8 @@ def test_who_has_left_is_not_needed_for_programs_that_it_has_run():
         assert unblocked == [third]  # which was in a program that it would have waited in
 
 
-def test_who_has_left_is_needed_for_a_program_that_it_has_not_ended():
-    """It was dispatched, and gave an error, or goes on without the one who has left."""
+def test_member_that_left_is_needed_for_an_unfinished_program():
+    """It was dispatched, and failed, or continues without the member that left."""
     with serving() as address, channels(address) as (first, second, _):
         for channel in (first, second):
             channel.begin(0, "#0 step")
@@ -231,7 +231,7 @@ def test_who_has_left_is_needed_for_a_program_that_it_has_not_ended():
         assert "worker 1 has ended its program" in str(first.failure_here)
 
 
-def test_who_leaves_earlier_or_dies_is_needed_for_more():
+def test_member_that_left_early_or_died_is_needed_for_more_programs():
     with serving() as address, channels(address) as (first, second, third):
         for channel, position in (second, 5), (third, 4), (first, 3):
             channel.begin(position, "#0 read")
@@ -249,7 +249,7 @@ def test_who_leaves_earlier_or_dies_is_needed_for_more():
 
 
 @pytest.mark.rest
-def test_who_is_silent_is_given_up():
+def test_silent_member_is_given_up():
     with serving(silence_s=3.0) as address, channels(address) as (first, second, _):
         second._connection._sending.acquire()  # it beats no more, as if it were stopped
         try:
@@ -261,8 +261,8 @@ def test_who_is_silent_is_given_up():
 
 
 @pytest.mark.rest
-def test_who_has_gone_silent_is_not_waited_for_long():
-    """Ten seconds at most, where others may take a minute to leave."""
+def test_silent_member_is_not_waited_for_long():
+    """At most ten seconds, while others may take a minute to leave."""
     with serving(NAMES[:1], linger_s=60.0, silence_s=1.0) as address:
         soon = time.monotonic() + PATIENCE_S
         stopped = connect(address, SECURITY, soon)
@@ -274,8 +274,8 @@ def test_who_has_gone_silent_is_not_waited_for_long():
     stopped.close()
 
 
-def test_a_hub_that_is_gone():
-    """Its machine is down, say: here its thread ends with the block."""
+def test_lost_controller():
+    """Its machine is down, for example; here its thread ends with the block."""
     with serving() as address:
         channel = Channel(member(address, 1), SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
@@ -298,7 +298,7 @@ def test_different_programs_are_a_mismatch():
 
 
 @pytest.mark.rest
-def test_who_is_missing_is_named_in_time(caplog):
+def test_missing_member_is_named_in_time(caplog):
     with serving() as address, contextlib.ExitStack() as stack:
         channel = Channel(member(address, 0), SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
@@ -308,7 +308,7 @@ def test_who_is_missing_is_named_in_time(caplog):
         message(PeerFailureError, call, "worker 0 waited ", " s for all tasks to start", said)
 
 
-def test_a_wait_can_be_given_up():
+def test_wait_can_be_cancelled():
     with serving() as address, channels(address) as (first, *_):
         stop = threading.Event()
         threading.Timer(0.2, stop.set).start()
@@ -319,8 +319,8 @@ def test_a_wait_can_be_given_up():
 
 
 @pytest.mark.rest
-def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
-    """It is named with what it does; here it is in this test."""
+def test_wait_for_a_living_member_is_logged_and_ends_in_time(caplog):
+    """The message names what the member does; here it is in this test."""
     limits = {"stall_s": 1.0, "timeout_s": 5.0}
     with (
         serving(NAMES[:2], **limits) as address,
@@ -345,7 +345,7 @@ def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
     assert "It goes on waiting for 5 s" in caplog.text
 
 
-def test_nobody_listens():
+def test_no_process_listens():
     address = f"127.0.0.1:{free_ports(1)[0]}"
     channel = Channel(member(address, 1), SECURITY)
     says = [" s for worker 0, which does not answer at", address, "REPLICAX_START_TIMEOUT_S"]
@@ -359,7 +359,7 @@ def test_nobody_listens():
         (0, NAMES, "another process is worker 0"),
     ],
 )
-def test_who_does_not_belong_is_refused(number, names, says):
+def test_foreign_task_is_rejected(number, names, says):
     with serving() as address:
         first = Channel(member(address, 0), SECURITY)
         first.connect(time.monotonic() + PATIENCE_S)
@@ -368,7 +368,7 @@ def test_who_does_not_belong_is_refused(number, names, says):
         first.leave()
 
 
-def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
+def test_member_that_joins_before_the_earlier_run_has_ended_waits():
     with contextlib.ExitStack() as earlier, contextlib.ExitStack() as next_run:
         address = earlier.enter_context(serving(at=f"127.0.0.1:{free_ports(1)[0]}"))
         first, second = (Channel(member(address, number), SECURITY) for number in range(2))
@@ -404,7 +404,8 @@ def test_an_earlier_run_that_does_not_end_is_named():
 @pytest.mark.rest
 @pytest.mark.parametrize("is_silent_then", [False, True])
 def test_another_program_at_the_address(is_silent_then):
-    """It answers with something else: the members say so when their time is over, also if the last attempt was not answered."""
+    """The program answers something else: members say so when their time is over, even if the last attempt was not
+    answered."""
     with listen("127.0.0.1", 0, backlog=8) as listener:
         stop = threading.Event()
 
@@ -428,7 +429,7 @@ def test_another_program_at_the_address(is_silent_then):
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 5, b"\xff" * 100])
-def test_strangers_do_not_disturb_the_hub(noise):
+def test_unauthenticated_peers_do_not_disturb_the_controller(noise):
     with serving() as address:
         with socket.create_connection(split_address(address), timeout=PATIENCE_S) as stranger:
             stranger.sendall(noise)
@@ -439,7 +440,7 @@ def test_strangers_do_not_disturb_the_hub(noise):
 
 
 @pytest.mark.parametrize("said", [{"kind": "nonsense"}, {"kind": "hello"}, {"kind": "beat", "status": {}}])
-def test_a_peer_that_talks_nonsense_does_not_disturb_the_hub(said):
+def test_peer_with_invalid_messages_does_not_disturb_the_controller(said):
     with serving() as address:
         with pytest.raises(OSError, match="ended the connection"):
             ask(address, said, SECURITY, PATIENCE_S)
@@ -448,7 +449,7 @@ def test_a_peer_that_talks_nonsense_does_not_disturb_the_hub(said):
 
 
 @pytest.mark.parametrize("token", [b"", b"another"])
-def test_without_the_token_nobody_joins_or_ends_a_job(token):
+def test_joining_and_ending_a_job_need_the_token(token):
     with serving(NAMES[:2]) as address:
         stranger = Channel(member(address, 1, NAMES[:2]), Security(token))
         message(ClusterStartError, lambda: stranger.connect(time.monotonic() + 1.0), "REPLICAX_TOKEN")
@@ -465,14 +466,15 @@ def test_without_the_token_nobody_joins_or_ends_a_job(token):
     ("at", "reached_by"), [("[2001:db8::1]:0", ["::1", "127.0.0.1"]), ("[::1]:0", ["::1"])]
 )
 def test_an_ipv6_address_is_listened_at(at, reached_by):
-    """On all networks, as at an IPv4 one: the machine may have the address only for others."""
+    """It listens on all networks, as at an IPv4 address: the machine may have the address only for others."""
     with listen(*split_address(at), backlog=2) as listener:
         for host in reached_by:
             socket.create_connection((host, listener.getsockname()[1]), timeout=PATIENCE_S).close()
 
 
-def test_a_port_that_is_held_is_only_for_who_shares_it():
-    """As gRPC does: nobody else can take it before its server listens there, which alone gets connections then."""
+def test_reserved_port_is_only_for_processes_that_share_it():
+    """As with gRPC, no other process can take the port before its server listens there, and only the server gets
+    connections then."""
     with bind_shared("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
@@ -487,7 +489,7 @@ def test_a_port_that_is_held_is_only_for_who_shares_it():
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"[]", b'{"value": 1}', b"\xff"])
-def test_what_is_no_message(text):
+def test_invalid_messages(text):
     with serving() as address:
         connection = connect(address, SECURITY, time.monotonic() + PATIENCE_S)
         connection.receive = lambda deadline: memoryview(text)
@@ -497,8 +499,8 @@ def test_what_is_no_message(text):
 
 
 @pytest.mark.rest
-def test_the_waiting_is_said(caplog):
-    """With the names, every few seconds."""
+def test_waiting_is_logged(caplog):
+    """The message names the tasks, every few seconds."""
     with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
         channel = Channel(member(address, 2), SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)

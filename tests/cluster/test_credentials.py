@@ -1,4 +1,4 @@
-"""Credentials: what goes together, what the environment says, and where a task can do without."""
+"""Credentials: valid combinations, the environment, and where a task needs none."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ def refused_environment(environ, *says):
     message(ClusterEnvironmentError, lambda: Credentials.of_environment(environ), *says, "in the environment")
 
 
-def test_environments_that_are_refused(tmp_path, pem):
+def test_invalid_environments(tmp_path, pem):
     refused_environment({"REPLICAX_TOKEN": ""}, "REPLICAX_TOKEN", "an empty one")
     refused_environment({"REPLICAX_TOKEN": "naïve"}, "visible ASCII")
     refused_environment({"REPLICAX_TOKEN": "a\nb"}, "visible ASCII")
@@ -72,7 +72,7 @@ def test_they_do_not_change():
 
 
 @pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:1", "127.8.0.1:0", "[::1]:1"])
-def test_on_the_loopback_a_server_can_do_without(address):
+def test_server_on_loopback_needs_no_credentials(address):
     Credentials().check_server(address)
 
 
@@ -80,7 +80,7 @@ def test_on_the_loopback_a_server_can_do_without(address):
     "address",
     ["0.0.0.0:1", "[::]:1", "10.0.0.7:1", "ps0.example.com:1", "127.example.com:1", "[::ffff:127.0.0.1]:1"],
 )
-def test_elsewhere_it_needs_a_token_or_mutual_tls(address, pem):
+def test_other_servers_need_a_token_or_mutual_tls(address, pem):
     message(
         InvalidArgumentError,
         lambda: Credentials().check_server(address),

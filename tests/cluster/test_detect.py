@@ -1,4 +1,4 @@
-"""Which resolver is chosen in recorded environments, and what is said of those that are not."""
+"""Which resolver is chosen in recorded environments, and why the others are not."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def without(environ, *names):
     ],
     ids=["TF_CONFIG", "torchrun", "Open MPI", "Slurm", "SageMaker"],
 )
-def test_what_is_chosen(environ, kind, name, reason, leader, local_rank):
+def test_chosen_launchers(environ, kind, name, reason, leader, local_rank):
     choice = choose_resolver(dict(environ))
     assert type(choice.resolver) is kind
     assert choice.name == name
@@ -118,7 +118,7 @@ def test_tf_config_that_is_blank_says_nothing():
     assert choice.passed_over[0].why == "TF_CONFIG is set to nothing."
 
 
-def test_an_inner_launcher_of_one_process_is_believed():
+def test_inner_launcher_of_one_process_is_chosen():
     one = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}
     choice = choose_resolver({**SLURM, **one})
     assert (choice.name, choice.membership.num_workers) == ("torchrun", 1)
@@ -135,7 +135,7 @@ def test_an_inner_launcher_of_one_process_is_believed():
         ({"WORLD_SIZE": "1"}, "torchrun", "WORLD_SIZE is set, and RANK, MASTER_ADDR, MASTER_PORT are not"),
     ],
 )
-def test_what_is_not_chosen(environ, name, why):
+def test_launchers_that_are_not_chosen(environ, name, why):
     choice = choose_resolver(dict(environ))
     assert choice.name == "none"
     assert why in next(candidate.why for candidate in choice.passed_over if candidate.name == name)
@@ -159,7 +159,7 @@ PARTIAL = [
 
 
 @pytest.mark.parametrize(("environ", "says"), PARTIAL)
-def test_a_cluster_in_part_is_an_error(environ, says):
+def test_incomplete_cluster_is_an_error(environ, says):
     message(
         errors.ClusterEnvironmentError,
         lambda: choose_resolver(dict(environ)),
@@ -170,7 +170,7 @@ def test_a_cluster_in_part_is_an_error(environ, says):
 
 
 @pytest.mark.parametrize(("environ", "says"), PARTIAL)
-def test_a_cluster_in_part_is_passed_over_if_another_is_whole(environ, says):
+def test_incomplete_cluster_is_skipped_if_another_is_complete(environ, says):
     complete = (
         SLURM
         if "RANK" in environ or "WORLD_SIZE" in environ or "OMPI_COMM_WORLD_RANK" in environ
@@ -210,7 +210,7 @@ def test_a_cluster_in_part_is_passed_over_if_another_is_whole(environ, says):
         ),
     ],
 )
-def test_what_is_malformed_is_an_error_also_if_another_is_whole(environ, error, says):
+def test_malformed_cluster_is_an_error_even_if_another_is_complete(environ, error, says):
     message(error, lambda: choose_resolver(dict(environ)), *says)
 
 
@@ -221,7 +221,7 @@ def test_what_is_malformed_is_an_error_also_if_another_is_whole(environ, error, 
     ("environ", "leader"),
     [(TORCHRUN, "n0:4000"), (OPEN_MPI, "n0:4000"), (SLURM, "n0:4000"), (SAGEMAKER, "algo-1:4000")],
 )
-def test_a_port_of_ones_own(environ, leader):
+def test_port_of_the_user(environ, leader):
     assert choose_resolver({**environ, "REPLICAX_PORT": "4000"}).membership.leader_address == leader
 
 

@@ -142,7 +142,7 @@ def test_without_the_packages(monkeypatch):
 
 
 def install(monkeypatch, default):
-    """Google's packages, which remember the credentials that they were given."""
+    """Fakes of Google's packages that remember the credentials that they got."""
     built = []
     discovery = SimpleNamespace(
         build=lambda *args, **kwargs: built.append((args, kwargs)) or FakeService(THREE)

@@ -33,7 +33,7 @@ def kinds(outbox):
 
 
 @given(st.permutations(range(3)), st.lists(st.integers(), min_size=3, max_size=3))
-def test_all_are_told_all_values_when_the_last_has_offered(order, values):
+def test_all_members_get_all_values_after_the_last_offer(order, values):
     hub = hub_with(0, 1, 2)
     for number in order[:-1]:
         assert hub.receive(number, offer("k", values[number]), now=1.0) == []
@@ -42,7 +42,7 @@ def test_all_are_told_all_values_when_the_last_has_offered(order, values):
     assert all(message == {"kind": "gathered", "key": "k", "values": values} for _, message in outbox)
 
 
-def test_gatherings_do_not_mix():
+def test_all_gathers_do_not_mix():
     hub = hub_with(0, 1, 2)
     for number in range(3):
         hub.receive(number, offer("a", number), now=0.0)
@@ -51,7 +51,7 @@ def test_gatherings_do_not_mix():
     assert kinds(hub.receive(2, offer("b", 2), now=0.0)) == [(n, "gathered") for n in range(3)]
 
 
-def test_who_waits_is_told_for_whom():
+def test_waiting_member_is_told_the_missing_ones():
     hub = hub_with(0, 2)
     hub.receive(0, offer("start", "x"), now=0.0)
     hub.receive(2, beat(4, "#1 step"), now=0.0)
@@ -72,7 +72,7 @@ def test_who_waits_is_told_for_whom():
         ("raised", lambda hub: hub.receive(1, left(7, kind="raised", text="ValueError: x"), now=1.0)),
     ],
 )
-def test_all_others_hear_who_is_gone_and_how_once(how, go):
+def test_all_others_hear_once_which_member_is_lost_and_how(how, go):
     hub = hub_with(0, 1, 2)
     hub.receive(1, beat(7, "#0 step"), now=0.5)
     outbox = go(hub)
@@ -83,8 +83,8 @@ def test_all_others_hear_who_is_gone_and_how_once(how, go):
     assert hub.receive(1, offer("k", 1), now=2.0) == []
 
 
-def test_who_goes_says_where_it_was():
-    """Its last beat may be a second old."""
+def test_leaving_member_reports_its_position():
+    """Its last heartbeat may be a second old."""
     hub = hub_with(0, 1)
     for number in (0, 1):
         hub.receive(number, offer("program 0", ["digest", "step", 3], position=3), now=0.0)
@@ -97,7 +97,7 @@ def test_who_goes_says_where_it_was():
     assert kinds(hub.receive(1, left(5), now=0.0))[:2] == [(0, "mismatch"), (1, "mismatch")]
 
 
-def test_who_is_silent_is_gone():
+def test_silent_member_is_lost():
     hub = hub_with(0, 1, silence_s=60.0)
     hub.receive(0, beat(0, "#0 step"), now=50.0)
     assert kinds(hub.tick(now=60.0)) == [(0, "pulse"), (1, "pulse")]
@@ -107,7 +107,7 @@ def test_who_is_silent_is_gone():
     assert (gone["member"], gone["how"], gone["text"]) == (1, "silent", "61")
 
 
-def test_a_task_is_one_process_and_comes_once():
+def test_task_is_one_process_and_joins_once():
     hub = hub_with(0, 1)
     refusal = hub.join(1, now=1.0)
     assert "another process is worker 1 already" in refusal.text
@@ -142,13 +142,13 @@ def test_the_same_programs_in_the_same_order_are_no_mismatch():
             assert hub.receive(number, beat(position, f"#{position} p"), now=0.0) == []
 
 
-def test_one_that_is_ahead_is_no_mismatch():
+def test_member_that_is_ahead_is_no_mismatch():
     hub = hub_with(0, 1)
     hub.receive(0, beat(5, "#1 evaluate"), now=0.0)
     assert hub.receive(1, beat(4, "#0 train"), now=0.0) == []
 
 
-def test_different_programs_at_one_position_are_a_mismatch_that_all_hear_of_once():
+def test_different_programs_at_one_position_are_reported_once_to_all():
     hub = hub_with(0, 1, 2)
     hub.receive(0, beat(5, "#1 evaluate"), now=0.0)
     outbox = hub.receive(1, beat(5, "#0 train"), now=0.0)
@@ -165,8 +165,8 @@ def test_before_the_first_program_nothing_is_compared():
 
 
 @pytest.mark.parametrize("is_past_first", [True, False])
-def test_a_new_program_of_one_where_another_runs_a_known_one(is_past_first):
-    """It waits for the other to agree, and the other for it, in a collective."""
+def test_new_program_of_one_member_against_a_known_one_is_a_mismatch(is_past_first):
+    """Each waits for the other: one to agree, the other in a collective."""
     hub = hub_with(0, 1)
     agreement = offer("program 1", ["digest", "g", 5], position=5)
     if is_past_first:
@@ -179,7 +179,7 @@ def test_a_new_program_of_one_where_another_runs_a_known_one(is_past_first):
     assert dict(outbox[0][1]["statuses"][0][1])["next"] == [5, "g"]
 
 
-def test_two_that_wait_in_different_places_before_one_program():
+def test_members_that_wait_at_different_positions_before_one_program():
     hub = hub_with(0, 1, 2)
     assert hub.receive(0, offer("comparing 0", ["x", "comparing"], position=4), now=0.0) == []
     assert hub.receive(1, offer("other", "y"), now=0.0) == []  # of another thread
@@ -189,14 +189,14 @@ def test_two_that_wait_in_different_places_before_one_program():
     assert [told[n]["next"][1] for n in (0, 2)] == ["comparing", "step"]
 
 
-def test_one_that_has_not_come_to_the_agreement_yet_is_no_mismatch():
+def test_member_that_has_not_reached_the_agreement_is_no_mismatch():
     hub = hub_with(0, 1)
     hub.receive(1, beat(4, "#0 f"), now=0.0)
     assert hub.receive(0, offer("program 1", ["d", "g", 5], position=5), now=0.0) == []
 
 
-def test_all_positions_are_compared_also_those_at_which_no_beat_came():
-    """A beat comes when the program is another than before, so what ran between two beats is known."""
+def test_positions_without_a_heartbeat_are_compared_too():
+    """A heartbeat is sent when the program changes, so the programs between two heartbeats are known."""
     hub = hub_with(0, 1)
     for number in (0, 1):
         assert hub.receive(number, beat(0, "#0 f"), now=0.0) == []
@@ -210,8 +210,8 @@ def test_all_positions_are_compared_also_those_at_which_no_beat_came():
 
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=12), st.data())
-def test_two_that_run_the_same_are_no_mismatch_and_one_difference_is_one(programs, data):
-    """However their beats come to the hub."""
+def test_equal_runs_match_and_one_difference_is_a_mismatch(programs, data):
+    """The result does not depend on the order of heartbeats."""
     changed = data.draw(st.one_of(st.none(), st.integers(0, len(programs) - 1)))
     other = ["c" if position == changed else program for position, program in enumerate(programs)]
     hub, todo, found = hub_with(0, 1), {}, []
@@ -226,7 +226,7 @@ def test_two_that_run_the_same_are_no_mismatch_and_one_difference_is_one(program
         assert {status["position"] for _, status in found[0][1]["statuses"]} == {changed}
 
 
-def test_a_beat_that_was_overtaken_says_nothing():
+def test_overtaken_heartbeat_is_ignored():
     hub = hub_with(0, 1)
     for number in (0, 1):
         hub.receive(number, beat(4, "#0 f"), now=0.0)
@@ -236,7 +236,7 @@ def test_a_beat_that_was_overtaken_says_nothing():
     assert hub.receive(1, beat(6, "#1 g"), now=0.0) == []
 
 
-def test_what_has_been_compared_is_forgotten():
+def test_compared_positions_are_forgotten():
     hub = hub_with(0, 1)
     for position in range(1000):
         for number in (0, 1):
@@ -248,7 +248,7 @@ def test_what_has_been_compared_is_forgotten():
 
 
 def hub_of_one_that_waits(**options):
-    """Worker 0 waits in program 3 since 100.0; worker 1 has been behind since 98.0, and beats."""
+    """Worker 0 waits in program 3 since 100.0; worker 1 has been behind since 98.0, and sends heartbeats."""
     hub = hub_with(0, 1, **options)
     for number in (0, 1):
         hub.receive(number, beat(2, "#0 f"), now=97.0)
@@ -258,13 +258,13 @@ def hub_of_one_that_waits(**options):
 
 
 def told_at(hub, now, position=2):
-    """What is said at a time at which both beat."""
+    """The messages at a time at which both send heartbeats."""
     hub.receive(0, beat(3, "#0 f"), now=now)
     hub.receive(1, beat(position, "#0 f", "between", at="train.py:7 in load"), now=now)
     return [(to, message) for to, message in hub.tick(now) if message["kind"] != "pulse"]
 
 
-def test_who_waits_in_a_program_is_told_for_whom_and_more_and_more_seldom():
+def test_member_that_waits_in_a_program_is_told_at_growing_intervals():
     hub = hub_of_one_that_waits(stall_s=60.0, timeout_s=600.0)
     told = [now - 100 for now in range(101, 690) for to, m in told_at(hub, now) if m["kind"] == "stalled"]
     assert told == [60, 120, 240, 480]
@@ -278,7 +278,7 @@ def test_who_waits_in_a_program_is_told_for_whom_and_more_and_more_seldom():
     assert "silent_s" not in status
 
 
-def test_after_the_time_for_it_all_are_told_once():
+def test_after_the_timeout_all_members_are_told_once():
     hub = hub_of_one_that_waits(timeout_s=20.0)
     assert told_at(hub, 119.0) == []
     outbox = told_at(hub, 120.0)
@@ -287,7 +287,7 @@ def test_after_the_time_for_it_all_are_told_once():
     assert told_at(hub, 121.0) == []
 
 
-def test_who_comes_late_is_waited_for_anew_the_next_time():
+def test_late_member_gets_a_full_wait_the_next_time():
     hub = hub_of_one_that_waits()
     assert [m["kind"] for _, m in told_at(hub, 170.0)] == ["stalled"]
     hub.receive(1, beat(3, "#0 f"), now=171.0)
@@ -297,34 +297,34 @@ def test_who_comes_late_is_waited_for_anew_the_next_time():
     assert (0, "stalled") in kinds(hub.tick(now=232.0))
 
 
-def test_a_program_in_which_all_are_takes_as_long_as_it_takes():
+def test_program_that_all_have_reached_has_no_time_limit():
     hub = hub_of_one_that_waits(silence_s=10_000.0)
     hub.receive(1, beat(3, "#0 f"), now=101.0)
     assert kinds(hub.tick(now=5000.0)) == [(0, "pulse"), (1, "pulse")]
 
 
-def test_between_programs_nobody_waits():
-    """The chief writes a checkpoint, say, and the others are where it is."""
+def test_no_member_waits_between_programs():
+    """The chief writes a checkpoint, for example, and the others are at its position."""
     hub = hub_with(0, 1, silence_s=10_000.0)
     for number in (0, 1):
         hub.receive(number, beat(2, "#0 f", "between"), now=0.0)
     assert kinds(hub.tick(now=5000.0)) == [(0, "pulse"), (1, "pulse")]
 
 
-def test_of_who_does_not_beat_either_that_is_said():
+def test_missing_heartbeats_are_reported_too():
     hub = hub_of_one_that_waits(stall_s=10.0, silence_s=60.0)
     hub.receive(0, beat(3, "#0 f"), now=110.0)
     ((_, message),) = [pair for pair in hub.tick(now=110.0) if pair[1]["kind"] == "stalled"]
     assert message["late"][0][1]["silent_s"] == 12
 
 
-def test_who_is_gone_is_not_waited_for():
+def test_lost_member_is_not_waited_for():
     hub = hub_of_one_that_waits(stall_s=10.0)
     hub.disconnect(1, now=105.0)
     assert kinds(hub.tick(now=150.0)) == [(0, "pulse")]
 
 
-def test_a_task_that_failed_before_it_joined_is_told_to_those_who_are_here_and_to_those_who_come():
+def test_failure_before_joining_is_told_to_present_and_later_members():
     hub = hub_with(0)
     assert [(to, m["how"], m["text"]) for to, m in hub.fail(1, "code 3")] == [(0, "failed", "code 3")]
     refusal = hub.join(2, now=1.0)
@@ -333,7 +333,7 @@ def test_a_task_that_failed_before_it_joined_is_told_to_those_who_are_here_and_t
     assert hub.join(1, now=1.0).is_temporary  # it was started again: the next run is waited for
 
 
-def test_of_a_task_that_has_joined_nobody_else_says_that_it_failed():
+def test_failure_of_a_joined_task_is_not_reported_by_others():
     hub = hub_with(0, 1)
     assert hub.fail(1, "code 3") == []
     assert hub.join(2, now=1.0) is None

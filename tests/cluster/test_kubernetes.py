@@ -20,7 +20,7 @@ def pod(name, phase="Running", pod_ip="10.1.2.3"):
 
 
 class FakeClient:
-    """The two calls of CoreV1Api that are made."""
+    """The two calls of CoreV1Api that the resolver makes."""
 
     def __init__(self, pods):
         self.pods = pods
@@ -99,7 +99,7 @@ def test_a_namespace():
 
 
 @pytest.mark.parametrize(("phase", "ip"), [("Failed", "10.1.2.3"), ("Pending", None), ("Running", None)])
-def test_a_pod_that_does_not_run(phase, ip):
+def test_pod_that_is_not_running(phase, ip):
     message(
         errors.ClusterManagerError,
         resolver({"job-name=tensorflow": [pod("tensorflow-abc123", phase, ip)]}).cluster_spec,

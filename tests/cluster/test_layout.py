@@ -1,4 +1,4 @@
-"""Which tasks there are, what they are told, and ports that are free."""
+"""The tasks of a launched cluster, their environments, and free ports."""
 
 import json
 import socket
@@ -50,7 +50,7 @@ def test_ports_are_different_and_free():
 
 
 def system_gives(monkeypatch, tmp_path, text):
-    """What the system says of the ports that it gives to outgoing connections; None: nothing."""
+    """Replaces the system's range of ports for outgoing connections; None for no information."""
     file = tmp_path / "ip_local_port_range"
     if text is not None:
         file.write_text(text)
@@ -58,7 +58,7 @@ def system_gives(monkeypatch, tmp_path, text):
 
 
 @pytest.mark.parametrize("given", ["15000\t60000\n", "18000\t65535\n", "32768\t60999\n"])
-def test_ports_are_not_those_that_the_system_gives_away(monkeypatch, tmp_path, given):
+def test_ports_are_outside_the_ephemeral_range(monkeypatch, tmp_path, given):
     system_gives(monkeypatch, tmp_path, given)
     low, high = map(int, given.split())
     ports = free_ports(50)
@@ -66,7 +66,7 @@ def test_ports_are_not_those_that_the_system_gives_away(monkeypatch, tmp_path, g
 
 
 @pytest.mark.parametrize("given", [None, "not numbers", "1024\t65000\n"])
-def test_where_the_system_tells_none_or_gives_nearly_all_it_chooses_the_ports(monkeypatch, tmp_path, given):
+def test_system_chooses_ports_if_its_range_is_unknown_or_nearly_everything(monkeypatch, tmp_path, given):
     system_gives(monkeypatch, tmp_path, given)
     assert set(layout._static_ports()) == {0}
     assert len(set(free_ports(50))) == 50
@@ -114,7 +114,7 @@ def test_memory_of_servers_is_as_the_user_says():
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a:1": 3}'])
-def test_routes_that_are_none(text):
+def test_invalid_routes(text):
     environment = {"REPLICAX_ROUTES": text}
     message(
         ClusterEnvironmentError,

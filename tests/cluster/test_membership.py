@@ -1,4 +1,4 @@
-"""Who leads and who is counted are TensorFlow's rules; clusters that cannot be are named."""
+"""The leader and the counts follow TensorFlow's rules; impossible clusters raise errors."""
 
 import json
 
@@ -165,7 +165,7 @@ def test_an_empty_spec_is_one_worker():
     ],
     ids=repr,
 )
-def test_clusters_that_cannot_be(cluster, task, says):
+def test_impossible_clusters(cluster, task, says):
     message(errors.TaskError, lambda: member(cluster, *task, source="TF_CONFIG"), "TF_CONFIG", *says)
     assert issubclass(errors.TaskError, ValueError)  # TensorFlow's
 
@@ -191,7 +191,7 @@ def test_a_cluster_without_a_task(task):
 # --- addresses ----------------------------------------------------------------------------------------
 
 
-def test_an_address_that_stands_twice():
+def test_repeated_address():
     cluster = {"chief": ["A:2222"], "worker": ["b:2222", "a:2222"], "ps": ["a:2223"]}
     message(
         errors.AddressError,
@@ -203,7 +203,7 @@ def test_an_address_that_stands_twice():
     )
 
 
-def test_port_0_is_for_those_whom_nobody_calls():
+def test_port_0_is_allowed_for_tasks_that_do_not_listen():
     unknown = rx.cluster_resolver.UNKNOWN_ADDRESS
     me = member({"worker": ["a:1", unknown, unknown]}, "worker", 2)
     assert me.addresses == ("a:1", unknown, unknown)
@@ -223,7 +223,7 @@ def test_port_0_is_for_those_whom_nobody_calls():
 
 @st.composite
 def clusters(draw):
-    """Valid ones, with at least one task that computes."""
+    """Valid clusters, with at least one task that computes."""
     num_chiefs, num_evaluators = draw(st.integers(0, 1)), draw(st.integers(0, 1))
     counts = {
         "worker": draw(st.integers(0 if num_chiefs else 1, 6)),

@@ -1,5 +1,5 @@
-"""Whether MPI collectives can start, from the environment; that they are used only if asked for; and the end of a process
-that used them. ``tests/multi_worker/test_mpi.py`` runs them, where there is an MPI."""
+"""Whether MPI collectives can start, by the environment; that they are used only on request; and how a process that
+used them ends. ``tests/multi_worker/test_mpi.py`` runs them if there is an MPI."""
 
 import logging
 import subprocess
@@ -46,11 +46,11 @@ def test_the_path_of_the_library(tmp_path):
     ],
     ids=["no library", "no mpirun", "srun without PMIx", "an evaluator too", "no number"],
 )  # fmt: skip
-def test_what_is_missing_is_said(environ, says):
+def test_missing_parts_are_named(environ, says):
     assert says in message(errors.ClusterEnvironmentError, lambda: check_mpi(environ, 2))
 
 
-def test_what_to_do_is_said():
+def test_errors_say_what_to_do():
     says = message(errors.ClusterEnvironmentError, lambda: check_mpi(LIBRARY, 2))
     assert "mpirun -n 2" in says
 
@@ -68,7 +68,7 @@ def test_one_device_in_each_process():
 
 
 @pytest.mark.parametrize("chosen", ["gloo", None])
-def test_gloo_unless_mpi_is_asked_for(chosen):
+def test_gloo_unless_mpi_is_requested(chosen):
     with changed("jax_cpu_collectives_implementation", chosen):
         assert jax_compat.cpu_collectives() == "gloo"
     with changed("jax_cpu_collectives_implementation", "mpi"):
@@ -76,7 +76,7 @@ def test_gloo_unless_mpi_is_asked_for(chosen):
 
 
 class changed:
-    """A JAX option that has another value for a while."""
+    """Sets a JAX option for a while."""
 
     def __init__(self, name, value):
         self.name, self.value = name, value
@@ -105,7 +105,7 @@ class changed:
         ("RING", "gpu", "gloo", "RING is gloo's, on CPUs: here the workers use NCCL, which chooses"),
     ],
 )
-def test_an_implementation_that_the_hardware_has_not(wanted, platform, library, says, caplog):
+def test_implementation_that_the_hardware_lacks(wanted, platform, library, says, caplog):
     with changed("jax_cpu_collectives_implementation", library), caplog.at_level(logging.WARNING, "replicax"):
         _say_what_communicates(CommunicationImplementation(wanted), platform)
     assert len(caplog.messages) == (says is not None)
@@ -145,7 +145,7 @@ def test_the_log_says_gloo_in_processes(local_cluster):
 
 @pytest.mark.timeout(90)
 def test_mpi_without_a_library_is_an_error_in_processes(local_cluster):
-    """At once, and not JAX's end of the process in MPI_Init."""
+    """It ends at once, before JAX ends the process in MPI_Init."""
     environment = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", "MPITRAMPOLINE_LIB": None}
     cluster = local_cluster(2, environment=environment)
     cluster.start(join)
@@ -158,7 +158,7 @@ def test_mpi_without_a_library_is_an_error_in_processes(local_cluster):
 @pytest.mark.rest
 @pytest.mark.timeout(90)
 def test_mpi_on_one_of_the_workers_is_an_error_in_processes(local_cluster):
-    """As where mpirun does not pass the variable on to other hosts."""
+    """As if mpirun did not pass the variable to other hosts."""
 
     def one_has_mpi():
         import json

@@ -69,7 +69,7 @@ def test_one_host_needs_no_network():
     assert leader({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) == "localhost:20480"
 
 
-def test_the_leader_may_be_said():
+def test_leader_may_be_given():
     assert leader(VERSION_4, MASTER_ADDR="node9").startswith("node9:")
     assert leader(VERSION_4, MASTER_ADDR="node9", REPLICAX_PORT="4000") == "node9:4000"
     assert leader(VERSION_5, PMIX_NAMESPACE="", MASTER_ADDR="node9", REPLICAX_PORT="4000") == "node9:4000"

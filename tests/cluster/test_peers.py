@@ -1,4 +1,5 @@
-"""When processes compare which program they are about to run. The channel has a twin here: what others offer is given."""
+"""When processes compare the program that they are about to run. The channel is replaced: the values of the other
+process are given."""
 
 import pytest
 
@@ -10,7 +11,7 @@ from replicax._src.cluster.spec import ClusterSpec, Task
 
 
 class Channel:
-    """The other process offers what this one does, unless it is told otherwise."""
+    """The other process offers the values of this one, unless told otherwise."""
 
     def __init__(self):
         self.gathered, self.begun, self.ended, self.other = [], [], [], None
@@ -48,7 +49,7 @@ def run(peers, *names):
             pass
 
 
-def test_what_has_followed_each_other_before_costs_nothing(channel, peers):
+def test_programs_that_followed_each_other_before_cost_no_message(channel, peers):
     run(peers, "f", "f", "g", "f")
     assert channel.gathered == [
         ("program 0", "f", 0),
@@ -63,7 +64,7 @@ def test_what_has_followed_each_other_before_costs_nothing(channel, peers):
     assert [label for _, label in channel.begun[:4]] == ["#0 f", "#0 f", "#1 g", "#0 f"]
 
 
-def test_one_that_has_gone_on_further_is_a_mismatch(channel, peers):
+def test_process_that_is_ahead_is_a_mismatch(channel, peers):
     run(peers, "f", "f")
     digest = peers._digests["#0 f"]
     channel.other = [digest, "f", 7]
@@ -71,12 +72,12 @@ def test_one_that_has_gone_on_further_is_a_mismatch(channel, peers):
     message(ProgramMismatchError, lambda: run(peers, "g"), *says)
 
 
-def test_equal_code_is_one_program_whatever_it_is_called(channel, peers):
+def test_equal_code_is_one_program_under_any_name(channel, peers):
     assert peers.agree("f", "code") == peers.agree("another name", "code") == "#0 f"
     assert len(channel.gathered) == 1
 
 
-def test_a_program_is_done_where_its_results_are_there(channel, peers):
+def test_program_is_done_when_its_results_exist(channel, peers):
     run(peers, "f")
     with pytest.raises(ZeroDivisionError), peers.running(peers.agree("f", "code of f"), is_new=False):
         1 / 0

@@ -1,4 +1,5 @@
-"""Processes are watched, obey, and leave nothing behind: not when they are closed, nor when their parent is killed."""
+"""Processes are watched, obey signals, and leave nothing behind: not when they are closed, nor when their parent is
+killed."""
 
 import os
 import signal
@@ -32,7 +33,7 @@ def until(condition, what, limit_s=LIMIT_S):
 
 
 def is_there(pid):
-    """Whether a process runs; a zombie does not."""
+    """True if a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -41,7 +42,7 @@ def is_there(pid):
 
 
 def has_no_more_lines(process):
-    """For a while; one that counts has 20."""
+    """The test runs for a while; one that counts has 20 lines."""
     before = len(process.lines)
     time.sleep(0.2)
     return len(process.lines) == before
@@ -56,7 +57,7 @@ def lines_of(program, *arguments):
 # --- output -------------------------------------------------------------------------------------------
 
 
-def test_both_streams_are_read_in_order_and_a_line_without_end_is_one():
+def test_both_streams_are_read_in_order_and_an_unfinished_line_counts():
     program = """
     import sys
     print("one"); print("two", file=sys.stderr); print(); print("drei ü"); sys.stdout.write("last")
@@ -87,7 +88,7 @@ def test_all_lines_are_delivered_and_the_last_are_kept():
         assert process.statistics() == {"pid": process.pid, "num_lines": 5000, "num_lines_kept": 3}
 
 
-def test_an_error_of_who_gets_the_lines_is_raised_and_the_process_is_not_blocked():
+def test_error_of_the_line_callback_is_raised_and_does_not_block_the_process():
     def fail(line):
         raise OSError("disk full")
 
@@ -98,7 +99,7 @@ def test_an_error_of_who_gets_the_lines_is_raised_and_the_process_is_not_blocked
         assert process.lines[-1] == "99999"
 
 
-def test_output_of_what_it_has_started_goes_on():
+def test_output_of_child_processes_continues():
     program = """
     import subprocess, sys
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); print('later', flush=True); time.sleep(60)"])
@@ -122,7 +123,7 @@ def test_exit_code(code, text):
         assert not process.is_running
 
 
-def test_its_end_is_told_when_it_is_known():
+def test_end_is_reported_when_it_is_known():
     has_ended = threading.Event()
     with python("raise SystemExit(3)", on_end=has_ended.set) as process:
         assert has_ended.wait(LIMIT_S)
@@ -142,8 +143,8 @@ def test_death_by_a_signal():
         process.stop()
 
 
-def test_the_time_of_the_end_tells_who_was_first():
-    """Whoever is asked first."""
+def test_time_of_the_end_shows_which_process_was_first():
+    """The order of the questions does not matter."""
     with python("import time; time.sleep(60)") as late, python("") as early:
         until(lambda: not early.is_running, "its end")
         late.kill()
@@ -158,7 +159,7 @@ def test_environment_directory_and_input(tmp_path):
         assert process.lines == (f"[('A', 'b'), ('LC_CTYPE', 'C.UTF-8')] {tmp_path} ''",)
 
 
-def test_it_has_a_session_of_its_own_and_no_signal_is_ignored():
+def test_process_has_its_own_session_and_ignores_no_signal():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         command = ["sh", "-c", "ps -o sid=,pid= -p $$; grep SigIgn /proc/$$/status; ls /proc/$$/fd"]
@@ -173,7 +174,7 @@ def test_it_has_a_session_of_its_own_and_no_signal_is_ignored():
     assert len(descriptors) == 3, "it has inherited descriptors"
 
 
-def test_what_cannot_be_started_says_why(tmp_path):
+def test_failed_start_says_why(tmp_path):
     with pytest.raises(ProcessStartError, match=r"worker 0.*'no-such-program'"):
         Process(["no-such-program"], name="worker 0")
     with pytest.raises(ProcessStartError, match=r"could not be started: .*nowhere"):
@@ -217,7 +218,7 @@ def test_a_stopped_process_can_be_killed_and_closed():
     assert other.wait(0).signal == signal.SIGKILL
 
 
-def test_terminate_lets_it_end_in_order():
+def test_terminate_allows_an_orderly_exit():
     program = """
     import signal, sys, time
     def end(number, frame):
@@ -243,7 +244,7 @@ def test_memory():
 
 # --- leaving nothing ----------------------------------------------------------------------------------
 
-# Starts a child in its group and one in a session of its own, whose numbers it prints.
+# Starts a child in its group and one in a separate session, and prints their numbers.
 FAMILY = """
 import subprocess, sys, time
 for own_session in (False, True):
@@ -255,7 +256,7 @@ time.sleep({seconds})
 
 @ON_LINUX
 @pytest.mark.parametrize("how", ["it runs", "it has ended", "it was killed", "it is stopped"])
-def test_close_ends_it_and_all_that_it_has_started(how):
+def test_close_ends_the_process_and_its_children(how):
     with python(FAMILY.format(seconds=0 if how == "it has ended" else 60)) as process:
         until(lambda: process.lines[2:] == ("ready",), "its start")
         children = list(map(int, process.lines[:2]))
@@ -294,7 +295,7 @@ def test_close_ends_it_also_while_nobody_reads_its_output():
 
 
 @ON_LINUX
-def test_its_number_is_not_given_away_before_close():
+def test_pid_is_not_reused_before_close():
     with python("") as process:
         process.wait(LIMIT_S)
         time.sleep(0.5)
@@ -315,7 +316,7 @@ def test_no_descriptor_and_no_thread_is_left():
     until(lambda: threads() <= before and len(os.listdir("/dev/fd")) <= num_descriptors, "all is given back")
 
 
-def test_it_outlives_the_thread_that_started_it():
+def test_process_outlives_its_starting_thread():
     started = []
     thread = threading.Thread(target=lambda: started.append(python("import time; time.sleep(60)")))
     thread.start()
@@ -352,7 +353,7 @@ time.sleep(60)
 
 @ON_LINUX
 @pytest.mark.parametrize("how", ["kill", "kill the group", "exit", "fork"])
-def test_all_is_gone_soon_after_the_parent(how):
+def test_all_processes_end_soon_after_the_parent(how):
     package = os.path.dirname(os.path.dirname(os.path.dirname(processes.__file__)))
     program = FAMILY.format(seconds=60)
     parent = subprocess.Popen(
@@ -385,14 +386,14 @@ def test_all_is_gone_soon_after_the_parent(how):
 
 
 @ON_LINUX
-def test_it_dies_with_its_guard():
+def test_process_dies_with_its_guard():
     with python("import time; time.sleep(60)") as process:
         process._guard.kill()
         assert process.wait(LIMIT_S).signal == signal.SIGKILL
         until(lambda: not is_there(process.pid), "its end")
 
 
-def test_its_folder_is_gone_after_close_however_it_ended(tmp_path):
+def test_folder_is_removed_after_close_for_any_ending(tmp_path):
     for how in ("it has ended", "its guard was killed", "it was not started"):
         folder = tmp_path / how
         folder.mkdir()
@@ -410,8 +411,8 @@ def test_its_folder_is_gone_after_close_however_it_ended(tmp_path):
 
 @ON_LINUX
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None], ids=["interrupted", "too slow"])
-def test_a_start_that_does_not_succeed_leaves_nothing(monkeypatch, tmp_path, error):
-    """It ends while the command starts, which takes some 30 ms."""
+def test_failed_start_leaves_nothing(monkeypatch, tmp_path, error):
+    """The parent ends while the command starts, which takes some 30 ms."""
 
     class Impatient(threading.Event):
         def wait(self, timeout_s=None):

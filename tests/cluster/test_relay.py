@@ -1,4 +1,4 @@
-"""The relay in front of JAX's coordination service: what passes, and what becomes of it when the service has gone."""
+"""The relay in front of JAX's coordination service: what it passes, and how it behaves when the service has gone."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from replicax.errors import ClusterStartError
 
 @contextlib.contextmanager
 def echoing():
-    """The address of a server that sends everything back, and the connections that it has accepted."""
+    """The address of an echo server, and the connections that it has accepted."""
     accepted = []
 
     def serve():
@@ -82,7 +82,7 @@ def refuse_sockets_under(monkeypatch, *folders):
 
 
 @pytest.mark.parametrize("why", ["no sockets", "a long path"])
-def test_where_no_socket_can_be_made_the_common_folder_is_taken(why, tmp_path, monkeypatch):
+def test_unusable_folder_is_replaced_by_the_common_one(why, tmp_path, monkeypatch):
     folder = tmp_path / ("x" * 100 if why == "a long path" else "x")
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -94,13 +94,13 @@ def test_where_no_socket_can_be_made_the_common_folder_is_taken(why, tmp_path, m
     assert not list(folder.iterdir())
 
 
-def test_where_no_socket_can_be_made_at_all_tmpdir_is_named(tmp_path, monkeypatch):
+def test_error_names_tmpdir_if_no_socket_can_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     refuse_sockets_under(monkeypatch, str(tmp_path), "/tmp")
     message(ClusterStartError, lambda: Relay("127.0.0.1:1"), "Set TMPDIR to")
 
 
-def test_nobody_connects_after_the_block():
+def test_no_connection_after_the_block():
     with echoing() as (address, _):
         with Relay(address) as relay, connected(relay):
             pass

@@ -1,4 +1,4 @@
-"""The simple resolver says what it was given, and a union joins several: TensorFlow's cluster_resolver_test."""
+"""The simple resolver returns its arguments, and a union joins several: TensorFlow's cluster_resolver_test."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def union_of(*clusters):
 # --- simple -------------------------------------------------------------------------------------------
 
 
-def test_simple_says_what_it_was_given():
+def test_simple_resolver_returns_its_arguments():
     resolver = simple(
         task_type="ps", task_id=1, environment="cloud", num_accelerators={"GPU": 8}, rpc_layer="grpc"
     )
@@ -152,7 +152,7 @@ class Mine(ClusterResolver):
         return {}
 
 
-def test_a_resolver_of_ones_own():
+def test_resolver_of_the_user():
     me = membership_of(Mine())
     assert (me.id_in_cluster, me.num_workers, me.address) == (1, 2, "b:1")
     assert UnionResolver(Mine()).task_id == 1

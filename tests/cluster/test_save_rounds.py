@@ -1,4 +1,4 @@
-"""All tasks save after the same step, whatever comes when: the rules of both sides, without sockets or threads."""
+"""All tasks save after the same step, in any order of events: the rules of both sides, without sockets or threads."""
 
 from collections import deque
 
@@ -12,7 +12,7 @@ from replicax._src.cluster.save_rounds import SaveRounds
 
 
 class Tasks:
-    """Members that run the same steps, each a collective; messages arrive in order, and whenever the test says."""
+    """Members that run the same steps, each a collective; messages arrive in order, at times that the test chooses."""
 
     def __init__(self, num_tasks, num_steps):
         self.num_tasks, self.num_steps = num_tasks, num_steps
@@ -34,7 +34,7 @@ class Tasks:
         for to, message in outbox:
             self.down[to].append(message)
 
-    # What may happen. Each says whether it did.
+    # Possible events. Each returns whether it happened.
 
     def notice(self, number, is_final):
         if self.ended[number] is None:
@@ -111,14 +111,14 @@ def happenings(num_tasks):
 @hypothesis.given(
     st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), happenings(n))), st.integers(1, 12)
 )
-def test_all_save_after_the_same_steps_and_nobody_waits_for_ever(case, num_steps):
-    """Several notices, final or not, from several tasks at any time."""
+def test_all_save_after_the_same_step_and_none_waits_forever(case, num_steps):
+    """Several preemption signals, final or not, from several tasks at any time."""
     num_tasks, happening = case
     tasks = Tasks(num_tasks, num_steps)
     for what, *who in happening:
         getattr(tasks, what)(*who)
     tasks.run_to_the_end()
-    # (Where all are done the first to leave may end others that are done too.)
+    # (When all are done, the first to leave may end others that are done too.)
     ended = {end if end != "failed" else "done" for end in tasks.ended}
     assert len(ended) == 1, tasks.ended
     assert ended <= {"done", "saved"}
@@ -136,7 +136,7 @@ def test_all_save_after_the_same_steps_and_nobody_waits_for_ever(case, num_steps
     st.integers(2, 4).flatmap(lambda n: st.tuples(st.just(n), happenings(n), st.integers(0, n - 1))),
     st.integers(0, 60),
 )
-def test_a_death_ends_the_wait_of_all(case, at):
+def test_death_of_one_ends_the_wait_of_all(case, at):
     num_tasks, happening, victim = case
     tasks = Tasks(num_tasks, 1000)
     tasks.notice(0, is_final=True)
@@ -150,7 +150,7 @@ def test_a_death_ends_the_wait_of_all(case, at):
     assert len({tuple(s) for s, end in zip(tasks.saves, tasks.ended, strict=True) if end == "saved"}) <= 1
 
 
-def test_steps_begin_again_when_a_hold_ends():
+def test_steps_resume_when_a_pause_ends():
     points = SavePoints()
     assert points.begin() is AtPoint.RUN
     assert points.receive({"kind": "hold", "round": 1}) == {"kind": "held", "round": 1, "started": 1}
@@ -159,7 +159,7 @@ def test_steps_begin_again_when_a_hold_ends():
     assert points.begin() is AtPoint.RUN
 
 
-def test_nobody_is_held_before_all_watch():
+def test_no_task_pauses_before_all_watch():
     """A member that cannot answer would keep all others waiting."""
     tasks = Tasks(2, 5)
     tasks.to_hub(0)
@@ -170,7 +170,7 @@ def test_nobody_is_held_before_all_watch():
     assert [message["kind"] for message in tasks.down[0]] == ["preempted", "hold"]
 
 
-def test_who_watches_no_longer_holds_nobody_up():
+def test_task_that_stopped_watching_delays_no_other():
     tasks = Tasks(2, 5)
     for number in (0, 1):
         tasks.to_hub(number)
@@ -185,8 +185,8 @@ def test_who_watches_no_longer_holds_nobody_up():
     assert tasks.points[0].begin() is AtPoint.RUN
 
 
-def test_a_final_notice_outlives_one_that_is_not():
-    """Also where both wait until all watch."""
+def test_final_signal_overrides_one_that_is_not_final():
+    """This also holds while both wait until all watch."""
     rounds = SaveRounds(1)
     for is_final in (True, False):
         rounds.receive(0, {"kind": "notice", "is_final": is_final, "text": "SIGTERM"})

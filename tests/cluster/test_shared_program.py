@@ -1,4 +1,4 @@
-"""What processes compare of a program: its lowered text, equal in all of them, and another for another program."""
+"""The text of a program that processes compare: it is equal in all of them, and differs for another program."""
 
 import hashlib
 import os
@@ -36,11 +36,11 @@ CALLBACKS = """
 
 
 class Agreed(Exception):
-    """Instead of running the program, which needs other processes."""
+    """Replaces the run of the program, which needs other processes."""
 
 
 class Listener:
-    """Takes the place of the other processes; keeps what would be compared with theirs."""
+    """Replaces the other processes; keeps the values that would be compared."""
 
     def agree(self, name, text):
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -55,9 +55,9 @@ def digest_of(function, *args):
 
 
 def test_calls_back_into_python_are_the_same_program_in_all_processes():
-    """No address of a function, which is another one in each process, may be in the text.
+    """The text must not contain the address of a function, which differs between processes.
 
-    Ordered ones need not be: JAX has them on one device only, where their order in the text is by chance.
+    Ordered callbacks need not be equal: JAX has them on one device only, where their order in the text is arbitrary.
     """
     digests = {
         subprocess.run(

@@ -41,7 +41,7 @@ RECORDED = {
 
 
 def resolver(environ, **kwargs):
-    """With an environment of its own, which it may write into."""
+    """A resolver with its own environment, which it may change."""
     return SlurmClusterResolver(**kwargs, environ=dict(environ))
 
 
@@ -121,7 +121,7 @@ def test_malformed_tasks_per_node(text):
 
 @st.composite
 def parts_of_hostlists(draw):
-    """A part as Slurm writes it, and the hosts that it stands for."""
+    """A part as Slurm writes it, and its hosts."""
     prefix = draw(st.from_regex(r"[a-z][a-z0-9-]{0,4}[a-z-]", fullmatch=True))
     suffix = draw(st.sampled_from(["", "-ib", ".x"]))
     width = draw(st.integers(1, 4))
@@ -135,14 +135,14 @@ def parts_of_hostlists(draw):
 
 
 @given(st.lists(parts_of_hostlists(), min_size=1, max_size=4))
-def test_hostlists_stand_for_what_was_compressed(parts):
+def test_hostlists_expand_to_the_compressed_hosts(parts):
     assert expand_hostlist(",".join(text for text, _ in parts)) == [
         host for _, hosts in parts for host in hosts
     ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 5)), min_size=1, max_size=5))
-def test_tasks_per_node_stand_for_what_was_compressed(runs):
+def test_tasks_per_node_expand_to_the_compressed_counts(runs):
     text = ",".join(f"{count}(x{times})" if times > 1 else f"{count}" for count, times in runs)
     assert expand_tasks_per_node(text) == [count for count, times in runs for _ in range(times)]
 
@@ -235,7 +235,7 @@ def test_a_distribution_that_is_not_known():
     )
 
 
-def test_a_rank_that_is_elsewhere():
+def test_rank_on_another_node():
     message(
         errors.ClusterEnvironmentError,
         lambda: resolver({**FIVE, "SLURMD_NODENAME": "t02n43"}),
@@ -257,7 +257,7 @@ def test_gpus_are_taken_from_those_that_are_visible():
     assert found.num_accelerators() == {"GPU": 2}
 
 
-def test_gpus_are_left_alone():
+def test_gpus_are_not_changed():
     for extra, kwargs in (
         ({}, {}),  # none are known
         ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, {}),  # Slurm has shared them out
@@ -320,7 +320,7 @@ def test_jobs_that_do_not_fit():
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum), st.booleans(), st.data())
-def test_every_rank_has_an_address_of_its_own(counts, is_cyclic, data):
+def test_every_rank_has_its_own_address(counts, is_cyclic, data):
     environ = {
         "SLURM_STEP_NUM_TASKS": str(sum(counts)),
         "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",

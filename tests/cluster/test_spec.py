@@ -1,4 +1,4 @@
-"""The cluster spec is TensorFlow's; what is none, and what is no address, is named."""
+"""The cluster spec is TensorFlow's; invalid specs and addresses raise errors."""
 
 import dataclasses
 
@@ -72,7 +72,7 @@ def test_specs_remember_where_they_come_from():
     message(errors.TaskError, lambda: spec.num_tasks("wrong"), "No such job in cluster: 'wrong'", "TF_CONFIG")
 
 
-def test_what_is_not_in_a_spec():
+def test_missing_tasks_of_a_spec():
     spec = ClusterSpec(FULL)
     for call in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
         text = message(
@@ -107,7 +107,7 @@ def test_what_is_not_in_a_spec():
     ],
     ids=repr,
 )
-def test_what_is_no_cluster(cluster, says):
+def test_invalid_clusters(cluster, says):
     message(errors.ClusterTypeError, lambda: ClusterSpec(cluster, source="TF_CONFIG"), "TF_CONFIG", *says)
     assert issubclass(errors.ClusterTypeError, TypeError)  # TensorFlow's
 
@@ -153,7 +153,7 @@ def test_brackets_are_not_doubled():
         ("a/b:1", "'a/b' is no host"),
     ],
 )
-def test_what_is_no_address(address, says):
+def test_invalid_addresses(address, says):
     spec = ClusterSpec({"worker": ["x:1", address]}, source="TF_CONFIG")
     text = message(
         errors.AddressError,

@@ -30,7 +30,7 @@ def member_of(number, *addresses):
 
 
 def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
-    """It takes whole seconds, and none of them would be no time at all."""
+    """JAX takes whole seconds, and 0 would be no time at all."""
     limits = []
 
     def join_processes(coordinator, num_processes, number, timeout_s):
@@ -46,7 +46,7 @@ def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
 
 
 def test_an_interrupt_after_jax_has_connected_leaves_no_client_that_waits_at_exit(monkeypatch):
-    """JAX would shut it down when the process ends: for 305 s, where the service is gone by then."""
+    """JAX would shut the client down at exit, which takes 305 s if the service has gone by then."""
 
     def initialize(*args, **kwargs):
         start.jax_compat._distributed.global_state.client = object()
@@ -60,7 +60,7 @@ def test_an_interrupt_after_jax_has_connected_leaves_no_client_that_waits_at_exi
 
 
 @pytest.mark.parametrize(("answers", "serves"), [([None, {}], True), ([None, None], False)])
-def test_a_service_that_misses_one_question_is_not_taken_for_stopped(answers, serves, monkeypatch):
+def test_service_that_misses_one_question_is_not_considered_stopped(answers, serves, monkeypatch):
     monkeypatch.setattr(start, "_ping", lambda *args: answers.pop(0))
     cluster = object.__new__(start._LiveCluster)
     cluster._security = Security()

@@ -1,4 +1,4 @@
-"""What a task tells the launcher, in a file that may be the script's own."""
+"""The status that a task gives the launcher, in a file that the script may also write."""
 
 import json
 
@@ -6,7 +6,7 @@ from replicax._src.cli.status import read_status
 from replicax._src.cluster.status_file import StatusFile
 
 
-def test_the_launcher_reads_what_is_written(tmp_path):
+def test_launcher_reads_the_status_file(tmp_path):
     path = tmp_path / "worker-0.json"
     file = StatusFile(str(path))
     for step, state in ((0, "starting"), (7, "running")):
@@ -16,7 +16,7 @@ def test_the_launcher_reads_what_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_the_script_writes_stays(tmp_path):
+def test_status_of_the_script_stays(tmp_path):
     path = tmp_path / "worker-0.json"
     file = StatusFile(str(path))
     file.write(1, "running")
@@ -26,7 +26,7 @@ def test_what_the_script_writes_stays(tmp_path):
     assert not file.is_wanted
 
 
-def test_nobody_asks_for_it_or_it_cannot_be_written(tmp_path):
+def test_status_is_not_requested_or_not_writable(tmp_path):
     StatusFile(None).write(1, "running")
     file = StatusFile(str(tmp_path / "no" / "folder"))
     file.write(1, "running")

@@ -1,4 +1,4 @@
-"""TF_CONFIG: TensorFlow's tfconfig_cluster_resolver_test, and what people get wrong in it."""
+"""TF_CONFIG: TensorFlow's tfconfig_cluster_resolver_test, and mistakes that people make in it."""
 
 import json
 
@@ -14,7 +14,7 @@ CONFIG = {"cluster": CLUSTER, "task": {"type": "ps", "index": 0}}
 
 
 def resolver(config, **kwargs):
-    """The resolver for a TF_CONFIG: a text, or what is written as JSON."""
+    """The resolver for a TF_CONFIG: a text, or a value that is written as JSON."""
     text = config if isinstance(config, str) else json.dumps(config)
     return TFConfigClusterResolver(**kwargs, environ={"TF_CONFIG": text})
 
@@ -92,7 +92,7 @@ def test_an_evaluator():
     assert (me.is_evaluator, me.num_workers) == (True, 1)
 
 
-def test_what_kubeflow_sets():
+def test_variables_of_kubeflow():
     config = {
         "cluster": {"worker": ["job-worker-0.ns.svc:2222", "job-worker-1.ns.svc:2222"]},
         "environment": "cloud",
@@ -154,7 +154,7 @@ def test_cluster_is_not_an_object(cluster):
     )
 
 
-def test_tasks_of_a_job_are_no_list():
+def test_tasks_of_a_job_must_be_a_list():
     message(
         errors.ClusterTypeError,
         resolver({"cluster": {"worker": "a:1"}}).cluster_spec,
@@ -163,7 +163,7 @@ def test_tasks_of_a_job_are_no_list():
     )
 
 
-def test_a_key_that_stands_twice():
+def test_repeated_key():
     text = '{"cluster": {"chief": ["a:1"], "worker": ["c:1"], "chief": ["b:1"]}}'
     message(
         errors.ClusterEnvironmentError,
@@ -187,7 +187,7 @@ def test_task_is_not_an_object(task):
 
 
 @pytest.mark.parametrize("index", ["one", "", "-1", "1.0", "²", 1.0, 0.5, True, -1, [0]], ids=repr)
-def test_index_is_no_index(index):
+def test_invalid_index(index):
     found = resolver(with_task(type="worker", index=index))
     message(
         errors.ClusterEnvironmentError,
@@ -199,7 +199,7 @@ def test_index_is_no_index(index):
 
 
 @pytest.mark.parametrize("task_type", [["worker"], {}, True, 1.5], ids=repr)
-def test_type_is_no_name(task_type):
+def test_invalid_type(task_type):
     message(
         errors.ClusterEnvironmentError,
         lambda: resolver(with_task(type=task_type, index=0)).task_type,
@@ -257,5 +257,5 @@ def test_task_is_incomplete(task):
         ),
     ],
 )
-def test_clusters_that_cannot_be(config, error, says):
+def test_impossible_clusters(config, error, says):
     message(error, lambda: membership_of(resolver(config)), "TF_CONFIG", *says)

@@ -55,7 +55,7 @@ def test_addresses_of_version_6():
     assert resolver(MASTER_ADDR="[fd00::1]").cluster_spec().task_address("worker", 0) == "[fd00::1]:25404"
 
 
-def test_a_port_of_ones_own():
+def test_port_of_the_user():
     assert membership_of(resolver(REPLICAX_PORT="4000")).leader_address == "node0:4000"
     for wrong in ("0", "65536", "http"):
         message(
@@ -103,7 +103,7 @@ def test_malformed(changed, says):
     message(errors.ClusterEnvironmentError, lambda: resolver(**changed), *says)
 
 
-def test_a_host_that_is_none():
+def test_invalid_host():
     message(
         errors.AddressError,
         lambda: membership_of(resolver(MASTER_ADDR="a b")),

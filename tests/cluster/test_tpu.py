@@ -1,4 +1,4 @@
-"""Which hosts a TPU has, and which mesh virtual devices stand for."""
+"""The hosts of a TPU, and the mesh of virtual devices."""
 
 import jax
 import pytest
@@ -105,7 +105,7 @@ def test_the_leader_of_a_tpu():
     assert TPUClusterResolver(job_name="tpu").get_coordination_service_leader() == "/job:tpu/task:0"
 
 
-def test_a_topology_is_not_told_but_asked_for():
+def test_set_tpu_topology_points_to_asking_jax():
     resolver = TPUClusterResolver("local")
     assert resolver.tpu_hardware_feature is None
     text = "initialize_tpu_system(resolver)", "TPUClusterResolver('local:2x2x1x2')"

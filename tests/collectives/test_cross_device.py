@@ -13,7 +13,7 @@ DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 
 
 class Own(rx.CrossDeviceOps):
-    """Adds in its own way and notes what it is asked for."""
+    """Adds in its own way and records its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -25,7 +25,7 @@ class Own(rx.CrossDeviceOps):
 
 
 class Doubling(rx.CrossDeviceOps):
-    """Twice the sum: to see that it is what gives the number."""
+    """Returns twice the sum, to show that its result is used."""
 
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         return [2 * sum(value.values) for value, _ in value_destination_pairs]
@@ -119,7 +119,7 @@ def test_uneven_values_through_own_operations():
     assert [float(v) for v in total.values] == [6.0] * 3
 
 
-def test_own_operations_are_asked():
+def test_own_operations_are_called():
     ops = Own()
     strategy = rx.MirroredStrategy(DEVICES, cross_device_ops=ops)
     strategy.reduce("MEAN", values_of(strategy), axis=None)

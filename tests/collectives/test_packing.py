@@ -1,4 +1,4 @@
-"""Which arrays of a sum travel in one buffer, and that each comes out of it again."""
+"""Which arrays of a sum share one buffer, and that each comes out of it again."""
 
 import re
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ LOGICAL_DEVICES = SimpleNamespace(is_cpu=True, peers=None, bytes_per_pack=1024, 
 
 
 def summed(values, packing):
-    """``packed_sum`` of arrays [R, ...] of which replica r has row r, compiled over the devices of a strategy."""
+    """``packed_sum`` of arrays [R, ...] with row r on replica r, compiled over the devices of a strategy."""
     mesh = rx.MirroredStrategy(DEVICES).topology.mesh
     return jax.jit(
         jax.shard_map(
@@ -35,7 +35,7 @@ def summed(values, packing):
 
 
 def buffers(sizes, packing):
-    """The bytes of what is reduced at once, for float32 arrays of so many bytes."""
+    """The bytes that are reduced at once, for float32 arrays of these sizes."""
     rows = [jax.ShapeDtypeStruct((3, size // 4), jnp.float32) for size in sizes]
     (call,) = summed(rows, packing).jaxpr.eqns
     reduced = [
@@ -85,7 +85,7 @@ def test_every_sum_is_that_of_its_array(packing):
         (LOGICAL_DEVICES, [KIB // 2, KIB // 4], [KIB // 2, KIB // 4]),
     ],
 )
-def test_what_suits_the_devices(topology, sizes, expected):
+def test_packing_fits_the_devices(topology, sizes, expected):
     assert sorted(buffers(sizes, Packing.on(topology))) == sorted(expected)
 
 
@@ -103,7 +103,7 @@ def test_buffers_have_at_most_the_bytes_that_the_options_say(topology, bytes_per
     assert sorted(buffers([8, 8, 12, 400 * KIB, 3 * MIB], packing)) == sorted(expected)
 
 
-def test_each_dtype_has_a_buffer_of_its_own():
+def test_each_dtype_has_its_own_buffer():
     rows = [jnp.ones((3, 5), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.int32)]
     text = summed(rows, Packing.on(SEVERAL_PROCESSES)).lower().as_text()
     assert text.count("stablehlo.all_reduce") == 2
@@ -112,7 +112,7 @@ def test_each_dtype_has_a_buffer_of_its_own():
 
 
 def num_kernels(values, packing):
-    """How many different kernels XLA compiles for the sums of arrays [R, ...], each with an update of its own after it."""
+    """The number of different kernels that XLA compiles for the sums of arrays [R, ...], each followed by an update."""
 
     def updates(rows):
         sums = packed_sum([row[0] for row in rows], packing)

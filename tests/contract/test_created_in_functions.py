@@ -1,4 +1,5 @@
-"""Variables that a function creates: in its first call they are as if they had been created before, in each call an error."""
+"""Variables that a function creates: in its first call they equal variables created before; in each call they are an
+error."""
 
 import functools
 
@@ -35,7 +36,7 @@ def strategy(request):
 
 
 def returned(strategy, fn, way, *args):
-    """What ``run``, ``rx.function``, or an eager run returns."""
+    """The results of ``run``, ``rx.function``, or an eager run."""
 
     def run(*args):
         return strategy.run(fn, args, options=OPTIONS.get(way))
@@ -44,7 +45,7 @@ def returned(strategy, fn, way, *args):
 
 
 def called(strategy, fn, way, *args):
-    """What the first replica returns."""
+    """The result of the first replica."""
     return float(strategy.experimental_local_results(returned(strategy, fn, way, *args))[0])
 
 
@@ -63,7 +64,8 @@ class Subclassed(keras.Model):
 
 
 class InCall:
-    """No module of Keras, which would refuse: its variables and its layer are created where they are first needed."""
+    """The class is not a Keras module, which would raise: its variables and its layer are created where they are first
+    needed."""
 
     def __init__(self):
         self.layer = None
@@ -81,7 +83,8 @@ class InCall:
 
 
 def trained(strategy, way, is_built_before):
-    """Losses, the mean of a metric and weights of a step whose models, optimizer and metric are created late, or before it."""
+    """Losses, the mean of a metric and weights of a step whose model, optimizer and metric are created late, or before
+    it."""
     with strategy.scope():
         sequential = keras.Sequential(
             [
@@ -129,7 +132,7 @@ def built_before(strategy):
     return trained(strategy, "run", is_built_before=True)
 
 
-# Variables are created in all ways below.
+# Variables are created in all of the ways below.
 @pytest.mark.parametrize(
     "way", ["run", *(pytest.param(way, marks=pytest.mark.rest) for way in ("function", "eager"))]
 )
@@ -183,13 +186,13 @@ def test_a_variable_created_in_every_call_is_an_error_in_the_first(strategy, kin
     ],
     ids=["metric", "layer", "optimizer", "seed_generator"],
 )
-def test_what_has_variables_is_not_created_in_every_call_either(create):
+def test_objects_with_variables_cannot_be_created_in_every_call(create):
     with pytest.raises(VariableError):
         rx.MirroredStrategy(["cpu:0", "cpu:1"]).run(create)
 
 
-def test_a_function_that_creates_one_in_each_call_of_its_own_is_an_error():
-    """Each replica function keeps its variable, but each call of the outer function makes another replica function."""
+def test_inner_function_that_creates_one_in_each_call_is_an_error():
+    """Each replica function keeps its variable, but each call of the outer function makes a new replica function."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
 
     @rx.function

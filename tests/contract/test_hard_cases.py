@@ -1,4 +1,4 @@
-"""Cases at the seams between parts, each of which once gave a silent wrong result."""
+"""Cases at the boundaries between parts; each gave a wrong result without an error once."""
 
 import functools
 
@@ -69,7 +69,7 @@ def test_debug_callbacks_in_an_uneven_step_see_each_replicas_rows(strategy, num_
     assert sorted(seen) == ([10.0, 20.0] if num_replicas == 2 else [30.0])
 
 
-def test_a_scan_with_a_collective_that_knows_the_local_size_is_refused(strategy, num_replicas):
+def test_scan_with_a_collective_that_depends_on_the_local_size_raises(strategy, num_replicas):
     (batch,) = list(strategy.experimental_distribute_dataset([np.ones((3, 2), np.float32)]))
 
     def step(x):
@@ -160,7 +160,7 @@ def test_update_of_an_on_read_variable_sees_components(strategy, num_replicas):
     assert [c.tolist() for c in v.values] == [[2.0, 6.0]] * num_replicas
 
 
-def test_nnx_modules_and_functions_are_refused_together(strategy):
+def test_nnx_modules_are_rejected_with_functions(strategy):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     x = np.ones((2, 2), np.float32)
     with pytest.raises(errors.UnsupportedError, match=r"nnx\.split"):
@@ -213,8 +213,8 @@ def test_components_of_an_on_read_variable_everywhere(strategy, num_replicas):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6])
-def test_a_value_that_is_made_before_a_collective_on_some_replicas_and_after_it_on_others(num_rows):
-    """Zeros are the gradient of a replica without rows, before the sum; others make the same zeros after it."""
+def test_value_made_before_a_collective_on_some_replicas_and_after_on_others(num_rows):
+    """The gradient of a replica without rows is zeros before the sum; others compute the same zeros after it."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     aggregate = rx.optax.aggregate_gradients()
     weights = np.ones((4, 8), np.float32)

@@ -65,7 +65,7 @@ def test_in_a_step_under_a_tape(strategy, variable, way, use):
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_in_a_scope_and_outside_of_every_function(strategy, variable, use):
+def test_in_a_scope_and_outside_every_function(strategy, variable, use):
     expected = total(use, START, X)
     with strategy.scope():
         np.testing.assert_allclose(total(use, variable, X), expected, rtol=1e-6)
@@ -77,7 +77,7 @@ def test_in_merge_call(strategy, variable):
     assert strategy.experimental_local_results(merged)[0].tolist() == [0.25, 4.0]
 
 
-def test_what_is_read_is_what_was_assigned(strategy, variable):
+def test_reads_return_the_assigned_value(strategy, variable):
     def step():
         variable.assign(jnp.square(variable))
         return jnp.square(variable)
@@ -86,13 +86,13 @@ def test_what_is_read_is_what_was_assigned(strategy, variable):
     assert got == [[0.0625, 16.0], [0.00390625, 256.0]]
 
 
-def test_they_stay_leaves_where_users_map_over_them(strategy, variable):
-    """Or nobody could assign what ``jax.tree.map`` hands out."""
+def test_variables_stay_leaves_in_tree_map(strategy, variable):
+    """Otherwise the results of ``jax.tree.map`` could not be assigned."""
     jax.tree.map(lambda v, gradient: v.assign_sub(gradient), [variable], [X])
     assert np.asarray(variable.value).tolist() == [-0.5, -1.0]
 
 
-def test_a_class_of_the_users(strategy):
+def test_class_of_the_user(strategy):
     class Positive(keras.Variable):
         pass
 

@@ -1,4 +1,4 @@
-"""Every promise of a strategy, kept by every strategy: what a program may rely on wherever it runs."""
+"""Every promise of a strategy, for every strategy: programs may rely on these wherever they run."""
 
 import copy
 import threading
@@ -33,7 +33,7 @@ NUM_REPLICAS = {
 }
 
 
-# Two replicas are those of central_storage_2 and tpu_2x2 too, and mirrored ones are those of mirrored_3 and mirrored_4.
+# central_storage_2 and tpu_2x2 also have two replicas, and mirrored_3 and mirrored_4 are mirrored too.
 LONG = {"mirrored_2"}
 REST = {"mirrored_4"}
 
@@ -58,7 +58,7 @@ def num_replicas(named):
 
 
 def per_replica(strategy, fn):
-    """fn(r) on replica r, as an array."""
+    """The value of fn(r) on replica r, as an array."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: np.asarray(fn(context.replica_id_in_sync_group))
     )
@@ -156,7 +156,8 @@ def test_replica_context_inside_run(strategy, num_replicas):
 
 
 def worker_devices(strategy):
-    """Those that replicas compute on; the default strategy has JAX's, and refuses to name them, as in TensorFlow."""
+    """The devices that replicas compute on; the default strategy has JAX's, and raises an error when asked, as in
+    TensorFlow."""
     if strategy is rx.get_strategy():
         for name in ("worker_devices", "parameter_devices"):
             with pytest.raises(RuntimeError, match="default strategy"):
@@ -226,7 +227,7 @@ def test_run_traces_once_for_all_replicas(strategy):
     assert len(calls) == 1
 
 
-def test_run_inside_and_outside_of_scope_is_the_same(strategy, num_replicas):
+def test_run_inside_and_outside_scope_is_the_same(strategy, num_replicas):
     values = per_replica(strategy, lambda r: np.float32(r))
     with strategy.scope():
         inside = strategy.run(lambda x: x * 2, (values,))
@@ -275,7 +276,7 @@ def test_reduce_with_empty_replicas(strategy, num_replicas):
     assert float(strategy.reduce("SUM", nothing, axis=0)) == 0.0
 
 
-def test_reduce_maps_over_nests(strategy, num_replicas):
+def test_reduce_maps_over_pytrees(strategy, num_replicas):
     nest = {
         "a": per_replica(strategy, lambda r: np.float32(r)),
         "b": [per_replica(strategy, lambda r: np.float32(1))],
@@ -285,7 +286,7 @@ def test_reduce_maps_over_nests(strategy, num_replicas):
     assert float(result["b"][0]) == num_replicas
 
 
-def test_reduce_of_what_run_proved_equal(strategy, num_replicas):
+def test_reduce_of_a_result_proven_equal(strategy, num_replicas):
     same = strategy.run(lambda: jnp.array([1.0, 2.0]))
     assert np.asarray(strategy.reduce("SUM", same, axis=None)).tolist() == [num_replicas, 2.0 * num_replicas]
     assert np.asarray(strategy.reduce("MEAN", same, axis=None)).tolist() == [1.0, 2.0]
@@ -564,7 +565,7 @@ def test_replicate_and_unreplicate(strategy, num_replicas):
 
 
 def test_functional_state_does_not_drift_apart_silently(strategy, num_replicas, caplog):
-    """A step without ``all_reduce``: the README promises that replicas cannot drift."""
+    """A step without ``all_reduce``: the README promises that replicas cannot diverge."""
 
     def step(state, x):
         gradient = jax.grad(lambda w: jnp.mean((x @ w - 1.0) ** 2))(state["w"])
@@ -700,7 +701,7 @@ def test_a_number_that_jax_would_change_is_an_error(strategy, results_of, wrong)
 
 @pytest.mark.parametrize("results_of", WAYS)
 def test_numbers_of_64_bits_that_fit_are_converted(strategy, results_of):
-    """Without a warning, which pytest makes an error."""
+    """It works without a warning, which pytest makes an error."""
     dataset = [{"ids": np.array([1, -(2**31), 2**31 - 1])}]
     (result,) = results_of(strategy, dataset)
     found = np.concatenate([np.ravel(part) for part in local(strategy, result)])
@@ -740,7 +741,7 @@ def test_a_float_variable_takes_integers_of_64_bits(strategy):
 # --- inside rx.function -------------------------------------------------------------------------------
 
 
-def test_a_whole_step_in_a_function(strategy, num_replicas):
+def test_complete_step_in_a_function(strategy, num_replicas):
     with strategy.scope():
         v = rx.Variable(1.0)
 

@@ -7,7 +7,7 @@ from replicax._src.parameter_servers.coordinator.limits import Limits
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Tasks that are silent are found soon."""
+    """Silent tasks are detected soon."""
 
     def limits(reconnect_s=3600.0):
         return Limits(beat_s=0.05, beat_timeout_s=0.2, reconnect_s=reconnect_s)

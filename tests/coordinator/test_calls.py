@@ -1,4 +1,4 @@
-"""What a coordinator and its strategy refuse when they are called, and how they print."""
+"""Calls that a coordinator and its strategy reject, and their reprs."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_arguments_by_name_are_a_dict(coordinator):
     )
 
 
-def test_ids_that_jax_would_cut_to_others_are_refused(coordinator):
+def test_ids_that_jax_would_truncate_raise(coordinator):
     ids = np.array([2**32 + 1])
     message(
         NarrowingError, lambda: coordinator.schedule(lambda ids: ids, args=(ids,)), "args[0] has 4294967297"
@@ -53,7 +53,7 @@ def test_ids_that_jax_would_cut_to_others_are_refused(coordinator):
     message(ClosureInputError, coordinator.join, "batch['ids'] has 4294967297")
 
 
-def test_modules_are_refused_after_a_call_with_arrays_too(coordinator):
+def test_modules_raise_after_a_call_with_arrays_too(coordinator):
     nnx = pytest.importorskip("flax.nnx")
     step = lambda model: model  # noqa: E731
     coordinator.schedule(step, args=(np.ones(2, np.float32),)).fetch()
@@ -62,8 +62,8 @@ def test_modules_are_refused_after_a_call_with_arrays_too(coordinator):
         message(UnsupportedError, lambda: coordinator.schedule(step, args=(module,)), "nnx.split")
 
 
-def test_what_waits_is_not_called_in_a_function_that_is_traced(coordinator):
-    """It would happen once; and what is waited for may need a program, which waits for the trace that is going on."""
+def test_blocking_calls_raise_in_a_traced_function(coordinator):
+    """The call would happen once; and its wait may need a program, which waits for the current trace."""
     value = coordinator.schedule(lambda: np.float32(1))
     for name, call in {
         "schedule": lambda: coordinator.schedule(lambda: 1),
@@ -97,12 +97,12 @@ def test_options_are_checked(options, says):
 
 @pytest.mark.parametrize("make", [rx.ParameterServerStrategy, rx.MultiWorkerMirroredStrategy])
 @pytest.mark.parametrize("given", ["localhost:1", {"ps": ["a:1"], "worker": ["b:1"]}], ids=["text", "dict"])
-def test_what_is_no_resolver(make, given):
+def test_invalid_resolvers(make, given):
     says = (f"got {type(given).__name__}", "SimpleClusterResolver(ClusterSpec(")
     message(InvalidArgumentError, lambda: make(given), "cluster_resolver", *says)
 
 
-def test_they_say_what_they_are(strategy, coordinator):
+def test_reprs(strategy, coordinator):
     assert repr(strategy) == "<ParameterServerStrategy of 2 workers and 2 parameter servers>"
     assert repr(coordinator) == f"<ClusterCoordinator of {strategy!r}>"
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
@@ -110,7 +110,7 @@ def test_they_say_what_they_are(strategy, coordinator):
     assert repr(coordinator.create_per_worker_value(int)).startswith("<PerWorkerValues: 'value ")
 
 
-def test_an_iterator_of_a_coordinator_that_was_closed_is_nobody_elses():
+def test_iterator_of_a_closed_coordinator_works_with_no_other():
     def take(iterator):
         return next(iterator)
 
@@ -128,7 +128,7 @@ def test_an_iterator_of_a_coordinator_that_was_closed_is_nobody_elses():
 
 
 def test_a_function_knows_which_worker_runs_it(coordinator, strategy):
-    """Also the next coordinator's workers, of a program that was made before."""
+    """This also holds for the next coordinator's workers, with a program that was made before."""
 
     def index_of(x):
         index = rx.coordinator.experimental_get_current_worker_index()
@@ -157,8 +157,8 @@ def test_a_function_knows_which_worker_runs_it(coordinator, strategy):
     )
 
 
-def test_which_elements_a_function_takes_is_known_before_it_runs(coordinator):
-    """It once took an element for each time that a branch was traced, whichever branch was taken; a loop had no end."""
+def test_elements_of_a_function_are_decided_before_it_runs(coordinator):
+    """Each trace of a branch once took an element, whether the branch was taken or not, and a loop never ended."""
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.float32(n) for n in range(9)]))
 
     def take(iterator, is_taken):
@@ -176,7 +176,7 @@ def test_which_elements_a_function_takes_is_known_before_it_runs(coordinator):
     coordinator.join()
 
 
-def test_what_each_worker_has_is_not_in_this_process(strategy, coordinator):
+def test_per_worker_values_are_not_in_this_process(strategy, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
     for call in (
         lambda: next(iterator),

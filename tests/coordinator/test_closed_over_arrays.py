@@ -1,4 +1,4 @@
-"""Large arrays that scheduled functions close over travel once, and again when they are others."""
+"""Large arrays that scheduled functions close over are sent once, and again when they have changed."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ SIZE = 100_000
 
 @pytest.fixture
 def sent(monkeypatch):
-    """A coordinator of one worker, and how many bytes each of its messages had."""
+    """A coordinator of one worker, and the number of bytes of each message."""
     with in_memory_strategy() as strategy:
         (worker,) = strategy.session._tasks.workers
         sizes, answer = [], worker.answer
@@ -30,7 +30,7 @@ def sent(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["NumPy", "JAX"])
-def test_what_stays_as_it_is_travels_once(sent, kind):
+def test_unchanged_arrays_are_sent_once(sent, kind):
     coordinator, sizes = sent
     table, small = kind(np.ones(SIZE, np.float32)), kind(np.ones(2, np.float32))
 
@@ -43,7 +43,7 @@ def test_what_stays_as_it_is_travels_once(sent, kind):
     assert large == ["closure", "constant"], "once along with the function, then for good"
 
 
-def test_what_is_written_in_place_is_seen(sent):
+def test_in_place_changes_are_seen(sent):
     coordinator, sizes = sent
     table = np.zeros(SIZE, np.float32)
     view = table.view()
@@ -60,7 +60,7 @@ def test_what_is_written_in_place_is_seen(sent):
     assert len([op for op, size in sizes if op == "constant"]) == 4
 
 
-def test_workers_forget_what_was_not_used_for_longest_and_are_sent_it_again(sent, monkeypatch):
+def test_workers_drop_least_recently_used_arrays_and_get_them_again(sent, monkeypatch):
     coordinator, _ = sent
     monkeypatch.setattr(runner, "_MOST_CONSTANT_BYTES", 3 * 4 * SIZE)
     (worker,) = coordinator.strategy.session._tasks.workers

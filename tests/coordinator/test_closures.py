@@ -58,7 +58,7 @@ def test_the_queue_is_bounded_as_tensorflows():
     assert not queue.is_full
 
 
-def test_the_first_failure_cancels_the_queued_and_is_collected_once_when_nothing_is_in_flight():
+def test_first_failure_cancels_the_queue_and_is_collected_once():
     queue = queue_with("a", "b", num=4)
     one, two = queue.take("a"), queue.take("b")
     first, second = ValueError("first"), ValueError("second")
@@ -81,7 +81,7 @@ def test_the_first_failure_cancels_the_queued_and_is_collected_once_when_nothing
     assert taken(queue, "b") == 4
 
 
-def test_what_finishes_after_a_failure_counts():
+def test_closures_that_finish_after_a_failure_count():
     queue = queue_with("a", "b", num=2)
     one, two = queue.take("a"), queue.take("b")
     queue.failed("a", one, ValueError())
@@ -90,7 +90,7 @@ def test_what_finishes_after_a_failure_counts():
     assert queue.counts.failed == 1
 
 
-def test_what_a_lost_worker_had_is_taken_first_and_in_order():
+def test_closures_of_a_lost_worker_are_taken_first_and_in_order():
     queue = queue_with("a", num=4)
     held = [queue.take("a"), queue.take("a")]
     queue.back("b")
@@ -103,7 +103,7 @@ def test_what_a_lost_worker_had_is_taken_first_and_in_order():
     assert not queue.has_error
 
 
-def test_nothing_is_taken_while_there_is_a_reason_to_pause():
+def test_nothing_is_taken_while_the_queue_is_paused():
     queue = queue_with("a", num=2)
     flying = queue.take("a")
     queue.pause("ps 0")
@@ -159,7 +159,7 @@ def test_a_closure_of_a_kind_that_has_finished_has_more_lives(kind, lives):
     assert queue.has_error
 
 
-def test_only_what_is_known_to_run_well_travels_with_others():
+def test_only_closures_of_a_proven_kind_travel_in_groups():
     queue = queue_with("a", num=4)
     queue.schedule("other", None)
     first = queue.take("a")
@@ -172,7 +172,7 @@ def test_only_what_is_known_to_run_well_travels_with_others():
     assert [queue.take("a").travels_alone for _ in range(3)] == [True, False, True]
 
 
-def test_one_of_several_that_travelled_together_kills_and_none_fails_for_another():
+def test_no_closure_of_a_group_fails_for_another():
     queue = queue_with("a", num=4)
     queue.finished("a", queue.take("a"))
     together = [queue.take("a") for _ in range(3)]
@@ -192,7 +192,7 @@ def test_one_of_several_that_travelled_together_kills_and_none_fails_for_another
     assert isinstance(ended[1][1], CancelledError)
 
 
-def test_the_last_death_is_one_s_own():
+def test_closure_fails_only_for_a_death_it_died_alone():
     queue = queue_with("a", num=3, max_deaths_of_proven=1)
     queue.finished("a", queue.take("a"))
     assert queue.lost("a", [queue.take("a"), queue.take("a")]) == []
@@ -200,7 +200,7 @@ def test_the_last_death_is_one_s_own():
     assert numbers(queue.lost("a", [queue.take("a")])) == [1, 2]
 
 
-def test_a_worker_that_was_lost_between_closures_kills_none():
+def test_worker_lost_between_closures_blames_none():
     queue = queue_with("a", num=1)
     for _ in range(9):
         queue.take("a")
@@ -209,7 +209,7 @@ def test_a_worker_that_was_lost_between_closures_kills_none():
     assert taken(queue, "a") == 0
 
 
-def test_what_could_not_be_run_is_tried_again():
+def test_closure_that_could_not_run_is_tried_again():
     queue = queue_with("a", num=2)
     closure = queue.take("a")
     assert queue.returned("a", closure) == []
@@ -218,7 +218,7 @@ def test_what_could_not_be_run_is_tried_again():
     assert queue.counts.retried == 1
 
 
-def test_nothing_is_left_over_for_a_worker_that_waits():
+def test_waiting_worker_gets_queued_closures():
     queue = queue_with("a", "b", num=2)
     assert taken(queue, "a") == 0
     assert taken(queue, "a") is None  # b has nothing, and there is one
@@ -239,7 +239,7 @@ def test_no_worker_is_more_than_k_closures_ahead_of_the_slowest(k):
     assert queue.take("fast") is None
 
 
-def test_who_is_not_there_holds_nobody_back():
+def test_absent_worker_delays_no_other():
     queue = queue_with("fast", "slow", num=20, max_staleness=1)
     for _ in range(2):
         queue.finished("fast", queue.take("fast"))
@@ -253,7 +253,7 @@ def test_who_is_not_there_holds_nobody_back():
     assert queue.take("fast") is None
 
 
-def test_what_all_need_breaks_and_is_mended():
+def test_shared_failure_breaks_and_recovers():
     queue = queue_with("a", num=3)
     in_flight = queue.take("a")
     error = UnavailableError("ps 0 died", "ps 0")
@@ -293,7 +293,7 @@ workers = st.sampled_from(WORKERS)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Any events in any order, against a model that keeps lists of numbers."""
+    """Any events in any order, compared with a model that keeps lists of numbers."""
 
     held = Bundle("held")
 
@@ -402,7 +402,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(worker=workers, num_running=st.sampled_from([0, 2, 3]))
     def lost(self, worker, num_running=0):
-        """Of several that travelled together it may have been at any."""
+        """The worker may have been running any closure of the group."""
         mine = [number for number, w in self.flying.items() if w == worker]
         together = [self.closures[number] for number in mine[:num_running]] if len(mine) > 1 else []
         before = [closure.num_deaths for closure in together]
@@ -430,7 +430,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not (queue.has_error and self.line)
 
     def teardown(self):
-        """Whatever has happened, one good worker brings everything to its end."""
+        """After any events, one good worker completes everything."""
         self.back("a")
         for worker in ("b", "c"):
             self.lost(worker)

@@ -36,7 +36,7 @@ def coordinator(cluster):
 
 
 def connected(coordinator):
-    """Waits until all workers are."""
+    """Waits until all workers are connected."""
     eventually(lambda: all(w["connected"] for w in coordinator.statistics()["workers"].values()))
 
 
@@ -91,7 +91,7 @@ def test_schedule_join_schedule_join(cluster, coordinator):
         assert cluster.ps[0].counter == expected
 
 
-def test_schedule_does_not_wait_and_done_says_so(cluster, coordinator):
+def test_schedule_does_not_wait_and_done_is_false(cluster, coordinator):
     go = threading.Event()
     connected(coordinator)
     value = coordinator.schedule(lambda call: np.int32(go.wait(JOIN_S)))
@@ -107,7 +107,7 @@ def test_schedule_does_not_wait_and_done_says_so(cluster, coordinator):
 
 
 @pytest.mark.parametrize("way", ["join", "done", "schedule"])
-def test_an_error_is_raised_once_by_whatever_comes_next(cluster, coordinator, way):
+def test_error_is_raised_once_by_the_next_call(cluster, coordinator, way):
     failed = coordinator.schedule(fail)
     with pytest.raises(RemoteError, match="ValueError: no luck"):
         failed.fetch(JOIN_S)
@@ -154,7 +154,7 @@ def test_an_error_cancels_the_queued_and_waits_for_what_is_in_flight(cluster, co
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
 
 
-def test_workers_go_on_after_errors(coordinator):
+def test_workers_continue_after_errors(coordinator):
     for _ in range(20):
         coordinator.schedule(fail)
         with pytest.raises(RemoteError, match="no luck"):
@@ -166,7 +166,7 @@ def test_workers_go_on_after_errors(coordinator):
 
 @pytest.fixture
 def quick(cluster, coordinator, monkeypatch):
-    """A function that is known to be quick, so that closures of it travel together; and what its first call at -1 waits for."""
+    """A quick function, so that closures of it travel in groups; and the event that its first call at -1 waits for."""
     monkeypatch.setattr(pool_worker, "_FAST_S", 1000.0)
     go = threading.Event()
 
@@ -187,17 +187,17 @@ def quick(cluster, coordinator, monkeypatch):
 
 
 def both_waiting(cluster, coordinator, step):
-    """Each worker is at a function that waits, and has another one to do."""
+    """Each worker runs a function that waits, and has another one queued."""
     for worker in cluster.workers:
         worker.ran.clear()
-    # Otherwise one of them may get both that wait: it has asked for more, and the other one has not yet.
+    # Otherwise one of them may get both waiting functions: it has asked for more, and the other one has not yet.
     eventually(lambda: all(worker.is_hungry for worker in coordinator._pool.workers))
     for x in (-1, -1, 0, 0):
         coordinator.schedule(step, (x,))
     eventually(lambda: all(worker.ran for worker in cluster.workers))
 
 
-def test_one_that_raises_does_not_harm_those_that_travel_with_it(cluster, coordinator, quick):
+def test_error_of_one_closure_does_not_affect_its_group(cluster, coordinator, quick):
     step, go = quick
     both_waiting(cluster, coordinator, step)
     values = [coordinator.schedule(step, (x,)) for x in range(8, 20)]
@@ -224,7 +224,7 @@ def ran(value, expected):
     return True
 
 
-def test_those_that_travelled_with_a_dead_worker_are_run_again_one_by_one(cluster, coordinator, quick):
+def test_group_of_a_dead_worker_is_run_again_one_by_one(cluster, coordinator, quick):
     step, go = quick
     both_waiting(cluster, coordinator, step)
     values = [coordinator.schedule(step, (x,)) for x in range(10, 60)]
@@ -253,7 +253,7 @@ def test_those_that_travelled_with_a_dead_worker_are_run_again_one_by_one(cluste
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
-def test_ctrl_c_while_it_is_sent_does_not_mix_up_answers(cluster, coordinator, quick, is_sent, monkeypatch):
+def test_ctrl_c_during_sending_does_not_mix_up_answers(cluster, coordinator, quick, is_sent, monkeypatch):
     step, _ = quick
     send_all, main = Link.send_all, threading.current_thread()
     interrupts = [KeyboardInterrupt()]
@@ -309,7 +309,7 @@ def test_a_full_queue_blocks_schedule(cluster, coordinator, monkeypatch):
     assert coordinator.statistics()["closures"]["finished"] == 12
 
 
-def test_a_remote_value_is_no_argument(coordinator):
+def test_remote_value_is_rejected_as_an_argument(coordinator):
     value = coordinator.schedule(add, (1,))
     for where in ((value,), ({"a": [value]},)):
         with pytest.raises(
@@ -334,7 +334,7 @@ def test_programs_and_constants_are_sent_once(cluster, coordinator):
         assert worker.knows in (["c", *worker.names], [])
 
 
-def test_what_a_worker_forgets_it_is_sent_again(cluster, coordinator):
+def test_forgotten_program_is_sent_again(cluster, coordinator):
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
     for worker in cluster.workers:
         worker.knows.clear()
@@ -342,7 +342,7 @@ def test_what_a_worker_forgets_it_is_sent_again(cluster, coordinator):
     assert coordinator.fetch(values) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_program_that_workers_refuse_is_an_error(cluster, coordinator):
+def test_program_that_workers_reject_is_an_error(cluster, coordinator):
     def odd(call):
         return np.int32(1)
 
@@ -354,7 +354,7 @@ def test_a_program_that_workers_refuse_is_an_error(cluster, coordinator):
         value.fetch(0)
 
 
-def test_the_low_water_mark_travels(cluster, coordinator):
+def test_low_water_mark_is_sent(cluster, coordinator):
     def low(call):
         return np.int32(call.low)
 
@@ -364,7 +364,7 @@ def test_the_low_water_mark_travels(cluster, coordinator):
     assert coordinator.schedule(low).fetch(JOIN_S) == 5
 
 
-def test_what_is_known_of_others_is_read_again(cluster, coordinator):
+def test_values_written_by_others_are_read_again(cluster, coordinator):
     def epoch(call):
         return np.int32(call.epoch)
 
@@ -389,12 +389,12 @@ def test_there_is_one_for_each_strategy(cluster, coordinator):
         ClusterCoordinator(cluster, max_staleness=2)
 
 
-def test_other_strategies_are_refused():
+def test_other_strategies_raise():
     with pytest.raises(InvalidArgumentError, match="OneDeviceStrategy"):
         ClusterCoordinator(rx.OneDeviceStrategy("cpu:0"))
 
 
-def test_a_closed_one_says_so_and_a_new_one_can_be_made(cluster):
+def test_closed_coordinator_raises_and_a_new_one_can_be_made(cluster):
     coordinator = ClusterCoordinator(cluster)
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
     begun, go = threading.Event(), threading.Event()
@@ -422,7 +422,7 @@ def test_a_closed_one_says_so_and_a_new_one_can_be_made(cluster):
         )  # a number that was used already would count as a duplicate
 
 
-def test_a_dropped_one_ends_its_threads(cluster):
+def test_deleted_coordinator_ends_its_threads(cluster):
     before = set(threading.enumerate())
     coordinator = ClusterCoordinator(cluster)
     value = coordinator.schedule(add, (1,))
@@ -452,7 +452,7 @@ def test_another_coordinator_takes_over(cluster, coordinator):
 # --- what each worker has of its own ------------------------------------------------------------------
 
 
-def test_each_worker_has_all_of_a_dataset_and_each_iterator_begins_anew(cluster, coordinator):
+def test_each_worker_reads_the_full_dataset_and_each_iterator_restarts(cluster, coordinator):
     dataset = coordinator.create_per_worker_dataset(three)
     iterator, other = iter(dataset), iter(dataset)
     first = [coordinator.schedule(count_up, (iterator,)) for _ in range(2)]
@@ -474,7 +474,7 @@ def test_an_iterator_that_is_exhausted_is_out_of_range(coordinator):
         train()
 
 
-def test_next_outside_of_a_scheduled_function(coordinator):
+def test_next_outside_a_scheduled_function(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(twos))
     with pytest.raises(
         NotImplementedError, match="Iterating over an `AsyncDistributedIterator` is not supported"
@@ -500,7 +500,7 @@ def test_a_dataset_that_cannot_be_made_is_an_error_at_join_and_fetch(cluster, co
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
 
 
-def test_a_dataset_that_cannot_be_made_and_is_not_used_harms_nobody(coordinator):
+def test_unused_dataset_that_cannot_be_made_has_no_effect(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(broken))
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
     coordinator.join(JOIN_S)
@@ -555,7 +555,7 @@ def test_a_shape_that_cannot_be_traced_is_an_error(cluster, coordinator):
         coordinator.join(JOIN_S)
 
 
-def test_what_nobody_has_any_more_is_released(cluster, coordinator):
+def test_unreferenced_resources_are_released(cluster, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(twos))
     eventually(lambda: all(worker.resources for worker in cluster.workers))
     del iterator
@@ -641,7 +641,7 @@ def test_a_function_that_kills_workers_is_an_error(cluster, coordinator):
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
 
 
-def test_a_worker_that_dies_while_it_makes_a_dataset(cluster, coordinator):
+def test_worker_dies_while_making_a_dataset(cluster, coordinator):
     deaths = []
 
     def deadly(worker):
@@ -680,7 +680,7 @@ def test_a_dataset_function_that_kills_each_worker_is_an_error(cluster, coordina
 
 
 class ByName:
-    """A function of the cluster, which cannot be pickled with what it closes over."""
+    """A function of the cluster, which cannot be pickled with its closure."""
 
     def __init__(self, name):
         self.name = name
@@ -689,7 +689,7 @@ class ByName:
         return getattr(worker.cluster, self.name)(worker)
 
 
-def test_a_dataset_begins_anew_after_a_failure(cluster, coordinator):
+def test_dataset_restarts_after_a_failure(cluster, coordinator):
     cluster.workers[1].kill()
     iterator = iter(coordinator.create_per_worker_dataset(three))
     take = lambda call, x: x  # noqa: E731
@@ -732,7 +732,7 @@ def test_a_killed_worker_and_an_error_at_once(cluster, coordinator):
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
 
 
-def test_a_stopped_worker_is_given_up_and_its_late_answers_do_not_count(cluster, coordinator):
+def test_stopped_worker_is_given_up_and_its_late_answers_are_ignored(cluster, coordinator):
     stopped = []
 
     def stops_once(call):
@@ -779,7 +779,7 @@ def test_a_slow_worker_does_not_hold_others_back(cluster, coordinator):
     assert coordinator.fetch(values).count(1) >= 28
 
 
-def test_bounded_staleness_holds_the_fast_back(cluster):
+def test_bounded_staleness_delays_fast_workers(cluster):
     go = threading.Event()
 
     def step(call):
@@ -800,7 +800,7 @@ def test_bounded_staleness_holds_the_fast_back(cluster):
         coordinator.join(JOIN_S)
 
 
-def test_results_stay_when_their_worker_is_gone(cluster, coordinator):
+def test_results_outlive_their_worker(cluster, coordinator):
     values = [coordinator.schedule(add, (n,)) for n in range(4)]
     coordinator.join(JOIN_S)
     for worker in cluster.workers:
@@ -880,7 +880,7 @@ def test_a_function_that_cannot_reach_a_server_for_a_moment_is_tried_again(clust
 
 
 @pytest.mark.usefixtures("fast")
-def test_when_all_workers_stay_away_too_long_join_says_so():
+def test_join_raises_if_all_workers_stay_away_too_long():
     cluster = MemoryCluster()
     for worker in cluster.workers:
         worker.kill()

@@ -1,4 +1,4 @@
-"""What scheduled functions do at the end of a worker's dataset: next with a default, optionals, StopIteration."""
+"""Scheduled functions at the end of a worker's dataset: next with a default, optionals, StopIteration."""
 
 import itertools
 import time
@@ -55,7 +55,7 @@ def numbers(count, start=1):
 
 
 @pytest.mark.parametrize("default", [-1, None, "the end", (0, {"x": 1.5})], ids=repr)
-def test_next_gives_the_default_at_the_end(run, iterator_of, default):
+def test_next_returns_the_default_at_the_end(run, iterator_of, default):
     iterator = iterator_of(numbers(3))
     assert [run(lambda i: next(i, default), iterator) for _ in range(5)] == [1, 2, 3, default, default]
 
@@ -67,7 +67,7 @@ def test_the_default_may_be_an_argument(run, iterator_of):
 
 
 def test_an_evaluation_ends_with_its_dataset(run, iterator_of):
-    """The last batch is smaller, and the last function has less of them."""
+    """The last batch is smaller, and the last function has fewer of them."""
     rows = np.arange(23, dtype=np.float32)
 
     def evaluate(iterator):
@@ -160,7 +160,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_end_that_nobody_catches_is_out_of_range(coordinator, run, iterator_of, way):
+def test_uncaught_end_is_out_of_range(coordinator, run, iterator_of, way):
     for _ in range(2):
         iterator = iterator_of(numbers(3))
         assert run(WAYS[way], iterator) == 3
@@ -219,7 +219,7 @@ def test_iterators_of_several_lengths(run, iterator_of):
     assert got == [*itertools.zip_longest(a, b, fillvalue=-1), (-1, -2)]
 
 
-def test_an_iterator_that_is_not_asked_at_the_end_of_another_keeps_its_element(run, iterator_of):
+def test_unused_iterator_keeps_its_element_at_the_end_of_another(run, iterator_of):
     def scaled(a, b, c):
         x = next(a, None)
         scale = next(b) if x is not None else 100
@@ -231,7 +231,7 @@ def test_an_iterator_that_is_not_asked_at_the_end_of_another_keeps_its_element(r
 
 
 @pytest.mark.parametrize("other", ["another iterator", "the worker's index", "the same iterator again"])
-def test_what_is_taken_only_at_the_end_is_refused(run, iterator_of, other):
+def test_element_taken_only_at_the_end_raises(run, iterator_of, other):
     def step(a, b):
         x = next(a, None)
         if x is not None:
@@ -355,7 +355,7 @@ def test_workers_of_two_devices_count_every_row_once(way):
         assert total == rows.sum()
 
 
-def test_outside_of_scheduled_functions_there_are_no_elements(iterator_of):
+def test_no_elements_outside_scheduled_functions(iterator_of):
     iterator = iterator_of(numbers(1))
     for call in (iterator.get_next, iterator.get_next_as_optional, lambda: next(iterator, None)):
         with pytest.raises(UnsupportedError, match="Iterating over an `AsyncDistributedIterator`"):
@@ -364,7 +364,7 @@ def test_outside_of_scheduled_functions_there_are_no_elements(iterator_of):
 
 @pytest.mark.timeout(300)
 def test_real_workers_evaluate_to_the_end_also_after_one_was_killed():
-    """In processes of their own: each pass has iterators of its own, and a worker that was killed begins with new ones."""
+    """In separate processes: each pass has its own iterators, and a worker that was killed starts with new ones."""
     rows = np.arange(11, dtype=np.float32)
 
     def evaluate(iterator, key):

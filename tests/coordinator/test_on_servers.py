@@ -1,4 +1,4 @@
-"""Scheduled functions on real servers, in processes of their own, that are killed and stopped."""
+"""Scheduled functions on real servers, in separate processes, that are killed and stopped."""
 
 import os
 import subprocess
@@ -138,7 +138,7 @@ def test_workers_are_killed_again_and_again_and_nothing_counts_twice(cluster, co
 
 @pytest.mark.rest
 @pytest.mark.parametrize("join", [True, False], ids=["after join", "in flight"])
-def test_a_strategy_that_is_closed_first_takes_its_coordinator_along(cluster, caplog, join):
+def test_closing_a_strategy_closes_its_coordinator(cluster, caplog, join):
     cluster.wait_for_servers()
     before = threading.enumerate()
     strategy = rx.ParameterServerStrategy()
@@ -184,7 +184,7 @@ values[0].fetch(60)
     ("end", "code"),
     [pytest.param("", 0, marks=pytest.mark.long), ("sys.exit(3)", 3), ("raise OSError('the user')", 1)],
 )
-def test_a_program_that_leaves_functions_in_flight_ends_as_it_says(cluster, end, code):
+def test_program_with_functions_in_flight_exits_with_its_code(cluster, end, code):
     cluster.wait_for_servers()
     environment = {**os.environ, **cluster.environment_of("chief", 0)}
     ended = subprocess.run(
@@ -198,7 +198,7 @@ def test_a_program_that_leaves_functions_in_flight_ends_as_it_says(cluster, end,
 
 
 @pytest.mark.rest
-def test_a_stopped_worker_is_done_without(cluster, coordinator):
+def test_job_continues_without_a_stopped_worker(cluster, coordinator):
     counter = counter_in(coordinator)
 
     def step():
@@ -251,7 +251,7 @@ def test_a_killed_parameter_server_is_named_in_time():
 
 
 @pytest.mark.rest
-def test_a_cluster_that_speaks_tls_and_who_has_no_certificate(tmp_path, monkeypatch):
+def test_tls_cluster_rejects_a_client_without_a_certificate(tmp_path, monkeypatch):
     ours = credentials_of_ca(tmp_path, "a")
     for name, path in {
         "CERTIFICATE": ours.certificate_file,

@@ -1,4 +1,4 @@
-"""Variables of which each worker has a value of its own."""
+"""Variables with a separate value on each worker."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def test_each_worker_has_its_own(strategy, caplog):
     ]  # no server gets a whole new value, of which another worker's might be lost
 
 
-def test_inside_of_what_jax_traces_it_is_the_worker_s_too(strategy):
+def test_value_is_the_workers_inside_jax_traces_too(strategy):
     with strategy.scope():
         v = PerWorkerVariable(2.0)
 
@@ -73,7 +73,7 @@ def test_inside_of_what_jax_traces_it_is_the_worker_s_too(strategy):
         assert tuple(map(float, coordinator.schedule(step, args=(np.float32(3),)).fetch())) == (12.0, 6.0)
 
 
-def test_replicas_of_one_worker_do_not_assign_it():
+def test_replicas_of_one_worker_cannot_assign_it():
     with in_memory_strategy(devices_per_worker=2) as strategy, ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             v = PerWorkerVariable(0.0)
@@ -84,7 +84,7 @@ def test_replicas_of_one_worker_do_not_assign_it():
         message(TraceError, lambda: coordinator.schedule(step), "on 2 replicas", "after run")
 
 
-def test_what_it_is_not(strategy):
+def test_unsupported_uses(strategy):
     with strategy.scope():
         v = PerWorkerVariable(np.zeros(2), name="v")
     assert repr(v) == "PerWorkerVariable('v', shape=(2,), dtype=float32, num_workers=3)"

@@ -1,4 +1,4 @@
-"""What is done when a parameter server comes back: the cases that real ones do not show in a test."""
+"""The return of a parameter server: cases that real servers do not show in a test."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from replicax._src.parameter_servers.errors import RemoteError, UnavailableError
 
 
 class Ps:
-    """What a parameter server answers. ``fails``: what it is asked in vain."""
+    """The answers of a parameter server. ``fails``: the questions that it does not answer."""
 
     def __init__(self, index):
         self.index, self.fails = index, set()
@@ -68,7 +68,7 @@ def pool(session):
 
 
 def watching(session, recovery, comes_back_s=10.0):
-    """The watch of ps 0, which is another process from ``started_again`` on."""
+    """The watch of ps 0, which is another process after ``started_again``."""
     watches = [PsWatch(n, session, Limits(), None, comes_back_s) for n in range(2)]
     for watch in watches:
         watch.accept("first")
@@ -84,7 +84,7 @@ def kept(**what):
     return {"incarnation": "me", "updates": 3, "keys": ["w"], **what}
 
 
-def test_how_it_goes_on(session, pool):
+def test_modes_of_recovery(session, pool):
     message(InvalidArgumentError, lambda: Recovery(session, pool, "stop"), "'stop'", "'continue' or 'rewind'")
     copied = Session()
     copied.groups = Groups(2)
@@ -94,7 +94,7 @@ def test_how_it_goes_on(session, pool):
     message(InvalidArgumentError, lambda: Recovery(some, pool, "rewind"), "ps 1 takes none", "--snapshot-dir")
 
 
-def test_one_goes_on_with_what_it_has(session, pool, caplog):
+def test_server_continues_with_its_snapshot(session, pool, caplog):
     recovery = Recovery(session, pool, "continue")
     watch = watching(session, recovery)
     started_again(session)
@@ -117,7 +117,7 @@ def test_one_goes_on_with_what_it_has(session, pool, caplog):
         (kept(), ["dense/kernel"], "does not have dense/kernel"),
     ],
 )
-def test_who_comes_back_without_the_variables_is_lost(session, pool, restored, missing, says):
+def test_server_that_returns_without_the_variables_is_lost(session, pool, restored, missing, says):
     recovery = Recovery(session, pool, "continue")
     watch = watching(session, recovery)
     started_again(session)
@@ -151,7 +151,7 @@ def test_all_go_back_to_the_last_epoch_that_all_have(session, pool, caplog):
     assert recovery._epochs.last == 3
 
 
-def test_without_an_epoch_nothing_can_go_back(session, pool):
+def test_rewind_needs_a_common_epoch(session, pool):
     recovery = Recovery(session, pool, "rewind")
     watch = watching(session, recovery)
     started_again(session)
@@ -159,7 +159,7 @@ def test_without_an_epoch_nothing_can_go_back(session, pool):
     assert "no snapshot of all parameter servers" in str(recovery.restarted(watch, session.ps[0]))
 
 
-def test_who_cannot_go_back_with_the_others_is_lost(session, pool):
+def test_server_that_cannot_rewind_is_lost(session, pool):
     recovery = Recovery(session, pool, "rewind")
     watch = watching(session, recovery)
     for ps in session.ps:
@@ -172,7 +172,7 @@ def test_who_cannot_go_back_with_the_others_is_lost(session, pool):
     assert "epoch 1: No room." in str(error)
 
 
-def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(session, pool, caplog):
+def test_epoch_that_one_server_cannot_write_is_not_repeated_by_others(session, pool, caplog):
     epochs = Epochs(session, pool, threading.Lock(), lambda index, instance: True)
     first, second = session.ps
     second.fails.add("snapshot")
@@ -188,7 +188,7 @@ def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(sessi
     assert [first.asked[-1], second.asked[-1]] == [("snapshot", 1), ("snapshot", 1)]
 
 
-def test_the_queue_is_dry_when_all_write(session, pool):
+def test_queue_is_empty_when_all_write(session, pool):
     with contextlib.ExitStack() as stack:
         assert stack.enter_context(pool.drained())
         pool.queue.back("a")
@@ -200,7 +200,7 @@ def test_the_queue_is_dry_when_all_write(session, pool):
         assert not is_so
 
 
-def test_none_goes_on_when_another_one_is_out_of_reach_in_a_rewind(session, pool, monkeypatch):
+def test_no_server_resumes_if_another_is_unreachable_in_a_rewind(session, pool, monkeypatch):
     recovery = Recovery(session, pool, "rewind")
     watch = watching(session, recovery)
     for ps in session.ps:
@@ -223,7 +223,7 @@ def test_none_goes_on_when_another_one_is_out_of_reach_in_a_rewind(session, pool
     assert all(each.knows(ps.instance) for each, ps in zip(recovery._watches, session.ps))
 
 
-def test_what_broke_for_another_reason_stays_broken(pool):
+def test_unrelated_failure_stays(pool):
     pool.broke(UnavailableError("All workers are given up."))
     pool.broke(UnavailableError("ps 0 is lost."), "ps 0")
     pool.mended("ps 0")

@@ -1,4 +1,4 @@
-"""What is done when a parameter server that others stand in for answers again; without processes."""
+"""The return of a parameter server that has been replaced by another, without processes."""
 
 import math
 import threading
@@ -28,7 +28,7 @@ ME = "me"
 
 
 class Ps:
-    """A parameter server, and the way to it."""
+    """A parameter server, and the connection to it."""
 
     def __init__(self, index):
         task, host = Task("ps", index), PsHost(None, math.inf, index, Credentials())
@@ -72,7 +72,7 @@ def pool_of(session):
 
 
 class Events:
-    """As ``ServerMonitor`` tells."""
+    """As ``ServerMonitor`` reports."""
 
     def __init__(self, session):
         self.replication = Replication(session, pool_of(session), lambda: None)
@@ -105,7 +105,7 @@ def session():
         ps.service.close()
 
 
-def test_one_that_was_cut_off_until_it_gave_the_coordinator_up_is_a_backup_again(session):
+def test_server_cut_off_for_long_becomes_a_backup_again(session):
     events = Events(session)
     watch = PsWatch(1, session, Limits(beat_s=0.02), events)
     watch.start()
@@ -126,7 +126,7 @@ def test_one_that_was_cut_off_until_it_gave_the_coordinator_up_is_a_backup_again
         watch.join(20.0)
 
 
-def test_nothing_waits_for_servers_that_are_told(session, monkeypatch):
+def test_nothing_waits_while_servers_are_told(session, monkeypatch):
     replication, goes_on = Events(session).replication, threading.Event()
     monkeypatch.setattr(session, "tell_view", lambda task, view, timeout_s: goes_on.wait(60.0))
     watch = PsWatch(1, session, Limits(), None)
@@ -144,7 +144,7 @@ def test_nothing_waits_for_servers_that_are_told(session, monkeypatch):
 
 
 class Told:
-    """What a parameter server tells. ``positions``: by group, where what it has is."""
+    """The reports of a parameter server. ``positions``: the position of its data, by group."""
 
     def __init__(self, instance, *positions, is_ours=True):
         self.instance, self.views, self.refuses = instance, [], False
@@ -189,7 +189,7 @@ class SessionWithSnapshots:
 
 
 class Both:
-    """Two servers that are watched, and the events of their watches."""
+    """Two watched servers, and the events of their watches."""
 
     def __init__(self, comes_back_s=60.0):
         self.session = SessionWithSnapshots()
@@ -202,7 +202,7 @@ class Both:
             watch.accept("first")
 
     def beat(self, task):
-        """It says which views it has taken."""
+        """It reports the views that it has taken."""
         ps = self.session.ps[task]
         for view in ps.views:
             ps.statistics["groups"][str(view.group)]["epoch"] = view.epoch
@@ -239,7 +239,7 @@ def both():
     return Both()
 
 
-def test_both_are_started_again_and_go_on_with_what_is_newer(both, caplog):
+def test_both_servers_restart_from_the_newer_state(both, caplog):
     for task in range(2):
         part = {"epoch": 1, "position": (1, 9), "backup": "in sync", "updates": 9}
         both.session.ps[task].statistics = {"groups": {"0": dict(part), "1": dict(part)}}
@@ -259,8 +259,8 @@ def test_both_are_started_again_and_go_on_with_what_is_newer(both, caplog):
     assert "that of ps 1, taken 3 s before: 2 updates" in caplog.text
 
 
-def test_one_that_is_lost_while_its_group_resumes_is_waited_for_again(both, monkeypatch):
-    """Its programs are sent to it, which may take long."""
+def test_server_lost_while_its_group_resumes_is_waited_for_again(both, monkeypatch):
+    """Sending its programs may take long."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def restored(group, keys):
@@ -285,7 +285,7 @@ def test_one_that_is_lost_while_its_group_resumes_is_waited_for_again(both, monk
     assert not both.is_paused
 
 
-def test_one_that_is_there_alone_goes_on_when_it_has_waited(both, monkeypatch):
+def test_single_server_resumes_after_the_wait(both, monkeypatch):
     both.both_lost()
     both.restarted(1, (1, 5), (1, 7))
     assert both.session.groups.lost == [0, 1]
@@ -297,7 +297,7 @@ def test_one_that_is_there_alone_goes_on_when_it_has_waited(both, monkeypatch):
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_without_a_snapshot_of_this_coordinators_time_the_job_ends(both, is_ours):
+def test_job_ends_without_a_snapshot_of_this_coordinator(both, is_ours):
     both.both_lost()
     positions = [] if is_ours else [(1, 5), (1, 7)]
     assert both.restarted(1, *positions, is_ours=is_ours) is None
@@ -307,7 +307,7 @@ def test_without_a_snapshot_of_this_coordinators_time_the_job_ends(both, is_ours
 
 
 def test_without_snapshots_a_lost_group_ends_the_job():
-    """Even if the other server has a copy that was not in sync: updates would be gone, and nobody would say so."""
+    """Even if the other server has a copy that was not in sync: updates would be lost silently."""
     both = Both(comes_back_s=0.0)
     both.session.groups.told(0, {"0": {"epoch": 1, "position": (1, 9), "backup": "lost"}})
     both.session.ps[1] = Told("first", (1, 8), (1, 8))
@@ -316,7 +316,7 @@ def test_without_snapshots_a_lost_group_ends_the_job():
     assert both.session.groups.lost == [0]
 
 
-def test_they_are_not_waited_for_for_ever():
+def test_wait_for_servers_is_bounded():
     both = Both(comes_back_s=0.2)
     both.both_lost()
     assert both.replication.silent(both.watches[1]) is None
@@ -334,7 +334,7 @@ def test_a_snapshot_that_lacks_variables_ends_the_job(both):
     message(UnavailableError, lambda: both.pool.schedule("step", Work(None, None)), "dense/kernel")
 
 
-def test_one_that_has_other_than_it_said_is_not_the_primary(both):
+def test_server_with_another_position_than_reported_is_not_the_primary(both):
     both.both_lost()
     both.restarted(0, (1, 6), (1, 6))
     both.session.ps[0].refuses = True  # it has dropped what it had since

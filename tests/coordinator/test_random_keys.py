@@ -61,7 +61,7 @@ def test_a_function_is_traced_once_for_all_keys_of_a_kind(run):
     assert kinds == ["threefry2x32", "rbg"]
 
 
-def test_batches_of_keys_in_nests_of_arguments(run):
+def test_batches_of_keys_in_pytrees_of_arguments(run):
     keys = jax.random.split(jax.random.key(0), (2, 3))
     nest = {"keys": [keys, None], "scale": np.float32(2), "name": "uniform"}
 
@@ -91,7 +91,7 @@ def test_keys_that_a_function_closes_over(run):
         assert_same_keys(got, one)
 
 
-def test_another_key_in_a_closure_is_not_the_one_before(run):
+def test_changed_key_in_a_closure_is_used(run):
     def draw_of(key):
         return lambda: jax.random.bits(key)
 
@@ -99,7 +99,7 @@ def test_another_key_in_a_closure_is_not_the_one_before(run):
         assert run(draw_of(jax.random.key(seed))) == jax.random.bits(jax.random.key(seed))
 
 
-def test_what_is_drawn_is_assigned(strategy, run):
+def test_random_numbers_can_be_assigned(strategy, run):
     with strategy.scope():
         v = rx.Variable(jnp.ones((4, 3)))
 
@@ -132,7 +132,7 @@ def test_replicas_get_a_key_and_return_one(strategy, run):
 
 @pytest.mark.parametrize("where", ["argument", "closure", "global"])
 def test_rows_are_looked_up_at_random(strategy, run, where):
-    """Ids of lookups are computed apart, from the same key."""
+    """The ids of lookups are computed separately, from the same key."""
     with strategy.scope():
         table = rx.Variable(np.arange(300, dtype=np.float32).reshape(100, 3))
     mine = jax.random.key(9)
@@ -148,7 +148,7 @@ def test_rows_are_looked_up_at_random(strategy, run, where):
     assert np.array_equal(found[:, 0], 3 * np.asarray(ids))
 
 
-def test_datasets_and_values_of_workers_are_numbers(strategy):
+def test_datasets_and_per_worker_values_cannot_be_keys(strategy):
     with ClusterCoordinator(strategy) as coordinator:
         dataset = coordinator.create_per_worker_dataset(lambda: [jax.random.key(0)])
         value = coordinator.create_per_worker_value(lambda: jax.random.key(0))

@@ -1,4 +1,4 @@
-"""What workers make for themselves, and what the coordinator knows of it."""
+"""Per-worker resources, and what the coordinator knows of them."""
 
 import threading
 
@@ -18,7 +18,7 @@ def resources():
     return resources
 
 
-def test_the_first_worker_that_has_made_it_says_what_it_is(resources):
+def test_first_worker_that_made_it_gives_its_spec(resources):
     resources.failed("dataset 0", "worker 0", OSError("no such file"))
     timer = threading.Timer(0.05, lambda: resources.made("dataset 0", "worker 1", {"tree": 0}))
     timer.start()
@@ -26,7 +26,7 @@ def test_the_first_worker_that_has_made_it_says_what_it_is(resources):
     timer.join()
 
 
-def test_it_is_an_error_when_nobody_who_is_there_could_make_it(resources):
+def test_resource_that_no_present_worker_could_make_is_an_error(resources):
     resources.failed("dataset 0", "worker 0", OSError("no such file"))
     with pytest.raises(WaitTimeoutError, match=r"'dataset 0'.*0\.05 s"):
         resources.spec("dataset 0", 0.05)
@@ -45,7 +45,7 @@ def test_a_worker_that_comes_back_may_succeed(resources):
     assert resources.error(["dataset 0"], "worker 0") is None
 
 
-def test_what_is_dropped_is_not_made_any_more(resources):
+def test_dropped_resource_is_not_made(resources):
     resources.add(Resource("value 1", "value", np.zeros(0, np.uint8)))
     resources.dropped.append("dataset 0")
     assert [resource.name for resource in resources.all()] == ["value 1"]

@@ -1,4 +1,4 @@
-"""The rules of rounds, of which gradients are averaged; and what they are in a cluster in memory."""
+"""The rules of rounds (which gradients are averaged), and rounds in a cluster in memory."""
 
 import logging
 import random
@@ -31,7 +31,7 @@ def queue_of(num_averaged, workers="ab", num=8, keys="k"):
 
 
 def taken(queue, workers):
-    """By worker the numbers that it can have now."""
+    """The numbers that each worker can have now."""
     found = {}
     for worker in workers:
         closure = queue.take(worker)
@@ -43,7 +43,7 @@ def end(queue, worker):
     assert queue.finished(worker, queue.oldest(worker))
 
 
-def test_a_round_is_over_when_so_many_have_ended_and_its_mean_is_applied():
+def test_round_ends_after_n_closures_and_applies_their_mean():
     queue = queue_of(2, num=4)
     assert taken(queue, "a") == {"a": 0}
     assert taken(queue, "ab") == {"a": None, "b": 1}  # what is left is for who has nothing
@@ -71,7 +71,7 @@ def test_fewer_workers_than_gradients_compute_several():
     assert [taken(queue, "a")["a"] for _ in range(4)] == [0, 1, 2, None]
 
 
-def test_workers_beyond_are_backups_and_who_is_late_is_dropped():
+def test_additional_workers_are_backups_and_late_gradients_are_dropped():
     queue = queue_of(2, "abc")
     assert taken(queue, "ab") == {"a": 0, "b": 1}
     end(queue, "a")
@@ -98,7 +98,7 @@ def test_a_lost_worker_does_not_hang_its_round_and_its_closure_counts_once():
     assert queue.complete_round.ended == [0, 1]
 
 
-def test_functions_that_update_other_variables_have_rounds_of_their_own():
+def test_functions_that_update_other_variables_have_separate_rounds():
     queue = queue_of(2, keys=["d", "g"])
     assert taken(queue, "ab") == {"a": 0, "b": 1}
     rounds = {queue.oldest("a").round, queue.oldest("b").round}
@@ -112,7 +112,7 @@ def test_functions_that_update_other_variables_have_rounds_of_their_own():
     assert queue.complete_round.ended == [1, 3]
 
 
-def test_a_function_without_gradients_is_of_no_round():
+def test_function_without_gradients_belongs_to_no_round():
     queue = queue_of(1, "a", num=3, keys=["k", None, None])
     assert [taken(queue, "a")["a"] for _ in range(4)] == [0, 1, 2, None]
     end(queue, "a")
@@ -121,7 +121,7 @@ def test_a_function_without_gradients_is_of_no_round():
     assert (queue.rounds.num_dropped, queue.rounds.num_waiting) == (0, 0)
 
 
-def test_what_fails_is_not_counted_and_what_breaks_ends_all_rounds():
+def test_failures_are_not_counted_and_a_break_ends_all_rounds():
     queue = queue_of(2)
     taken(queue, "ab")
     end(queue, "a")
@@ -139,7 +139,7 @@ def test_what_fails_is_not_counted_and_what_breaks_ends_all_rounds():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_round_has_so_many_and_each_closure_is_in_one_whatever_happens(seed):
+def test_each_round_has_n_closures_and_each_closure_one_round(seed):
     chance = random.Random(seed)
     num_averaged, num = chance.randint(1, 4), 60
     workers = "abcd"[: chance.randint(1, 4)]
@@ -184,7 +184,7 @@ def strategy():
 
 
 class Job:
-    """A variable that goes down by the mean of what functions are given, one that counts them, and their coordinator."""
+    """A variable that decreases by the mean of the functions' arguments, one that counts them, and their coordinator."""
 
     def __init__(self, strategy, optimizer=None, **options):
         self.strategy = strategy
@@ -222,7 +222,7 @@ class Job:
 
 
 @pytest.mark.parametrize("num_averaged", [2, 3])
-def test_all_of_a_round_compute_with_the_same_values_and_the_mean_is_one_step(strategy, num_averaged, caplog):
+def test_closures_of_a_round_use_the_same_values_and_make_one_step(strategy, num_averaged, caplog):
     with Job(strategy, replicas_to_aggregate=num_averaged) as job:
         gradients = list(range(num_averaged * 10))
         values = job.train(gradients)
@@ -237,7 +237,7 @@ def test_all_of_a_round_compute_with_the_same_values_and_the_mean_is_one_step(st
         assert not caplog.records
 
 
-def test_what_other_functions_have_pulled_is_not_computed_with_in_the_next_round(strategy):
+def test_values_pulled_by_other_functions_are_not_used_in_the_next_round(strategy):
     with Job(strategy, replicas_to_aggregate=2) as job:
 
         def look():  # what it pushes brings values for the next function
@@ -253,7 +253,7 @@ def test_what_other_functions_have_pulled_is_not_computed_with_in_the_next_round
         assert [float(w) for w, _ in job.coordinator.fetch(values)] == [-float(n // 2) for n in range(20)]
 
 
-def test_nothing_is_pulled_that_is_old_when_it_is_needed(strategy):
+def test_nothing_stale_is_pulled(strategy):
     with Job(strategy, replicas_to_aggregate=2) as job:
         stores = strategy.session._tasks.stores
         job.train([1] * 2)
@@ -262,7 +262,7 @@ def test_nothing_is_pulled_that_is_old_when_it_is_needed(strategy):
         assert [store.statistics()["pieces_sent"] for store in stores] == [num + 20 for num in before]
 
 
-def test_gradients_without_a_whole_round_wait_for_what_is_scheduled_next(strategy, caplog):
+def test_gradients_of_an_incomplete_round_wait_for_the_next_functions(strategy, caplog):
     def of_gradients():
         return [record for record in caplog.records if "are not applied yet" in record.getMessage()]
 
@@ -279,7 +279,7 @@ def test_gradients_without_a_whole_round_wait_for_what_is_scheduled_next(strateg
         assert len(of_gradients()) == 1
 
 
-def test_after_a_failure_the_round_goes_on(strategy):
+def test_round_continues_after_a_failure(strategy):
     with Job(strategy, replicas_to_aggregate=2) as job:
         iterator = iter(job.coordinator.create_per_worker_dataset([np.int32(0)]))
         take = lambda iterator: next(iterator)  # noqa: E731
@@ -297,7 +297,7 @@ def test_after_a_failure_the_round_goes_on(strategy):
 
 
 @pytest.mark.parametrize("partitioner", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
-def test_what_couples_variables_is_of_each_gradient(partitioner):
+def test_coupling_of_variables_uses_each_gradient(partitioner):
     def clipping():
         return keras.optimizers.Adagrad(0.5, initial_accumulator_value=0.0, epsilon=0.0, global_clipnorm=2.0)
 
@@ -313,7 +313,7 @@ def test_what_couples_variables_is_of_each_gradient(partitioner):
         np.testing.assert_allclose(job.w.value, np.full(3, -0.5), rtol=1e-5)
 
 
-def test_what_one_function_takes_twice_is_averaged_with_what_another_has_two_of(strategy):
+def test_repeated_variables_are_averaged_by_position(strategy):
     with strategy.scope():
         variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(3)]
         optimizer = keras.optimizers.SGD(1.0)
@@ -345,7 +345,7 @@ def test_a_gradient_that_is_not_finite_skips_its_round(strategy):
         assert job.counts() == (3, 0)
 
 
-def test_a_round_without_an_update_that_has_room_for_all_rows_says_what_helps():
+def test_round_without_room_for_all_rows_says_what_helps():
     with in_memory_strategy(2, 2, FixedShardsPartitioner(2)) as strategy:
         with strategy.scope():
             tables = [keras.Variable(np.zeros((50, 4), np.float32)) for _ in range(2)]
@@ -370,7 +370,7 @@ def test_a_round_without_an_update_that_has_room_for_all_rows_says_what_helps():
 
 
 @pytest.mark.parametrize("number", [0, 2.0, True])
-def test_how_many_gradients_are_averaged_is_a_whole_number(strategy, number):
+def test_replicas_to_aggregate_is_an_integer(strategy, number):
     message(
         InvalidArgumentError,
         lambda: ClusterCoordinator(strategy, replicas_to_aggregate=number),
@@ -389,7 +389,7 @@ def test_one_mode_at_a_time(strategy):
     )
 
 
-def test_an_assignment_after_an_optimizer_is_refused_for_it_would_come_before(strategy):
+def test_assignment_after_an_optimizer_raises(strategy):
     with Job(strategy, replicas_to_aggregate=2) as job:
 
         def clipped():
@@ -405,7 +405,7 @@ def test_an_assignment_after_an_optimizer_is_refused_for_it_would_come_before(st
         )
 
 
-def test_without_rounds_an_update_is_of_one_function_again(strategy):
+def test_without_rounds_an_update_uses_one_function(strategy):
     with Job(strategy) as job:
         job.train([1, 2, 3])
         assert float(job.w.value[0]) == -6

@@ -1,4 +1,4 @@
-"""Rounds on real servers, in processes of their own: a worker that is stopped or killed, a parameter server that comes back."""
+"""Rounds on real servers, in separate processes: a worker is stopped or killed, or a parameter server comes back."""
 
 import time
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 class Job:
-    """Variables that go down by 1 in each round, on all servers, and how often a function has run."""
+    """Variables that decrease by 1 in each round, on all servers, and a count of function runs."""
 
     def __init__(self, strategy, coordinator):
         self.strategy, self.coordinator = strategy, coordinator
@@ -39,7 +39,7 @@ class Job:
         return self.strategy.run(replica_fn)
 
     def train(self, num):
-        """What each function has seen of the variables."""
+        """The values of the variables that each function has seen."""
         values = [self.coordinator.schedule(self.step) for _ in range(num)]
         self.coordinator.join(JOIN_S)
         return np.stack(self.coordinator.fetch(values))
@@ -82,7 +82,8 @@ def test_a_stopped_worker_is_not_waited_for_and_its_gradient_is_dropped(cluster,
         try:
             for _ in range(40):
                 coordinator.schedule(job.step)
-            # It has one of the first round, as a backup or not; the others run all the rest. Whoever is slower may have a backup.
+            # It has a function of the first round, as a backup or not; the others run the rest. The slower one may
+            # have a backup.
             job.wait_until(lambda told: told["closures"]["finished"] == 2 + 39)
             job.wait_until(lambda told: told["closures"]["rounds"] == (41 - job.counts()[1]) // 2)
             rounds, num_late = job.counts()

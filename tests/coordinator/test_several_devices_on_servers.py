@@ -1,4 +1,4 @@
-"""Workers with two devices each, in processes of their own."""
+"""Workers with two devices each, in separate processes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is shown of a cluster: from counters to JSON, rates, a table, and metrics for Prometheus."""
+"""The status of a cluster: from counters to JSON, rates, a table, and metrics for Prometheus."""
 
 import json
 import math
@@ -102,7 +102,7 @@ def test_rounds_are_shown_where_there_are_some():
     assert "replicax_gradients_dropped_total 3" in lines
 
 
-def test_the_bytes_of_a_worker_are_those_with_the_coordinator_and_with_parameter_servers():
+def test_bytes_of_a_worker_include_coordinator_and_parameter_servers():
     told = status([worker()], [ps()])
     assert (task(told, "worker 0")["received_bytes"], task(told, "worker 0")["sent_bytes"]) == (1100, 2010)
     assert (task(told, "ps 0")["received_bytes"], task(told, "ps 0")["sent_bytes"]) == (500, 600)
@@ -129,7 +129,7 @@ def test_states_of_a_parameter_server(state, told):
     assert task(status([], [told]), "ps 0")["state"] == state
 
 
-def test_who_serves_without_a_second_copy_and_who_has_copies_only():
+def test_servers_without_a_copy_and_servers_with_copies_only():
     replication = {"primaries": [1, 1, 2], "unprotected": [0], "lost": []}
     told = status([], [ps(), ps(), ps()], replication=replication)
     states = [task(told, f"ps {n}")["state"] for n in range(3)]
@@ -138,7 +138,7 @@ def test_who_serves_without_a_second_copy_and_who_has_copies_only():
     assert "backup" in page_of(with_rates(None, told))
 
 
-def test_of_a_lost_task_nothing_old_is_shown():
+def test_lost_task_shows_no_old_values():
     told = status([worker(connected=False)], [ps(connected=False)])
     for name in ("worker 0", "ps 0"):
         lost = task(told, name)
@@ -147,7 +147,7 @@ def test_of_a_lost_task_nothing_old_is_shown():
         } == {None}
 
 
-def test_a_task_that_tells_nothing_of_its_process_is_shown():
+def test_task_without_process_data_is_shown():
     told = status([worker(statistics={})], [ps(statistics={"updates": 1})])
     assert len(rows_of(with_rates(None, told))) == 3
     assert metrics_of(told)
@@ -168,7 +168,7 @@ def test_staleness_is_that_of_all_parameter_servers():
 # --- rates ------------------------------------------------------------------------------------------------
 
 
-def test_rates_are_differences_by_the_clock_of_who_has_counted():
+def test_rates_use_the_clock_of_the_counting_task():
     before = status([], [ps(updates=10, uptime_s=30.0)], uptime_s=40.0, finished=100)
     after = with_rates(before, status([], [ps(updates=30, uptime_s=34.0)], uptime_s=42.0, finished=110))
     assert after["closures"]["finished_per_s"] == 5.0
@@ -186,7 +186,7 @@ def test_rates_are_differences_by_the_clock_of_who_has_counted():
         (ps(updates=10), ps(updates=30, uptime_s=40.0, connected=False)),
     ],
 )
-def test_rates_that_cannot_be_said_are_none(before, after):
+def test_unknown_rates_are_none(before, after):
     assert task(with_rates(status([], [before]), status([], [after])), "ps 0")["updates_per_s"] is None
     assert task(with_rates(None, status([], [after])), "ps 0")["updates_per_s"] is None
 
@@ -246,7 +246,8 @@ LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
 
 
 def parsed(text):
-    """What Prometheus reads: for each metric its type, and its samples by name and labels. Strict."""
+    """The metrics as Prometheus reads them: the type of each metric, and its samples by name and labels. The parser is
+    strict."""
     assert text.endswith("\n")
     types, helps, samples, current = {}, set(), {}, None
     for line in text.splitlines():
@@ -275,7 +276,7 @@ def parsed(text):
     return types, samples
 
 
-def test_metrics_are_what_the_status_says():
+def test_metrics_match_the_status():
     types, samples = parsed(metrics_of(status([worker()], [ps(updates=8), ps(connected=False)])))
     assert types["replicax_closures_finished_total"] == "counter"
     assert samples["replicax_closures_finished_total", ()] == 12

@@ -1,4 +1,4 @@
-"""The status of real servers, in processes of their own."""
+"""The status of real servers, in separate processes."""
 
 import json
 import time
@@ -15,7 +15,7 @@ LIMIT_S = 60.0
 
 @pytest.mark.long
 @pytest.mark.timeout(250)
-def test_what_real_tasks_do_can_be_seen():
+def test_activity_of_real_tasks_is_shown():
     with (
         server_cluster(workers=2, ps=1) as cluster,
         rx.ParameterServerStrategy() as strategy,

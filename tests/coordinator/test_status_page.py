@@ -1,4 +1,5 @@
-"""The status page in a browser: it refreshes itself, and says so when it cannot. Skipped where there is no Chromium."""
+"""The status page in a browser: it refreshes itself, and says so when it cannot. The tests are skipped without
+Chromium."""
 
 import os
 import re
@@ -23,7 +24,7 @@ pytestmark = [
 
 
 def status(num_asked):
-    """One more closure has finished each time, and has an ugly name."""
+    """Each answer has one more finished closure, with an ugly name."""
     worker = {
         "connected": True,
         "given_up": False,
@@ -49,7 +50,7 @@ def status(num_asked):
 
 @pytest.fixture
 def server(monkeypatch):
-    """Answers so many times as its ``num_answers`` says; ``asked`` has an entry each time."""
+    """Answers ``num_answers`` times; ``asked`` gets an entry each time."""
     asked = []
 
     def told(listener):
@@ -68,7 +69,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def browse(tmp_path):
-    """Has a browser show a page; returns what it has written."""
+    """Shows a page in a browser, and returns the resulting text."""
 
     def browse(*options):
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -85,7 +86,7 @@ def finished(dom):
     return int(shown.replace(",", "")) - 1000
 
 
-def test_the_page_refreshes_itself_and_runs_nothing_that_a_name_says(server, browse):
+def test_page_refreshes_itself_and_executes_no_name(server, browse):
     dom = browse("--virtual-time-budget=3500", "--dump-dom", server.url)
     assert finished(dom) == server.asked[-1] >= 3
     assert "<title>replicax status</title>" in dom
@@ -94,7 +95,7 @@ def test_the_page_refreshes_itself_and_runs_nothing_that_a_name_says(server, bro
     assert 'role="status"></p>' in dom
 
 
-def test_the_page_says_when_what_it_shows_is_old(server, browse):
+def test_page_says_when_its_data_are_old(server, browse):
     server.num_answers = 2
     dom = browse("--virtual-time-budget=6500", "--dump-dom", server.url)
     assert finished(dom) == 2
@@ -109,7 +110,7 @@ MEASURE = (
 
 @pytest.mark.parametrize("width", [1280, 500])
 def test_the_page_fits_into_a_window(browse, tmp_path, width):
-    """What is wider scrolls by itself."""
+    """Wide contents scroll within the page."""
     page = page_of(with_rates(None, status(0)))
     (tmp_path / "page.html").write_text(page.replace("</body>", MEASURE))
     dom = browse(f"--window-size={width},900", "--dump-dom", f"file://{tmp_path}/page.html")

@@ -1,4 +1,4 @@
-"""The coordinator's status over HTTP: who may see it, what is there, and that it ends with the coordinator."""
+"""The coordinator's status over HTTP: who may see it, its contents, and that it ends with the coordinator."""
 
 import contextlib
 import gc
@@ -69,7 +69,7 @@ def test_idle_connections_do_not_keep_others_out(coordinator):
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.0\r\nX: " + b"x" * 100_000, b"\xff" * 5000, b"GET /"])
-def test_a_request_without_an_end_is_not_waited_for(coordinator, monkeypatch, said):
+def test_endless_request_is_not_waited_for(coordinator, monkeypatch, said):
     monkeypatch.setattr(status_server, "HANDSHAKE_S", 0.3)
     with socket.create_connection(("127.0.0.1", port_of(coordinator)), timeout=60) as connection:
         connection.sendall(said)
@@ -91,7 +91,7 @@ def test_programs_of_this_machine_may_see_it(host):
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "a b"]
 )
 def test_pages_of_other_sites_may_not(host):
-    """Whose name was made to lead to this machine."""
+    """The name of the request was made to point to this machine."""
     assert not StatusAccess("127.0.0.1:80", None).admits("127.0.0.1", host, None)
     assert not StatusAccess("127.0.0.1:80", TOKEN).admits("127.0.0.1", host, None)
 
@@ -104,7 +104,7 @@ def test_other_machines_need_the_token_for_it_which_is_not_the_cluster_s():
     assert TOKEN not in viewing_token(TOKEN)
 
 
-def test_without_a_token_other_machines_are_not_let_near():
+def test_without_a_token_other_machines_have_no_access():
     with pytest.raises(InvalidArgumentError, match=r"0\.0\.0\.0:80.*REPLICAX_TOKEN"):
         StatusAccess("0.0.0.0:80", None)
     assert not StatusAccess("127.0.0.1:80", None).admits("10.0.0.7", "127.0.0.1:80", None)
@@ -113,7 +113,7 @@ def test_without_a_token_other_machines_are_not_let_near():
 # --- what is there -----------------------------------------------------------------------------------------
 
 
-def test_what_happens_can_be_seen(cluster, coordinator):
+def test_activity_is_shown(cluster, coordinator):
     for _ in range(5):
         coordinator.schedule(add, (1,))
     coordinator.join(60)
@@ -132,13 +132,13 @@ def test_what_happens_can_be_seen(cluster, coordinator):
     assert "<td>worker 1</td>" in text
 
 
-def test_rates_are_known_without_anybody_having_looked_before(coordinator):
+def test_rates_are_known_at_the_first_look(coordinator):
     eventually(lambda: coordinator._status._recent._statuses)
     status = json.loads(get(coordinator, "/status.json")[2])
     assert status["closures"]["finished_per_s"] == 0.0
 
 
-def test_the_name_of_what_a_worker_is_at_can_be_seen(cluster, coordinator):
+def test_function_of_a_busy_worker_is_shown(cluster, coordinator):
     goes_on = threading.Event()
 
     def waits(call):
@@ -179,7 +179,7 @@ def test_restarts_are_counted(cluster, coordinator):
     eventually(lambda: restarts()["ps 0"] == 1)
 
 
-def test_other_paths_and_methods_are_refused(coordinator):
+def test_other_paths_and_methods_are_rejected(coordinator):
     code, _, text = get(coordinator, "/etc/passwd")
     assert (code, text) == (404, "There are /, /status.json, /metrics.\n")
     assert get(coordinator, "/", "POST")[0] == 501
@@ -188,7 +188,7 @@ def test_other_paths_and_methods_are_refused(coordinator):
     assert int(headers["Content-Length"]) > 1000
 
 
-def test_a_peer_that_says_nonsense_or_nothing_hinders_nobody(coordinator):
+def test_invalid_or_silent_peer_delays_no_other(coordinator):
     with socket.create_connection(("127.0.0.1", port_of(coordinator))) as silent:
         with socket.create_connection(("127.0.0.1", port_of(coordinator)), timeout=60) as babbling:
             babbling.sendall(b"\x00\xff" * 100 + b"\r\n\r\n")
@@ -197,7 +197,7 @@ def test_a_peer_that_says_nonsense_or_nothing_hinders_nobody(coordinator):
         assert get(coordinator)[0] == 200
 
 
-def test_with_a_token_it_is_asked_for(cluster, monkeypatch):
+def test_token_is_required_if_set(cluster, monkeypatch):
     monkeypatch.setenv("REPLICAX_TOKEN", TOKEN)
     with ClusterCoordinator(cluster, status_address="0.0.0.0:0") as coordinator:
         assert get(coordinator)[0] == 200  # of this machine
@@ -218,7 +218,7 @@ def test_with_a_token_it_is_asked_for(cluster, monkeypatch):
 # --- where and how long -------------------------------------------------------------------------------------
 
 
-def test_it_is_off_unless_asked_for(cluster, monkeypatch):
+def test_status_server_is_off_by_default(cluster, monkeypatch):
     with ClusterCoordinator(cluster) as coordinator:
         assert coordinator.status_url is None
     monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", LOOPBACK)
@@ -252,7 +252,7 @@ def test_it_ends_when_the_coordinator_is_dropped(fast):
     cluster.end()
 
 
-def test_an_address_that_is_taken_is_said_and_leaves_no_threads(cluster):
+def test_used_address_raises_and_leaves_no_threads(cluster):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

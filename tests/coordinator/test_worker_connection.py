@@ -1,4 +1,4 @@
-"""What is sent on a connection to a worker, and when that could block."""
+"""Which messages are sent on a connection to a worker, and when that could block."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from replicax._src.parameter_servers.transport.messages import Message
 
 
 class Link:
-    """A connection to a worker that answers when ``answers`` says so."""
+    """A connection to a worker that answers when ``answers`` is set."""
 
     def __init__(self):
         self.sent, self.answers, self.error = [], [], None
@@ -51,12 +51,12 @@ def closure(number, num_bytes=8):
 
 
 def send_now(connection, closures):
-    """Sends what can be sent without blocking; returns the rest."""
+    """Sends as much as possible without blocking; returns the rest."""
     return closures[connection.send(connection.small(closures, 0, 8), may_block=False) :]
 
 
-def test_beside_much_that_is_unanswered_nothing_is_sent_without_blocking(connection, link):
-    """A worker whose own answer is not taken takes nothing: the thread that takes answers must not wait for it."""
+def test_nothing_is_sent_without_blocking_with_many_unanswered_requests(connection, link):
+    """A worker whose own answer is not read reads nothing, so the thread that reads answers must not wait for it."""
     small = [closure(number) for number in (1, 2)]
     connection.send(connection.whole(closure(0, 2**20), 0))
     assert send_now(connection, small) == small
@@ -66,8 +66,8 @@ def test_beside_much_that_is_unanswered_nothing_is_sent_without_blocking(connect
     assert link.sent == [[0], [1, 2]]
 
 
-def test_what_could_not_be_sent_is_not_awaited_though_some_of_it_is_answered(connection, link):
-    """The first of several frames got through."""
+def test_unsent_requests_are_not_awaited_if_others_are_answered(connection, link):
+    """The first of several frames was sent."""
     send_now(connection, [closure(0)])
 
     def partly(messages, timeout_s):
@@ -81,7 +81,7 @@ def test_what_could_not_be_sent_is_not_awaited_though_some_of_it_is_answered(con
     assert connection.running() == []
 
 
-def test_a_request_that_cannot_travel_is_left_to_the_thread_that_may_block(connection, link):
+def test_unsendable_request_is_left_to_the_blocking_thread(connection, link):
     link.error = MessageError("too large")
     assert send_now(connection, [closure(0)]) != []
     with pytest.raises(MessageError):

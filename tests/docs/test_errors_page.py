@@ -1,4 +1,4 @@
-"""docs/reference/errors.md has an entry for every exception, and none for what does not exist."""
+"""docs/reference/errors.md has an entry for every exception, and no other entry."""
 
 import importlib
 import pathlib

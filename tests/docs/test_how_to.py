@@ -1,4 +1,4 @@
-"""The how-to pages are short, say first what one gets, and can be found."""
+"""The how-to pages are short, state their result first, and are in the index."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ PAGES = [path for path in sorted(FOLDER.glob("*.md")) if path.name != "index.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_has_at_most_800_words_and_begins_with_what_one_gets(page):
+def test_page_has_at_most_800_words_and_states_its_result_first(page):
     text = page.read_text()
     assert len(text.split()) <= 800
     title, first = text.split("\n\n")[:2]

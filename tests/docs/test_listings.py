@@ -1,8 +1,8 @@
-"""Every page's listings run, from the top of the page, and print what the page says they print.
+"""The listings of every page run, from the top of the page, and print the output on the page.
 
-A page is read as a person would read it: its ``python`` listings are one session, and what stands in the ``text`` behind one is
-what it prints. Pages that also have ``bash`` listings are programs in files and commands, which test_pages_of_files.py runs; the
-cells of notebooks (``{code-cell}``) are run by the build of the site.
+A page is read as a person would read it: its ``python`` listings are one session, and the ``text`` after a listing is
+its output. Pages with ``bash`` listings too are programs in files and commands, which test_pages_of_files.py runs; the
+build of the site runs the cells of notebooks (``{code-cell}``).
 """
 
 import json
@@ -23,7 +23,7 @@ TRACKERS = pathlib.Path(__file__).with_name("trackers")  # W&B and MLflow, witho
 SEPARATOR = "=== end of listing ==="
 LIMIT_S = 240
 
-# Listings that show parts of a program, not one: each is compiled, not run.
+# Listings that show parts of a program: each is compiled, but not run.
 PARTS = {
     "docs/architecture.md",
     "docs/reference/clusters.md",
@@ -50,7 +50,7 @@ for listing in listings:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines in an order of their own: replicas print in no particular order."""
+    """The lines in sorted order, because replicas print in no particular order."""
     return sorted(line.strip() for line in text.strip().splitlines())
 
 
@@ -93,7 +93,7 @@ def test_listings_print_what_the_page_says(page, tmp_path):
 
 
 def test_programs_by_hand_print_what_those_on_replicax_print():
-    """The page for JAX users has each program twice; the first listing of the page is what both begin with."""
+    """The page for JAX users has each program twice; both start with the first listing of the page."""
     _, *printed = [expected for _, expected in LISTING.findall((ROOT / "docs/jax_users.md").read_text())]
     assert all(printed)
     assert printed[::2] == printed[1::2]
@@ -105,7 +105,7 @@ def test_listings_compile(page):
         compile(code, page, "exec")
 
 
-# Others' types are not looked at: Keras takes those of its defaults, optax has nests of nests.
+# Types of other libraries are not checked: Keras derives them from its defaults, and optax has nested pytrees.
 OTHERS = ("flax", "keras", "mlflow", "optax", "wandb")
 ANY = "from typing import Any\n\ndef __getattr__(name: str) -> Any: ...\n"
 CHECKED = [
@@ -116,8 +116,8 @@ CHECKED = [
 
 
 @pytest.mark.rest
-def test_a_type_checker_finds_no_mistake_of_ours(tmp_path):
-    """In each listing, behind those before it on its page."""
+def test_type_checker_finds_no_mistake(tmp_path):
+    """Each listing is checked after those before it on its page."""
     starts = {}
     for page in CHECKED:
         listings = [code for code, _ in LISTING.findall(WITH_LISTINGS[page])]

@@ -1,4 +1,5 @@
-"""The page on migrating shows the whole table, which has a row for every name of TensorFlow's pages, and its rows are true."""
+"""The page on migrating shows the full table, which has a row for every name on TensorFlow's pages, and its rows are
+true."""
 
 import functools
 import importlib
@@ -80,12 +81,12 @@ def test_rows_of_one_name_differ():
     assert len(set(rows)) == len(rows)
 
 
-def test_what_remarks_and_marks_tell_to_write_is_there():
+def test_names_in_remarks_and_marks_exist():
     texts = [text for row in ROWS for text in (row.note, row.write)]
     assert [name for text in texts for name in sorted(names_in(text)) if not exists(name)] == []
 
 
-def test_what_the_page_names_is_there():
+def test_names_on_the_page_exist():
     assert [name for name in sorted(names_in(PAGE.read_text())) if not exists(name)] == []
 
 

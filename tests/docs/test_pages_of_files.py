@@ -1,4 +1,4 @@
-"""Pages that have whole files, and commands that run them: the commands print what the pages say."""
+"""On pages with complete files and commands that run them, the commands print the output on the page."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ PORTS = ("23451", "23452")  # of the pages: others are taken here, that are free
 
 @pytest.fixture
 def shell(tmp_path):
-    """``shell(command)``: what a command prints in a folder that keeps the files, and where variables stay."""
+    """``shell(command)``: the output of a command in a folder that keeps files and variables."""
     programs, folder = tmp_path / "bin", tmp_path / "here"
     programs.mkdir()
     folder.mkdir()
@@ -55,7 +55,7 @@ def shell(tmp_path):
 
 
 def printed(output):
-    """Without JAX's own lines, those of a task together, those of no task last."""
+    """The output without JAX's own lines, grouped by task; lines without a task come last."""
     lines = [line for line in output.splitlines() if not OF_JAX.match(OF_TASK.sub("", line, count=1).strip())]
 
     def task(line):
@@ -66,7 +66,7 @@ def printed(output):
 
 
 def pattern(expected):
-    """Of what a page says: long lines are wrapped there, and … stands for anything."""
+    """A pattern for the output on a page: long lines are wrapped there, and … stands for any text."""
     words = [".*?".join(map(re.escape, word.split("…"))) for word in expected.split()]
     return re.compile(r"\s*" + r"\s*".join(words) + r"\s*", re.DOTALL)
 
@@ -105,7 +105,7 @@ def test_commands_print_what_the_page_says_in_processes(page, shell):
         assert pattern(expected).fullmatch(got), f"{code}\nprinted\n{got}"
 
 
-def test_the_page_has_all_that_replicax_testing_offers():
+def test_page_has_every_name_of_replicax_testing():
     page = (ROOT / "docs" / "reference" / "testing.md").read_text()
     offered = list(testing.__all__)
     for cls in (testing.LocalCluster, testing.LocalTask):

@@ -1,4 +1,4 @@
-"""The pages of the site say what the code has: every public name, command, environment variable and extra."""
+"""The pages of the site list what the code has: every public name, command, environment variable and extra."""
 
 import ast
 import functools
@@ -37,7 +37,7 @@ def public_names() -> list[str]:
 
 @functools.cache
 def names_on_pages() -> dict[str, list[str]]:
-    """Each name that the pages of the API list, and on which pages."""
+    """The names that the pages of the API list, with their pages."""
     found: dict[str, list[str]] = {}
     for page in sorted((DOCS / "reference" / "api").glob("*.md")):
         for module, names in API.findall(page.read_text()):
@@ -64,7 +64,7 @@ def test_every_page_of_the_api_is_in_its_index():
 
 
 def internal_members() -> dict[str, list[str]]:
-    """Those that the extension of the site leaves out, by class."""
+    """The members that the extension of the site leaves out, by class."""
     tree = ast.parse((DOCS / "extensions" / "public_names.py").read_text())
     (table,) = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "INTERNAL"
@@ -73,7 +73,7 @@ def internal_members() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("name", "members"), internal_members().items())
-def test_members_that_the_api_leaves_out_exist_and_stand_on_no_page(name, members):
+def test_omitted_members_exist_and_are_on_no_page(name, members):
     (cls,) = {
         value
         for path in public_names()
@@ -116,7 +116,7 @@ QUOTED = re.compile(rf"[\"'](?:{VARIABLE.pattern})[\"']")  # parsing takes long
 
 @functools.cache
 def variables_in_source() -> set[str]:
-    """The names of environment variables that the source has as strings."""
+    """The names of environment variables in strings of the source."""
     found = set()
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text()
@@ -132,7 +132,7 @@ def variables_in_source() -> set[str]:
     return found - {*NOT_VARIABLES}
 
 
-def test_the_page_has_every_environment_variable_and_no_other():
+def test_page_has_exactly_the_environment_variables():
     page = (DOCS / "reference" / "environment_variables.md").read_text()
     documented = {name for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", page) if VARIABLE.fullmatch(name)}
     read_by_others = {"OMPI_MCA_orte_hnp_uri"}

@@ -1,5 +1,5 @@
-"""examples/cluster, as far as can be checked without a cluster: what each manifest gives its tasks makes the right cluster of
-them, the fields are those of the schemas, and the Slurm script and the Ray program really train, on this machine."""
+"""examples/cluster, checked without a cluster: the tasks of each manifest form the right cluster, the fields are those
+of the schemas, and the Slurm script and the Ray program really train, on this machine."""
 
 import concurrent.futures
 import importlib.util
@@ -22,7 +22,7 @@ LAST_EPOCH = re.compile(r"epoch 2/2   train loss (\S+) accuracy (\S+)   test los
 
 
 def memberships(environments):
-    """Of the tasks of a job; each is itself, and all see the same cluster."""
+    """Checks the tasks of a job: each is itself, and all see the same cluster."""
     found = [choose_resolver(environment).membership for environment in environments]
     assert [m.task.index for m in found] == list(range(len(found)))
     assert len({m.addresses for m in found}) == 1
@@ -54,7 +54,7 @@ def jobset():
 
 
 def pods_of(jobset):
-    """The names and environments of the pods that JobSet v1alpha2 and the Job controller make of it.
+    """The names and environments of the pods that JobSet v1alpha2 and the Job controller create.
 
     Hosts are <JobSet>-<replicated job>-<job>-<pod>.<subdomain>, which is the JobSet's name by default; the annotation
     batch.kubernetes.io/job-completion-index is the number of an indexed job's pod; $(NAME) in the value of a variable is
@@ -98,7 +98,7 @@ def test_jobset(jobset):
 
 
 def test_jobset_starts_all_again_after_a_failure(jobset):
-    """And not one pod on its own, which could not join the others."""
+    """It restarts all pods, not a single one, which could not join the others."""
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
@@ -113,8 +113,8 @@ def tfjob():
 
 
 def tf_configs_of(tfjob, namespace):
-    """What the training operator (v1.9) puts into TF_CONFIG: a headless service for each pod, and the port called
-    tfjob-port of the container called tensorflow."""
+    """The TF_CONFIG of the training operator (v1.9): a headless service for each pod, and the port called tfjob-port
+    of the container called tensorflow."""
     cluster = {}
     for kind, replica in tfjob["spec"]["tfReplicaSpecs"].items():
         container = container_of(replica["template"])
@@ -140,14 +140,14 @@ def test_tfjob(tfjob):
 
 
 def test_tfjob_ends_when_all_workers_have(tfjob):
-    """By default worker 0's end is the end, and the others are killed; without restarts a failure is final."""
+    """By default the job ends with worker 0, and the others are killed; without restarts a failure is final."""
     assert tfjob["spec"]["successPolicy"] == "AllWorkers"
     assert tfjob["spec"]["tfReplicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"
 
 
 # --- the fields -----------------------------------------------------------------------------------------
 
-# Of the schemas of JobSet v1alpha2 and TFJob v1, and of the Job and Pod in them, what the manifests may use.
+# The fields of the schemas of JobSet v1alpha2 and TFJob v1, and of their Job and Pod, that the manifests may use.
 CONTAINER = {
     "name": str,
     "image": str,
@@ -201,8 +201,8 @@ def test_the_fields_are_those_of_the_schema(file, schema):
 
 # --- Slurm ----------------------------------------------------------------------------------------------
 
-# In place of Slurm's: starts the tasks of a step here, with the variables that Slurm 23 sets, each node an address of the
-# loopback.
+# Replaces Slurm's srun: starts the tasks of a step here, with the variables of Slurm 23; each node is a loopback
+# address.
 SRUN = """
 import os, subprocess, sys
 
@@ -282,7 +282,7 @@ def numbers_of(output):
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_slurm_trains_in_processes(tmp_path, one_process):
-    """The second time: the first step fails, and the script starts all again."""
+    """The second time, the first step fails, and the script restarts all."""
     done = sbatch(tmp_path, "--epochs", "2", FAIL_FIRST="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("the step ended with exit code 7\n")
@@ -315,7 +315,7 @@ def test_ray_gives_each_task_its_tf_config(on_ray):
 
 @pytest.fixture
 def run_by_tasks(on_ray, monkeypatch):
-    """Runs a command as two workers, by threads in place of Ray's actors: Ray itself is not in the lock."""
+    """Runs a command as two workers, by threads in place of Ray's actors: Ray itself is not in the lock file."""
     monkeypatch.setenv("PYTHONPATH", path_of_programs(ROOT / "src"))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 

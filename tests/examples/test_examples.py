@@ -1,4 +1,4 @@
-"""Every example, run as a person runs it: in a process of its own, its output read."""
+"""Every example runs as a person runs it: in a separate process, and its output is read."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ SAYS_DEVICES = ("KERAS_BACKEND", "TF_CONFIG", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES
 
 
 def run(name: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs an example with nothing in its environment that says how many devices there are."""
+    """Runs an example without a number of devices in its environment."""
     inherited = {key: value for key, value in os.environ.items() if key not in SAYS_DEVICES}
     environment = {
         **inherited,
@@ -57,7 +57,8 @@ def table_of(output: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def full_run() -> str:
-    """What `make demo` prints, with all that JAX and Keras import, which other processes of tests do without."""
+    """The output of `make demo`, with everything that JAX and Keras import; other processes of tests skip some
+    imports."""
     return output_of("digits.py", PYTHONPATH=str(ROOT / "src"))
 
 
@@ -123,7 +124,7 @@ def test_digits_trains_with_each_strategy(options, strategy, replicas):
 
 @pytest.mark.rest
 def test_evaluation_counts_every_row_once(full_run):
-    """Accuracies are whole numbers of 1437 and 360 rows; with 32 a batch the last ones have 29 and 8."""
+    """Accuracies are whole numbers of 1437 and 360 rows; with batches of 32 the last ones have 29 and 8."""
     for match in EPOCH.finditer(full_run):
         for accuracy, num_rows in ((match[4], 1437), (match[6], 360)):
             count = float(accuracy) * num_rows
@@ -276,7 +277,7 @@ FIT_EPOCH = re.compile(
 
 
 def fit_output(*options: str) -> tuple[str, list[tuple[str, ...]]]:
-    """The output of ``keras_fit.py``, and what Keras's line of each epoch says."""
+    """The output of ``keras_fit.py``, and the values of Keras's line of each epoch."""
     output = output_of("keras_fit.py", *options)
     return output, FIT_EPOCH.findall(output)
 
@@ -313,7 +314,7 @@ def test_keras_fit_equals_plain_keras_under_each_strategy(options, first_line, p
 
 @pytest.fixture(scope="module")
 def plain_fit() -> list[float]:
-    """An epoch under the default strategy, which leaves Keras as it is."""
+    """An epoch under the default strategy, which does not change Keras."""
     output, (epoch,) = fit_output("--strategy", "default", "--epochs", "1", "--batch-size", "50")
     assert output.startswith("1 replica(s) of DefaultStrategy\n")
     return [float(number) for number in epoch]
@@ -375,7 +376,7 @@ def test_guide_fit_is_the_guides_listing_with_its_names_changed():
 
 @pytest.mark.rest
 def test_guide_fit_fits_and_evaluates():
-    """What each bar says at its end: of two epochs, of the evaluation, of two epochs."""
+    """The final values of each bar: of two epochs, of the evaluation, of two epochs."""
     found = re.findall(r"10/10.* loss: ([\d.e+-]+)", output_of("guide_fit.py"))
     losses = [
         float(loss) for loss, _ in itertools.groupby(found)
@@ -514,7 +515,7 @@ def test_tensor_parallelism_by_a_layout_map():
 
 
 @pytest.mark.rest
-def test_checkpoints_go_on_with_another_number_of_devices(tmp_path):
+def test_checkpoints_resume_with_another_number_of_devices(tmp_path):
     options = "--directory", str(tmp_path / "training")
     first = output_of("checkpoints.py", "--epochs", "1", *options).splitlines()
     second = output_of("checkpoints.py", "--epochs", "3", "--devices", "3", *options).splitlines()

@@ -1,4 +1,4 @@
-"""The examples with parameter servers, each run as a person runs it: by ``replicax launch``, on this machine."""
+"""The examples with parameter servers; each runs as a person runs it, by ``replicax launch`` on this machine."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The example of summaries, run as a person runs it, and its files read."""
+"""Runs the example of summaries as a person runs it, and reads its files."""
 
 import os
 import pathlib

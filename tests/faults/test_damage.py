@@ -1,4 +1,4 @@
-"""Networks that damage bytes, and strangers at every port, while jobs run."""
+"""Networks that damage bytes, and unauthenticated peers at every port, while jobs run."""
 
 import contextlib
 import random
@@ -20,7 +20,7 @@ JOIN_S = 120.0
 
 
 class Job:
-    """A counter on each of two servers, and a linear model with Adam that all functions train by the same gradients."""
+    """A counter on each of two servers, and a linear model with Adam that all functions train with the same gradients."""
 
     def __init__(self, cluster):
         self.strategy = rx.ParameterServerStrategy(cluster.resolver)
@@ -57,7 +57,7 @@ class Job:
 
 
 @pytest.mark.rest
-def test_counts_and_values_are_exact_where_every_50th_frame_is_damaged(monkeypatch):
+def test_counts_and_values_are_exact_if_every_50th_frame_is_damaged(monkeypatch):
     monkeypatch.setenv("REPLICAX_CHECKSUMS", "1")
     with (
         faulty_server_cluster(workers=2, ps=2, make_proxy=DamagingProxy) as (cluster, network),
@@ -89,8 +89,8 @@ def fit_on_two(pause_s):
 
 
 @pytest.mark.rest
-def test_strangers_at_every_port_do_not_disturb_a_running_job():
-    """300 idle ones at each port, and others that say something random."""
+def test_unauthenticated_peers_at_every_port_do_not_disturb_a_job():
+    """300 idle peers at each port, and others that send random bytes."""
     with (
         server_cluster(workers=1, ps=2) as cluster,
         contextlib.closing(Job(cluster)) as job,
@@ -139,7 +139,7 @@ def strangers(addresses, *, num_attacks):
 
 
 @pytest.mark.rest
-def test_strangers_at_the_controller_do_not_disturb_workers():
+def test_unauthenticated_peers_at_the_controller_do_not_disturb_workers():
     losses = []
     for is_attacked in (False, True):
         with LocalCluster(2, timeout_s=JOIN_S) as cluster:

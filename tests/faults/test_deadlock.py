@@ -1,4 +1,4 @@
-"""Thousands of queued steps with collectives do not exhaust XLA's CPU thread pool: each in a process of its own.
+"""Thousands of queued steps with collectives do not exhaust XLA's CPU thread pool: each runs in a separate process.
 
 Left alone, XLA ends such a process after 40 s ("Termination timeout for all reduce"; jax 0.10 on 2 cores).
 """

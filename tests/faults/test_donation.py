@@ -1,8 +1,8 @@
 """Donation never deletes an array that somebody holds, and never ends the process.
 
 Each case is a function of a strategy, run in another Python process (a mistake here is a segmentation fault), on one
-device, on several, and with central storage. What it returns is printed there and compared here. Where a case ends the
-process the cases after it are run in a new one.
+device, on several, and with central storage. The process prints the results, and the test compares them. If a case
+ends the process, the cases after it run in a new one.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def case(expects, on=tuple(STRATEGIES)):
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """Of each case that is to be tested: what it printed, and how its process ended if that was in this case."""
+    """For each tested case: its output, and how its process ended if it ended in this case."""
     names = [item.callspec.params["name"] for item in request.session.items if item.function is test_donation]
     found = {}
     while names:
@@ -53,7 +53,7 @@ def outcomes(request):
             found.setdefault(name, ([], None))[0].append(printed)
         if process.returncode == 0:
             break
-        # The first that did not come to its end has ended the process; or the last one did, at the end of Python.
+        # The first case that did not finish has ended the process; or the last one did, at Python's exit.
         done = [name for name in names if len(found.get(name, ([],))[0]) == len(CASES[name][2])]
         guilty = names[min(len(done), len(names) - 1)]
         printed, _ = found.get(guilty, ([], None))
@@ -113,14 +113,14 @@ def add_one(strategy, variables, times=1):
 
 
 def first(array):
-    """The first element, read from every device that holds the array; all must say the same."""
+    """The first element, read from every device that holds the array; all must be equal."""
     seen = {float(np.asarray(shard.data).ravel()[0]) for shard in array.addressable_shards}
     assert len(seen) == 1, seen
     return seen.pop()
 
 
 def own(strategy, result):
-    """What the first replica returned."""
+    """The result of the first replica."""
     return np.asarray(strategy.experimental_local_results(result)[0])
 
 
@@ -602,7 +602,7 @@ def memory_of_old_values_is_used_again(strategy):
 def buffers_are_deleted_unless_somebody_holds_them(strategy):
     (v,) = variables(strategy, 1)
     add_one(strategy, [v])
-    # A shard of the value is no reference to the value: it shows what became of the buffer.
+    # A shard is no reference to the value: it shows the state of the buffer.
     shard = v.value.addressable_shards[0].data
     add_one(strategy, [v])
     kept = v.value

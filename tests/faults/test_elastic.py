@@ -1,4 +1,5 @@
-"""Jobs that go on with fewer or more workers, from the checkpoint of the others: the same global batches, and the same losses."""
+"""Jobs resume with fewer or more workers from the checkpoint of the others, with the same global batches and the same
+losses."""
 
 import re
 
@@ -15,13 +16,13 @@ RTOL, ATOL = 1e-5, 1e-6
 
 
 def losses(lines, word):
-    """By its number the loss of each step or epoch that worker 0, or a process without workers, has printed."""
+    """The loss of each step or epoch, by number, that worker 0 or a single process has printed."""
     found = re.findall(rf"^(?:worker 0 \| )?{word} (\d+) loss (\S+)$", "\n".join(lines), re.MULTILINE)
     return {int(number): float(loss) for number, loss in found}
 
 
 def alone(program, folder, monkeypatch, capsys, **arguments):
-    """What the program prints in this process, on two devices, from the beginning to the end."""
+    """The output of the program in this process, on two devices, from start to end."""
     monkeypatch.setenv("REPLICAX_CHECKPOINT_DIR", str(folder / "alone"))
     program(**arguments)
     return capsys.readouterr().out.splitlines()
@@ -50,8 +51,8 @@ def run(folder, program, workers, **arguments):
         ),
     ],
 )
-def test_a_loop_goes_on_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
-    """Where the batch does not divide by it, too."""
+def test_loop_resumes_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
+    """This also holds if the batch does not divide by the number of workers."""
     num_steps, given = 12, {"batch_size": batch_size, "pause_s": 0}
     expected = losses(
         alone(looping, tmp_path, monkeypatch, capsys, num_steps=num_steps * len(workers), **given), "step"
@@ -69,8 +70,8 @@ def test_a_loop_goes_on_with_another_number_of_workers(tmp_path, monkeypatch, ca
 @LONG
 @pytest.mark.parametrize("batch_size", [12, 10, 7])
 @pytest.mark.parametrize("workers", [(2, 1), (2, 3), (3, 2)])
-def test_fit_goes_on_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
-    """Dropout and batch normalisation are of the global batch."""
+def test_fit_resumes_with_another_number_of_workers(tmp_path, monkeypatch, capsys, workers, batch_size):
+    """Dropout and batch normalisation are those of the global batch."""
     given = {"batch_size": batch_size, "pause_s": 0}
     expected = losses(alone(fitting, tmp_path, monkeypatch, capsys, epochs=2, **given), "epoch")
     run(tmp_path, fitting, workers[0], epochs=1, **given)

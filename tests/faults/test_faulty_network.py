@@ -1,4 +1,4 @@
-"""The tools of other tests: proxies that fail, and a ``LocalCluster`` on a network of them."""
+"""The tools of other tests: faulty proxies, and a ``LocalCluster`` on a network of them."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def until(condition, what, limit_s=LIMIT_S):
         time.sleep(0.01)
 
 
-# Worker 0 echoes; the others ask it again and again, and print how long the answer took, or what went wrong.
+# Worker 0 echoes; the others ask it repeatedly, and print how long the answer took, or the error.
 TALK = """
 import json, os, socket, threading, time
 config = json.loads(os.environ["TF_CONFIG"])
@@ -63,7 +63,7 @@ while True:
 
 
 def says_next(task, word):
-    """Waits until a task says something that it has not said yet."""
+    """Waits until a task prints a new line with a text."""
     before = len(task.output)
     until(lambda: any(word in line for line in task.output[before:]), f"{task.task} says {word}")
 
@@ -103,7 +103,7 @@ def parted_and_delayed(cluster, network):
 
 @pytest.fixture
 def echo():
-    """The address of a server that sends back all that it has got, at the end."""
+    """The address of a server that returns all received bytes at the end."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -182,6 +182,6 @@ def test_a_blackhole_holds_even_the_end_of_a_connection(echo):
         assert all_of(connection) == b"abc"
 
 
-def test_a_proxy_to_nobody_ends_connections():
+def test_proxy_without_a_target_ends_connections():
     with Proxy("127.0.0.1", *free_ports(1)) as proxy, connected(proxy) as connection:
         assert connection.recv(1) == b""

@@ -1,4 +1,4 @@
-"""``fit`` of several processes with CheckpointCallback: told to end or killed, and started again, it ends with the same bits."""
+"""``fit`` of several processes with CheckpointCallback is ended or killed and restarted: the result is bit-identical."""
 
 import random
 import time
@@ -14,9 +14,10 @@ EPOCHS, BATCHES = 3, 10
 
 
 def fitting(folder, shard_state="", data="arrays", is_interrupted=""):
-    """A model with dropout and batch normalisation on shuffled rows; says what each epoch's logs were, and all bits at the end.
+    """A model with dropout and batch normalisation on shuffled rows; prints the logs of each epoch, and all bits at
+    the end.
 
-    One that is interrupted does not end before that.
+    An interrupted process does not end before that.
     """
     import hashlib
     import os
@@ -124,7 +125,9 @@ def run_to_the_end(cluster, args):
     ],
     ids=["told", "told_with_divided_state", "dataset", "many"],
 )
-def test_workers_that_end_go_on_in_the_middle_of_an_epoch(local_cluster, tmp_path, faults, shard_state, data):
+def test_terminated_workers_resume_in_the_middle_of_an_epoch(
+    local_cluster, tmp_path, faults, shard_state, data
+):
     expected = run_to_the_end(
         local_cluster(2, timeout_s=LIMIT_S), [str(tmp_path / "whole"), shard_state, data]
     )
@@ -153,7 +156,7 @@ def test_workers_that_end_go_on_in_the_middle_of_an_epoch(local_cluster, tmp_pat
 
 @pytest.mark.long
 def test_backup_and_restore_of_keras(local_cluster, tmp_path):
-    """The chief writes, and all begin with the epoch after it."""
+    """The chief writes, and all start at the epoch after it."""
     for num_epochs, epochs in ((2, [0, 1]), (5, [2, 3, 4])):
         cluster = local_cluster(2, timeout_s=LIMIT_S)
         cluster.start(backing_up, [str(tmp_path / "backup"), str(num_epochs)])

@@ -1,4 +1,4 @@
-"""Ctrl-C twice: the process ends as one that SIGINT has ended, 130 in a shell, and says nothing of C++ or of exit handlers."""
+"""Ctrl-C twice ends the process as SIGINT does (130 in a shell), without messages of C++ or of exit handlers."""
 
 import os
 import random

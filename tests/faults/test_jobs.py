@@ -1,4 +1,4 @@
-"""Whole jobs that go wrong: killed and started again, interrupted, with programs or data that differ. Real processes."""
+"""Complete jobs that fail: killed and restarted, interrupted, with programs or data that differ. Real processes."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ WITH_KERAS = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
 
 def orders(is_known, size):
-    """Two programs by turns; at the 20th turn worker 1 takes the other one first."""
+    """Two alternating programs; at the 20th turn worker 1 takes the other one first."""
     import sys
     import time
 
@@ -73,7 +73,7 @@ def orders(is_known, size):
     "size", [pytest.param("4", id="one size"), pytest.param("1000", id="two sizes", marks=pytest.mark.long)]
 )
 def test_another_order_of_known_programs_is_an_error_before_they_meet(local_cluster, size):
-    """Evaluating twice was never done before."""
+    """Two evaluations in a row have not occurred before."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(orders, ["new", size])
     for result in cluster.wait().values():
@@ -85,7 +85,7 @@ def test_another_order_of_known_programs_is_an_error_before_they_meet(local_clus
 
 
 @pytest.mark.rest
-def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_cluster):
+def test_known_orders_that_differ_are_an_error_soon_after(local_cluster):
     """They have mixed up their values by then."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(orders, ["known", "4"])
@@ -98,7 +98,7 @@ def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_clus
 
 
 @pytest.mark.rest
-def test_where_gloo_aborts_a_process_the_other_says_why(local_cluster):
+def test_other_process_says_why_if_gloo_aborts_one(local_cluster):
     """Both orders are known, and the collectives that meet have different sizes."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(orders, ["known", "1000"])
@@ -151,7 +151,7 @@ TOTAL = 2.0 * sum(range(30))
 
 @contextlib.contextmanager
 def launched(tmp_path, source, *arguments, options=(), num_workers=2):
-    """``replicax launch`` with a script, and its output; gone afterwards, with all that it has started."""
+    """``replicax launch`` with a script, and its output; all its processes are gone afterwards."""
     script = tmp_path / "script.py"
     script.write_text(source)
     left_out = ("JAX_", "PJRT_", "TF_CONFIG")
@@ -178,7 +178,7 @@ def launched(tmp_path, source, *arguments, options=(), num_workers=2):
 
 
 def until_gone(tmp_path):
-    """No process of that job is left, no service of worker 0 either."""
+    """No process of that job is left, and no service of worker 0."""
     deadline = time.monotonic() + SOON_S
     while left := list(processes_of(tmp_path)):
         assert time.monotonic() < deadline, left
@@ -194,7 +194,7 @@ def processes_of(tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["0", pytest.param("1", marks=pytest.mark.long)])
-def test_a_job_whose_worker_is_killed_is_started_again_and_ends_well(tmp_path, victim):
+def test_job_with_a_killed_worker_restarts_and_completes(tmp_path, victim):
     arguments = [tmp_path / "state", victim, "1"]
     with launched(tmp_path, JOB, *arguments, options=["--max-restarts", "2"]) as launcher:
         output = launcher.communicate(timeout=LIMIT_S)[0]
@@ -213,7 +213,7 @@ def test_a_job_whose_worker_is_killed_is_started_again_and_ends_well(tmp_path, v
 
 
 @pytest.mark.rest
-def test_a_job_that_fails_more_often_than_it_may(tmp_path):
+def test_job_that_fails_too_often_ends(tmp_path):
     arguments = [tmp_path / "state", "1", "9"]
     with launched(tmp_path, JOB, *arguments, options=["--max-restarts", "1"]) as launcher:
         output = launcher.communicate(timeout=LIMIT_S)[0]
@@ -252,7 +252,7 @@ except rx.errors.ClusterStartError as error:
     ],
 )
 def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, failed, after_s):
-    """The limits are of minutes."""
+    """The limits are minutes."""
     with launched(tmp_path, FAILS_AT_THE_START, failed, after_s, options=["--grace", "60"]) as launcher:
         began = time.monotonic()
         output = launcher.communicate(timeout=LIMIT_S)[0]
@@ -264,8 +264,8 @@ def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, failed, af
 
 
 @pytest.mark.rest
-def test_a_worker_of_another_host_that_comes_after_the_failure_hears_of_it(tmp_path):
-    """Worker 1 fails before it joins, worker 0 hears of that and ends, and worker 2 comes only then."""
+def test_worker_that_joins_after_a_failure_hears_of_it(tmp_path):
+    """Worker 1 fails before it joins; worker 0 learns of it and ends; worker 2 joins only then."""
     hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(3))
 
     def on_host(index):
@@ -339,7 +339,7 @@ def test_ctrl_c_ends_everything(tmp_path):
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.rest
 def test_a_worker_that_is_interrupted_ends_the_job(tmp_path, victim):
-    """Somebody has sent SIGINT to it alone."""
+    """SIGINT is sent to one worker only."""
     with launched(tmp_path, ENDLESS) as launcher:
         pid = pids_of(launcher)[victim]
         os.kill(pid, signal.SIGINT)
@@ -452,8 +452,8 @@ def unknown_lengths(lengths):
 
 @pytest.mark.parametrize("lengths", ["4,2", pytest.param("1,4", marks=pytest.mark.long)])
 @pytest.mark.rest
-def test_a_worker_whose_data_end_early_steps_on_without_rows(local_cluster, lengths):
-    """The numbers are those of one device that is given the same global batches."""
+def test_worker_whose_data_end_early_continues_without_rows(local_cluster, lengths):
+    """The numbers are those of one device with the same global batches."""
     found = {}
     for num_workers in (1, 2):
         cluster = local_cluster(num_workers, environment=WITH_KERAS, timeout_s=LIMIT_S)
@@ -470,7 +470,7 @@ def test_a_worker_whose_data_end_early_steps_on_without_rows(local_cluster, leng
 
 
 def leaving_a_loop(victim, then):
-    """A loop over batches that one worker leaves early; it ends, or goes on with something else."""
+    """One worker leaves a loop over batches early; it ends, or continues with something else."""
     import sys
     import time
 

@@ -1,4 +1,5 @@
-"""Jobs of `replicax launch` whose tasks are killed at any moment, again and again: they end with the bits of a run left alone."""
+"""Tasks of `replicax launch` are killed at random moments, repeatedly: the result is bit-identical to that of an
+undisturbed run."""
 
 import re
 
@@ -12,13 +13,13 @@ LONG_S = 5000
 
 
 def counted(job):
-    """How many restarts counted, and how many did not."""
+    """The numbers of counted and uncounted restarts."""
     text = "\n".join(job.lines)
     return len(re.findall(r"restart \d+ of", text)), text.count("this restart is not counted")
 
 
 def damage(folder):
-    """Flips a bit in each compiled program that JAX keeps; how many there are."""
+    """Flips a bit in each compiled program that JAX keeps; returns their number."""
     kept = [path for path in (folder / ".compiled").rglob("*-cache") if path.is_file()]
     for path in kept:
         data = bytearray(path.read_bytes())
@@ -27,10 +28,11 @@ def damage(folder):
     return len(kept)
 
 
-def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
-    """The chief and the other one, where one restart may count: only those without progress do.
+def test_killed_tasks_resume_bit_identically(tmp_path, monkeypatch, capsys):
+    """The chief and the other worker; one restart may count, and only restarts without progress do.
 
-    Compiled programs are kept, those of all tasks; that they are damaged is no failure, and only the next start compiles them anew.
+    Compiled programs of all tasks are kept. Damaged ones cause no failure, and only the next start compiles them
+    again.
     """
     monkeypatch.setenv("REPLICAX_CHECKPOINT_DIR", str(tmp_path / "alone"))
     looping(100, pause_s=0)
@@ -51,7 +53,7 @@ def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("program", "arguments"), [(looping, "1100"), (fitting, "epochs=80")])
 def test_fifty_kills(tmp_path, program, arguments, seed):
-    """At random moments, while they start too; more often than restarts without progress may be."""
+    """Kills come at random moments, also during the start, and more often than restarts without progress are allowed."""
     with LaunchedJob(tmp_path / "alone", program, arguments) as job:
         assert job.wait(LONG_S) == 0, job.text()
     expected = job.printed("bits") + job.printed("epoch")

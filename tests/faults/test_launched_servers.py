@@ -1,4 +1,4 @@
-"""`replicax launch` with parameter servers, where whoever is killed at whatever moment: what is counted is exact at the end."""
+"""`replicax launch` with parameter servers: any task is killed at any moment, and the final counts are exact."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "parameter_server_survives.py
 
 
 class Launched:
-    """`replicax launch` of a script, its lines, and the tasks that it has started."""
+    """`replicax launch` of a script, its lines, and its tasks."""
 
     def __init__(self, *arguments):
         environment = {**os.environ, "PYTHONPATH": path_of_programs(), "JAX_PLATFORMS": "cpu"}
@@ -50,7 +50,7 @@ class Launched:
             time.sleep(0.02)
 
     def pid(self, job, index=0):
-        """Of a task, which is the child of what keeps it; None while there is none."""
+        """The number of a task, which is the child of its guard; None if there is none."""
         parents = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ coordinator.close()
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_anybody_is_killed_again_and_again(tmp_path):
+def test_any_task_is_killed_repeatedly(tmp_path):
     """Fifty times: workers, the coordinator and parameter servers, at random moments, also while they start."""
     script, stop, chance = tmp_path / "counts.py", tmp_path / "stop", random.Random(50)
     script.write_text(COUNTS)

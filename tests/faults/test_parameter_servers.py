@@ -1,4 +1,4 @@
-"""Workers and parameter servers that die, stop or are slow, in processes of their own; this process is the coordinator."""
+"""Workers and parameter servers that die, stop or are slow, in separate processes; this process is the coordinator."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ LOST_S = 45.0
 
 
 def until(is_so, what, timeout_s=60.0):
-    """Waits for something to become so."""
+    """Waits until a condition is true."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
@@ -46,7 +46,8 @@ def until(is_so, what, timeout_s=60.0):
 
 
 def slow_dataset(delay_s=0.3, count=1_000_000, files=None):
-    """What each worker makes: elements that take so long, each; a file in ``files`` says who has begun to make it."""
+    """The dataset of each worker: each element takes this time; a file in ``files`` says which worker has started to
+    make it."""
 
     def dataset_fn():
         class Slow:
@@ -65,7 +66,7 @@ def slow_dataset(delay_s=0.3, count=1_000_000, files=None):
 
 
 def held_dataset(path, count=1_000_000):
-    """What each worker makes: one element at once, the others and the end when there is a file at ``path``."""
+    """The dataset of each worker: one element at once, the others and the end when a file exists at ``path``."""
 
     def dataset_fn():
         class Held:
@@ -106,7 +107,7 @@ class Job:
         return [self.coordinator.schedule(self.add, args=(1.0,)) for _ in range(count)]
 
     def slow(self, count, delay_s=0.3):
-        """Functions that last, each on what is a slow dataset."""
+        """Functions that take long, each on an element of a slow dataset."""
         return self.take_of(slow_dataset(delay_s), count)
 
     def take_of(self, dataset, count):
@@ -136,7 +137,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def servers():
-    """Two workers and two parameter servers, which tests leave as they were."""
+    """Two workers and two parameter servers, which tests leave unchanged."""
     with server_cluster(workers=2, ps=2) as cluster:
         yield cluster
 
@@ -176,7 +177,7 @@ def test_a_worker_is_killed_between_functions(job):
 
 @pytest.mark.rest
 def test_workers_are_killed_in_functions(job, tmp_path):
-    """One, again and again, then both at once: what they were at is run again, and counts once."""
+    """One worker is killed repeatedly, then both at once: their functions run again, and count once."""
     values = []
     for killed in ([0], [0, 1]):
         values += job.take_of(held_dataset(tmp_path / str(killed)), 8)  # one of each worker's, and no more
@@ -229,7 +230,7 @@ def test_a_worker_is_killed_while_it_makes_a_dataset(job, tmp_path, is_function)
 
 @pytest.mark.rest
 def test_a_function_fails_while_a_worker_is_killed(job, tmp_path):
-    """The error is the function's, not that of the worker; then all goes on."""
+    """The error belongs to the function, not to the worker; then everything continues."""
     values = job.take_of(held_dataset(tmp_path / "ends", count=1), 30)
     job.until_in_flight(0, 1)
     job.cluster.tasks["worker", 0].kill()
@@ -246,7 +247,7 @@ def test_a_function_fails_while_a_worker_is_killed(job, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job, tmp_path):
+def test_stopped_worker_is_lost_and_its_late_updates_are_rejected(job, tmp_path):
     values = job.take_of(held_dataset(tmp_path / "goes on"), 12)
     until(lambda: job.counts == [2.0, 2.0], "each worker waits for its second element")
     job.until_in_flight(0, 1)
@@ -270,7 +271,7 @@ def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job,
 
 
 @pytest.mark.rest
-def test_others_go_on_beside_a_slow_worker(job):
+def test_others_continue_beside_a_slow_worker(job):
     def dataset_fn():
         is_slow = '"index": 0' in os.environ["TF_CONFIG"]
         return Slow(2.0 if is_slow else 0.02)
@@ -297,16 +298,16 @@ def test_others_go_on_beside_a_slow_worker(job):
 
 
 def kill_at_random(job, num_kills, seed, at_once=20, is_enough=lambda: True):
-    """Workers are killed at random moments, more often where it is not enough yet.
+    """Workers are killed at random moments, and more often until there are enough kills.
 
     Returns:
-      How many functions were scheduled, and how many workers killed.
+      The numbers of scheduled functions and of killed workers.
     """
     chance, over = random.Random(seed), threading.Event()
     count, killed, connections = 0, [], [0, 0]
 
     def until_back(index):
-        """Connected, and not by the connection to the process that was killed, whose end may be noticed late."""
+        """The worker is connected again, not by the connection to the killed process, whose end may be noticed late."""
         until(lambda: job.worker(index)["connections"] > connections[index], "it is connected again")
         job.until_connected(index)
 
@@ -375,7 +376,7 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 
 @pytest.mark.rest
 @pytest.mark.parametrize("what", ["stop", "partition"])
-def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
+def test_training_resumes_after_all_parameter_servers_were_silent_for_20_s(what):
     with (
         faulty_server_cluster(workers=2, ps=2) as (cluster, network),
         contextlib.closing(Job(cluster)) as job,
@@ -399,7 +400,7 @@ def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
 
 
 @pytest.mark.rest
-def test_a_parameter_server_that_is_stopped_for_long_is_named_until_it_goes_on(servers, monkeypatch):
+def test_stopped_parameter_server_is_named_until_it_resumes(servers, monkeypatch):
     monkeypatch.setattr(cluster_coordinator, "Limits", functools.partial(limits.Limits, ps_silence_s=8.0))
     with contextlib.closing(Job(servers)) as job:
         _is_named_until_it_goes_on(job)
@@ -466,7 +467,7 @@ def until_snapshots(job):
 
 
 def until_in_epoch(job):
-    """All that was made is in an epoch: parameter servers take snapshots of their own, too, until they are first asked for one."""
+    """All variables are in an epoch: parameter servers also take their own snapshots until the first request for one."""
     epochs = job.coordinator._pool.servers._recovery._epochs
     until(lambda: epochs._num_made == epochs._session.num_made, "all that was made is in an epoch")
 
@@ -508,7 +509,7 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
             "its variables are as they were then: counter_1; of 16 scheduled functions they have what the first 0 did"
             in (warning.replace("Its", "its"))
         )
-        # What it did since its last beat is not among them; what was scheduled after the kill is not lost.
+        # Updates since its last heartbeat are not among them; functions scheduled after the kill are not lost.
         assert 6 <= num_gone <= 16.0 - counts[1] <= 14.0
         assert job.coordinator.statistics()["ps"]["ps 1"]["restarts"] == 1
         job.schedule(3)  # programs that it had before, and new ones
@@ -518,7 +519,7 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
 
 
 @pytest.mark.rest
-def test_all_parameter_servers_go_back_together(tmp_path, caplog):
+def test_all_parameter_servers_rewind_together(tmp_path, caplog):
     arguments = snapshots_in(tmp_path, 1000)
     with (
         server_cluster(workers=2, ps=2, server_arguments=arguments) as cluster,
@@ -548,8 +549,8 @@ def test_all_parameter_servers_go_back_together(tmp_path, caplog):
 
 
 @pytest.mark.rest
-def test_the_job_goes_on_without_room_for_snapshots(tmp_path, caplog):
-    """A limit of what a process may write to files stands for the full disk."""
+def test_job_continues_without_room_for_snapshots(tmp_path, caplog):
+    """A limit on the size of a process's files replaces the full disk."""
     arguments = snapshots_in(tmp_path, 0.2)
     with (
         server_cluster(workers=1, ps=2, server_arguments=arguments) as cluster,
@@ -583,7 +584,7 @@ def test_the_job_goes_on_without_room_for_snapshots(tmp_path, caplog):
 
 
 @pytest.mark.rest
-def test_who_comes_later_takes_over(job):
+def test_later_coordinator_takes_over(job):
     job.schedule(2)
     job.join()
     iterator = iter(job.coordinator.create_per_worker_dataset(slow_dataset(0.1)))

@@ -1,4 +1,4 @@
-"""Real processes that are told to end: all save after the same step, and what they go on with is what they would have had."""
+"""Real processes are told to end: all save after the same step, and the next run continues as if nothing had happened."""
 
 import random
 import sys
@@ -96,7 +96,7 @@ def training(folder, fault="", grace_s="0", num_steps="60"):
 
 
 def expected_bits(num_steps=NUM_STEPS):
-    """What one process computes with the same batches."""
+    """The results of one process with the same batches."""
     data = np.random.default_rng(0).standard_normal(2 * num_steps).astype(np.float32)
     state = np.float32(0)
     for one, other in data.reshape(num_steps, 2):
@@ -125,8 +125,8 @@ def check_finished(cluster, num_steps=NUM_STEPS):
     ("num_steps", "preempted"),
     [(60, [(0,)]), pytest.param(400, [(0,), (1,), (0, 1)] * 4, marks=[LONG, pytest.mark.timeout(900)])],
 )
-def test_tasks_that_are_told_to_end_go_on_where_they_were(local_cluster, tmp_path, num_steps, preempted):
-    """Worker 0, beside which the hub is, and more, two at once too; at random moments."""
+def test_preempted_tasks_resume_where_they_were(local_cluster, tmp_path, num_steps, preempted):
+    """Worker 0, beside the controller, and others, also two at once, at random moments."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(training, [str(tmp_path), "", "0", str(num_steps)])
     began_at = []
@@ -150,7 +150,7 @@ def test_tasks_that_are_told_to_end_go_on_where_they_were(local_cluster, tmp_pat
 
 @LONG
 def test_while_one_task_compiles_and_the_other_waits_in_a_collective(local_cluster, tmp_path):
-    """It is noticed at once; all save as soon as the compilation has ended."""
+    """The signal is noticed at once; all save as soon as the compilation has ended."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(training, [str(tmp_path), "compiles"])
     cluster.tasks["worker", 1].wait_for_report("compiles", SOON_S)
@@ -182,7 +182,7 @@ def test_a_slow_task(local_cluster, tmp_path):
 
 @LONG
 def test_a_death_while_the_others_wait_to_save(local_cluster, tmp_path):
-    """The wait ends, with the reason; the job goes on from the checkpoint before, here none."""
+    """The wait ends with the reason; the job resumes from the previous checkpoint, here none."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(training, [str(tmp_path), "dies"])
     cluster.tasks["worker", 1].wait_for_report("sleeps", SOON_S)
@@ -199,7 +199,7 @@ def test_a_death_while_the_others_wait_to_save(local_cluster, tmp_path):
 
 @LONG
 def test_a_grace_period(local_cluster, tmp_path):
-    """All save at once and go on, and save again before the time is over."""
+    """All save at once and continue, and save again before the time is over."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(training, [str(tmp_path), "slow", "6"])
     victim = cluster.tasks["worker", 1]
@@ -216,7 +216,7 @@ def test_a_grace_period(local_cluster, tmp_path):
 
 
 def scoped(folder):
-    """A loop that knows from what is saved alone how far it is; who was not told to end waits for who was."""
+    """The progress of the loop depends on saved state only; tasks without a signal wait for the task with one."""
     import os
     import sys
     import time
@@ -276,7 +276,7 @@ def scoped(folder):
 
 
 @pytest.mark.rest
-def test_a_scope_and_who_waits_for_the_one_that_is_to_end(local_cluster, tmp_path):
+def test_scope_and_tasks_that_wait_for_the_preempted_one(local_cluster, tmp_path):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(scoped, [str(tmp_path)])
     victim, other = cluster.tasks["worker", 1], cluster.tasks["worker", 0]
@@ -312,8 +312,8 @@ training(os.environ["REPLICAX_CHECKPOINT_DIR"])
 
 
 @LONG
-def test_launch_starts_again_what_was_told_to_end(tmp_path):
-    """Three times, with no restart allowed."""
+def test_launch_restarts_preempted_tasks(tmp_path):
+    """Three times, although no restart is allowed."""
     import inspect
     import subprocess
 

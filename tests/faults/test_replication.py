@@ -1,4 +1,4 @@
-"""Parameter servers with two copies of everything: one dies, is stopped or cut off, in processes of their own, and nothing is lost."""
+"""Parameter servers with two copies, in separate processes: one dies, is stopped or cut off, and nothing is lost."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ GOES_ON_S = 10.0
 
 
 def until(is_so, what, timeout_s=60.0):
-    """Waits for something to become so."""
+    """Waits until a condition is true."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
@@ -81,7 +81,7 @@ class Job:
         self.coordinator.join(timeout_s)
 
     def goes_on(self):
-        """One more function is scheduled and ends, within the time that is promised."""
+        """One more function is scheduled and ends, within the promised time."""
         started = time.monotonic()
         self.schedule()
         self.join()
@@ -126,7 +126,7 @@ def tasks():
 
 @pytest.fixture
 def servers(tasks):
-    """A worker and two parameter servers, all of which run; tests leave them as they like."""
+    """A worker and two parameter servers, all running; tests may leave them in any state."""
     dead = [task for task in tasks.servers if not task.is_running]
     for task in dead:
         task.restart()
@@ -146,7 +146,7 @@ def warnings_of(caplog, part):
 
 
 def test_a_primary_is_killed_and_nothing_is_lost(job, caplog):
-    """One worker, so that the updates have one order: after a kill the model is, to the bit, what it is without."""
+    """One worker, so that the updates have one order: after a kill the model is bit-identical."""
     first = job.state
     job.steps(60)
     job.join()
@@ -168,7 +168,7 @@ def test_a_primary_is_killed_and_nothing_is_lost(job, caplog):
 
 
 @pytest.mark.long
-def test_one_comes_back_has_all_brought_to_it_and_takes_over(job, caplog):
+def test_returning_server_gets_the_full_state_and_takes_over(job, caplog):
     job.steps(5)
     job.join()
     job.ps(1).kill()
@@ -210,13 +210,13 @@ def snapshots_in(folder, interval_s=1000):
 
 
 def num_snapshots(job):
-    """Of each parameter server, of both groups together, as its last beat says."""
+    """The counts of each parameter server, of both groups together, at its last heartbeat."""
     ps = job.coordinator.statistics()["ps"]
     return [ps[f"ps {n}"]["statistics"].get("num_snapshots", 0) for n in range(2)]
 
 
 def newest_snapshots(folder, group):
-    """By server: the position and the number of updates of its newest snapshot of a group, and the file."""
+    """For each server, the position and the number of updates of its newest snapshot of a group, and the file."""
     found = []
     for ps in range(2):
         path = max((folder / f"ps-{ps}" / f"group-{group}").glob("*.rxps"))
@@ -227,8 +227,9 @@ def newest_snapshots(folder, group):
 
 
 @pytest.mark.rest
-def test_both_servers_are_killed_and_go_on_with_the_newer_snapshot(tmp_path, caplog):
-    """Two groups; of one of them each server has the newer snapshot. What the job says is lost is lost, and no more."""
+def test_both_killed_servers_resume_from_the_newer_snapshot(tmp_path, caplog):
+    """Two groups; for one of them each server has the newer snapshot. The lost updates are those that the job reports,
+    and no more."""
     with (
         server_cluster(workers=1, ps=2, server_arguments=snapshots_in(tmp_path, 4)) as cluster,
         contextlib.closing(Job(cluster)) as job,
@@ -288,7 +289,7 @@ def test_both_servers_are_killed_and_go_on_with_the_newer_snapshot(tmp_path, cap
 @pytest.mark.long
 @pytest.mark.timeout(500)
 def test_both_are_killed_at_random_while_they_write_snapshots(tmp_path, caplog):
-    """Nothing counts twice, what is lost is at least what the job says, and the copies are the same afterwards."""
+    """Nothing counts twice, at least the reported updates are lost, and the copies are equal afterwards."""
     chance, over = random.Random(2), threading.Event()
     with (
         server_cluster(workers=2, ps=2, server_arguments=snapshots_in(tmp_path, 0.3)) as cluster,
@@ -332,7 +333,7 @@ def test_both_are_killed_at_random_while_they_write_snapshots(tmp_path, caplog):
         assert job.counts == [count + 10.0 for count in before]
 
 
-def test_too_few_servers_and_snapshots_of_some_are_refused():
+def test_too_few_servers_and_partial_snapshots_raise():
     cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
     told = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
     resolver = TFConfigClusterResolver(environ={"TF_CONFIG": told})
@@ -382,7 +383,7 @@ def test_servers_are_killed_at_random_with_time_to_come_back():
 
 
 @pytest.mark.long
-def test_a_primary_is_stopped_and_says_nothing_when_it_wakes(job):
+def test_stopped_primary_rejects_requests_when_it_wakes(job):
     job.steps(20)
     job.join()
     job.steps(200)
@@ -406,7 +407,7 @@ def test_a_primary_is_stopped_and_says_nothing_when_it_wakes(job):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("apart_s", [0.0, 6.0])
-def test_training_goes_on_when_both_servers_were_silent_for_20_s(job, apart_s):
+def test_training_resumes_after_both_servers_were_silent_for_20_s(job, apart_s):
     job.steps(20)
     job.schedule()  # its program is on the servers then
     job.join()
@@ -428,7 +429,7 @@ def test_training_goes_on_when_both_servers_were_silent_for_20_s(job, apart_s):
 
 @pytest.mark.long
 def test_a_backup_is_stopped(job):
-    """It is the primary of others at the same time; with three servers the first of them is neither."""
+    """It is the primary of others at the same time; with three servers the first one is neither."""
     job.steps(20)
     job.join()
     job.steps(100)
@@ -445,7 +446,7 @@ def test_a_backup_is_stopped(job):
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["blackhole", "cut"])
-def test_two_servers_are_parted_that_all_others_reach(how):
+def test_partition_between_two_servers_that_all_others_reach(how):
     with (
         faulty_server_cluster(workers=1, ps=2) as (cluster, network),
         contextlib.closing(Job(cluster)) as job,
@@ -470,7 +471,7 @@ def test_two_servers_are_parted_that_all_others_reach(how):
 
 @pytest.mark.long
 def test_shards_and_embeddings(servers):
-    """One worker: a kill changes no bit of a table in shards, whose rows travel, nor of its slots."""
+    """One worker: a kill changes no bit of a sharded table whose rows are sent, nor of its slots."""
     partitioner = rx.experimental.partitioners.FixedShardsPartitioner(2)
     with contextlib.closing(Job(servers, variable_partitioner=partitioner)) as job:
         with job.strategy.scope():
@@ -511,7 +512,7 @@ def test_shards_and_embeddings(servers):
 
 
 @pytest.mark.long
-def test_fit_goes_on(servers):
+def test_fit_continues(servers):
     with contextlib.closing(Job(servers)) as job:
 
         class Kill(keras.callbacks.Callback):

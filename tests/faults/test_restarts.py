@@ -1,4 +1,4 @@
-"""A launcher on each host, each of which starts its own task again: the runs do not mix."""
+"""A launcher on each host restarts its own task, and the runs do not mix."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Threads that train and read the same variables: in a process of their own, for a mistake here ends it."""
+"""Threads train and read the same variables, in a separate process, because a mistake here ends the process."""
 
 import collections
 import os

@@ -1,4 +1,4 @@
-"""Workers that wait for one that is alive, networks that fail and heal, clocks that are wrong: in real processes."""
+"""Workers that wait for a living one, networks that fail and recover, wrong clocks: in real processes."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ SOON_S = 30  # nobody else would say it before many minutes, if at all
 
 
 def steps(fault, num_steps):
-    """Steps with collectives, 20 a second, and a new program at the end. What happens, happens at the 20th."""
+    """Steps with collectives, 20 a second, and a new program at the end. The fault happens at the 20th step."""
     import logging
     import sys
     import time
@@ -75,8 +75,8 @@ def assert_trained(cluster, num_steps):
 
 
 @pytest.mark.rest
-def test_who_waits_for_one_that_is_alive_says_so_and_goes_on(local_cluster):
-    """Two seconds are a stall here, four are no failure."""
+def test_wait_for_a_living_worker_is_logged_and_continues(local_cluster):
+    """Two seconds are a stall here, and four seconds are no failure."""
     cluster = local_cluster(2, environment={"REPLICAX_STALL_WARNING_S": "2"}, timeout_s=LIMIT_S)
     cluster.start(steps, ["stays away for a while", "60"])
     assert_trained(cluster, 60)
@@ -92,8 +92,8 @@ def test_who_waits_for_one_that_is_alive_says_so_and_goes_on(local_cluster):
 
 
 @pytest.mark.rest
-def test_after_the_time_that_was_given_the_step_ends(local_cluster):
-    """Its heartbeats have not stopped. It hears of it when it comes."""
+def test_step_ends_after_its_timeout(local_cluster):
+    """Its heartbeats continue. It gets the error when it reaches the step."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(steps, ["stays away for too long", "60"])
     results = cluster.wait()
@@ -113,13 +113,13 @@ def test_after_the_time_that_was_given_the_step_ends(local_cluster):
 
 @pytest.fixture
 def faulty_network():
-    """Puts a cluster that has not started on a network whose faults the test sets."""
+    """Puts a cluster that has not started on a network with controlled faults."""
     with contextlib.ExitStack() as stack:
         yield lambda cluster: stack.enter_context(FaultyNetwork(cluster))
 
 
 def parted(local_cluster, faulty_network, how, silence_s):
-    """A cluster in which worker 1 is parted from the others, on the control channel, in the middle of its steps.
+    """A cluster in which worker 1 is cut off from the others, on the control channel, in the middle of its steps.
 
     Returns:
       The cluster, and its network.
@@ -148,10 +148,10 @@ def parted(local_cluster, faulty_network, how, silence_s):
         ),
     ],
 )
-def test_a_worker_that_is_parted_and_the_others_name_each_other(
+def test_partitioned_worker_and_the_others_name_each_other(
     local_cluster, faulty_network, how, of_hub, of_worker_1
 ):
-    """Their collectives go on meanwhile: those go another way."""
+    """Their collectives continue meanwhile, because those use another connection."""
     cluster, _ = parted(local_cluster, faulty_network, how, silence_s=4 if how == "blackhole" else 20)
     results = cluster.wait()
     for number, said in ((0, of_worker_1), (1, of_hub)):
@@ -174,7 +174,7 @@ def test_a_partition_that_heals_in_time_is_no_failure(local_cluster, faulty_netw
 @pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.0, marks=pytest.mark.long)])
 @pytest.mark.rest
 def test_a_slow_network_is_no_failure(local_cluster, faulty_network, delay_s):
-    """From the start on: what is agreed takes as long, the steps do not."""
+    """From the start on: agreements take as long, but steps do not."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     faulty_network(cluster).delay("worker", 1, delay_s)
     cluster.start(steps, ["none", "40"])

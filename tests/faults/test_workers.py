@@ -19,7 +19,7 @@ SOON_S = 30  # nobody else would say it before many minutes, if at all
 
 
 def steps(fault, victim):
-    """Steps with collectives; at the 20th the victim does something that the others do not."""
+    """Steps with collectives; at the 20th the victim acts differently."""
     import os
     import signal
     import sys
@@ -128,8 +128,8 @@ LONG, REST = pytest.mark.long, pytest.mark.rest
         pytest.param("compiling", "died without a word", 1, marks=LONG),
     ],
 )
-def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim):
-    """Process 0 included, which JAX's own coordination takes down with it."""
+def test_lost_worker_is_named_within_seconds(local_cluster, fault, says, victim):
+    """This includes process 0, with which JAX's own coordination would end the others."""
     cluster, survivors = run(local_cluster, fault, victim)
     results = cluster.wait()
     for number in survivors:
@@ -148,7 +148,7 @@ def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim)
 
 
 @pytest.mark.long
-def test_all_survivors_of_three_learn_it(local_cluster):
+def test_all_survivors_of_three_are_told(local_cluster):
     cluster, survivors = run(local_cluster, "killed", 0, workers=3)
     results = cluster.wait()
     assert [results["worker", n].report["tasks"] for n in survivors] == [["worker 0"]] * 2
@@ -156,7 +156,7 @@ def test_all_survivors_of_three_learn_it(local_cluster):
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.rest
-def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
+def test_stopped_worker_is_named_after_the_timeout(local_cluster, victim):
     """The step that waits for it is unblocked."""
     _, survivors = run(local_cluster, "stopped", victim, REPLICAX_SILENCE_TIMEOUT_S="6")
     ((_, survivor),) = survivors.items()
@@ -168,7 +168,7 @@ def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
 
 
 def saving_what_there_is():
-    """Steps until one fails; then something that takes two seconds, and the end."""
+    """Steps until one fails; then two seconds of other work, and the end."""
     import atexit
     import time
 
@@ -254,7 +254,7 @@ def test_different_programs_are_an_error_on_all(local_cluster, fault, victim):
 
 
 def starting():
-    """Makes the strategy, and says what came of it."""
+    """Makes the strategy, and reports the result."""
     import sys
 
     import replicax as rx
@@ -277,7 +277,7 @@ def source_of(function, before=""):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_who_is_missing_is_named_in_time(local_cluster, missing):
+def test_missing_member_is_named_in_time(local_cluster, missing):
     leave = f"""
     import json, os, sys
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == {missing}:
@@ -333,7 +333,7 @@ def test_jax_was_used_before(local_cluster):
 
 @pytest.mark.rest
 def test_two_processes_with_one_index(local_cluster, tmp_path):
-    """Three say that they are of a cluster of two: the one that comes last is refused."""
+    """Three processes say that they belong to a cluster of two: the last one is rejected."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     is_over = tmp_path / "over"
     stay = f"\nimport os, time\nwhile not os.path.exists({str(is_over)!r}): time.sleep(0.05)"
@@ -362,7 +362,7 @@ def test_two_processes_with_one_index(local_cluster, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_job_may_start_again_on_the_same_ports(local_cluster):
+def test_job_may_restart_on_the_same_ports(local_cluster):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(starting)
     cluster.wait().raise_if_failed()
@@ -373,7 +373,7 @@ def test_a_job_may_start_again_on_the_same_ports(local_cluster):
 
 @pytest.mark.rest
 def test_nothing_is_left_after_a_kill_of_all(local_cluster):
-    """The service beside worker 0 ends when all who were connected are gone."""
+    """The service beside worker 0 ends when all connected processes are gone."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(steps, ["all are killed", "9"])
     for number in range(2):

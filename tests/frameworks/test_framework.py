@@ -1,4 +1,4 @@
-"""Which frameworks are in use, in which order, and who has an object that two know."""
+"""The frameworks in use, their order, and the owner of an object that two frameworks know."""
 
 import sys
 
@@ -15,7 +15,7 @@ from replicax._src.framework import Framework, Tracking
 
 @pytest.fixture
 def in_use(monkeypatch):
-    """Frameworks for this test alone."""
+    """Frameworks for this test only."""
 
     def use(*frameworks):
         monkeypatch.setattr(framework, "_in_use", framework._InUse(()))
@@ -29,7 +29,7 @@ class Both:
     """An object that two frameworks know."""
 
 
-def test_the_order_of_frameworks_does_not_depend_on_who_came_first(in_use):
+def test_order_of_frameworks_does_not_depend_on_import_order(in_use):
     keras_first = Framework("keras", tracking=Tracking(lambda tracked: {"of": "keras"}))
     nnx_first = Framework("flax.nnx", tracking=Tracking(lambda tracked: {"of": "nnx"}))
     for order in ((keras_first, nnx_first), (nnx_first, keras_first)):
@@ -51,7 +51,7 @@ def test_a_framework_is_used_once_and_can_be_forgotten(in_use):
 
 
 def test_imported_frameworks_are_used_and_no_others():
-    """A framework that the user has not imported costs nothing; one that has been is used from the next scope on."""
+    """A framework that the user has not imported costs nothing; an imported one is used from the next scope on."""
     program = """
     import sys
     import replicax as rx
@@ -93,7 +93,7 @@ def test_replicax_leaves_the_finders_of_imports_alone():
     assert sys.meta_path == finders
 
 
-def test_what_keras_makes_unseen_in_a_scope_is_told_whatever_else_the_scope_does():
+def test_unseen_keras_objects_in_a_scope_raise_in_every_case():
     program = """
         import replicax as rx
         strategy = rx.MirroredStrategy(1)

@@ -1,6 +1,8 @@
-"""Operations that mix the rows of a batch, each a function of an array [rows, 4] of multiples of 1/16 that float32 holds exactly.
+"""Operations that mix the rows of a batch; each is a function of an array [rows, 4] of multiples of 1/16, which
+float32 holds exactly.
 
-So an operation that cuts, rounds or compares gives the same in float32 and in float64, and ties are ties in both.
+An operation that truncates, rounds or compares therefore gives the same in float32 and in float64, and ties are ties
+in both.
 """
 
 import jax
@@ -16,7 +18,7 @@ def f32(x):
 
 
 def ints(x):
-    """Whole numbers with ties."""
+    """Integers with ties."""
     return jax.lax.stop_gradient(jnp.round(x)).astype(jnp.int32)
 
 
@@ -50,7 +52,7 @@ def normalised(x):
 
 
 def square(x):
-    """As many rows as columns, whatever the batch has, and well-conditioned."""
+    """As many rows as columns for any batch, and well-conditioned."""
     return x.T @ x / len(x) + 2 * jnp.eye(x.shape[1], dtype=x.dtype)
 
 
@@ -125,7 +127,7 @@ def convolved(x, image, kernel, numbers, **options):
 
 
 def gram_kernel(x):
-    """A convolution whose kernel is of the rows as well."""
+    """A convolution whose kernel also depends on the rows."""
     kernel = jnp.flip(x, 0).T[:, None, :]
     return jax.lax.conv_general_dilated(
         x.T[None], kernel, (1,), "SAME", dimension_numbers=("NCH", "OIH", "NCH"), feature_group_count=4
@@ -202,7 +204,7 @@ def unique(x):
 
 
 def rng_rows(x):
-    """Each row draws from a key of its own."""
+    """Each row draws from its own key."""
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(len(x)))
     return x * jax.vmap(lambda key: jax.random.normal(key, (4,), jnp.float32))(keys)
 
@@ -440,7 +442,7 @@ OPERATIONS = {
     "trace": lambda x: jnp.trace(x @ x.T),
     "vander": lambda x: jnp.vander(x[:, 0] / 4, 3),
     "toeplitz": lambda x: jsp.linalg.toeplitz(x[:, 0]),
-    # of the whole batch as one thing
+    # of the batch as one unit
     "convolve": lambda x: jnp.convolve(x[:, 0], jnp.array([1.0, -2.0, 0.5], x.dtype)),
     "convolve_with_itself": lambda x: jnp.convolve(x[:, 0], x[:, 1], mode="same"),
     "correlate": lambda x: jnp.correlate(x[:, 0], jnp.array([1.0, 2.0], x.dtype), mode="same"),

@@ -1,7 +1,9 @@
-"""Prints what operations that mix rows give on several devices, beside one device in float64: `python tests/fuzz/table.py --help`.
+"""Prints the results of operations that mix rows on several devices, compared with one device in float64:
+`python tests/fuzz/table.py --help`.
 
-Each combination runs in a process of its own, since XLA may end it. Only what differs by more than 1e-4 of the array's largest
-absolute value is printed, with its cause. The exit code is 1 if there is anything else than rounding.
+Each combination runs in a separate process, because XLA may end it. It prints only differences of more than 1e-4 of
+the array's largest absolute value, with their cause. The exit code is 1 if there is any difference other than
+rounding.
 """
 
 import argparse
@@ -27,7 +29,8 @@ def compare(way, names, num_devices, num_rows, is_exact):
 
 
 def in_a_process(job):
-    """The same in a new process. Where that fails, or ends: for each half of the names, down to the one that is why."""
+    """The same in a new process. If that fails, or the process ends, each half of the names is tried, down to the one
+    that causes it."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, "--job", json.dumps(job)],
         capture_output=True,
@@ -45,7 +48,7 @@ def in_a_process(job):
 
 
 def start():
-    """Makes this process one of eight devices."""
+    """Gives this process eight devices."""
     os.environ["KERAS_BACKEND"] = "jax"
     sys.path.insert(0, str(TESTS))
     from replicax import config

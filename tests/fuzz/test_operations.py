@@ -1,4 +1,5 @@
-"""Operations that mix the rows of a batch give on several devices what one device gives in float64. `table.py` prints all."""
+"""Operations that mix the rows of a batch give the same on several devices as on one device in float64. `table.py`
+prints all."""
 
 import pytest
 
@@ -24,7 +25,7 @@ AT_RISK = [
     "reduce_of_ones_own",
     "scatter_max_to_more",
 ]
-# What processes split by rows; all else is refused.
+# Operations that processes split by rows; all others are rejected.
 NAMES = """
     bincount bincount_weighted stack_interleaved repeat merge_rows pairs_softmax meshgrid boolean_rows
     scatter_set scatter_add scatter_pairs segment_sum segment_mean segment_softmax neighbours_sum
@@ -65,7 +66,7 @@ def test_these_operations_are_split_by_rows(num_devices, num_rows):
     assert plans.keys() == BY_ROWS
 
 
-# (`predict` and `run` are cheaper to get right: the gradients are what goes wrong. `table.py` has all combinations.)
+# (`predict` and `run` are easier to get right; gradients fail more often. `table.py` has all combinations.)
 @pytest.mark.long
 @pytest.mark.parametrize("names", [list(OPERATIONS)[i::3] for i in range(3)], ids=["one", "two", "three"])
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_all_operations_equal_one_device(way, num_devices, num_rows, names):
 
 @pytest.mark.long
 def test_bits_of_rounded_rows_differ_from_float64_on_one_device_too():
-    """Where float32 rounds what a layer makes of the rows, operations on its last bits give something else everywhere."""
+    """If float32 rounds the rows in a layer, operations on their last bits differ everywhere."""
     names = [*AT_RISK, "hash_rows", "population_count", "bits_of_neighbours"]
     found = ways.differences("predict", names, 2, 11, is_exact=False)
     apart = [name for name, value in found.items() if value > ways.LIMIT]

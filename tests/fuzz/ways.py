@@ -1,4 +1,4 @@
-"""Computes operations that mix rows, and their gradients, in each way that replicas have, and on one device."""
+"""Computes operations that mix rows, and their gradients, in each form that replicas use, and on one device."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ KERNEL = np.eye(FEATURES, dtype=np.float32) + np.random.default_rng(0).integers(
 
 @functools.cache
 def data(num_rows, is_exact=True):
-    """Rows that float32 holds exactly, and all that a layer makes of them; or such as users have."""
+    """Rows that float32 holds exactly, also after a layer; or rows as users have."""
     random = np.random.default_rng(num_rows)
     if is_exact:
         return random.integers(-6, 7, (num_rows, FEATURES)).astype(np.float32) / 4
@@ -33,7 +33,8 @@ def data(num_rows, is_exact=True):
 
 
 def loss(name, kernel, x):
-    """The operation on what a layer makes of the rows: (a sum in which each entry has its own weight, the entries as a vector).
+    """The operation on the output of a layer for the rows: (a sum in which each entry has its own weight, the entries
+    as a vector).
 
     The gradient goes through both, and does not depend on the kernel: after a few steps the kernel is their sum.
     """
@@ -127,7 +128,8 @@ def by_run(names, x, strategy):
 
 
 def split_by_rows(call, names, x, num_replicas):
-    """{name: what ``call``, of splitting.py, gives of its gradient}; without the operations that are not split by rows."""
+    """{name: the result of ``call``, of splitting.py, for its gradient}; without the operations that are not split by
+    rows."""
     sizes = [len(part) for part in np.array_split(x, num_replicas)]
     found = {}
     for name in names:
@@ -141,20 +143,21 @@ def split_by_rows(call, names, x, num_replicas):
 
 
 def by_rows(names, x, num_replicas):
-    """{name: (gradient,)} of the programs that processes split by rows; without those that they do not split."""
+    """{name: (gradient,)} of the programs that processes split by rows; without those that are not split."""
     found = split_by_rows(run_by_rows, names, x, num_replicas)
     return {name: (results[0],) for name, (results, _) in found.items()}
 
 
 def places(way, num_rows, num_devices):
-    """The rows that each result is of: those of each replica in `run`, else all."""
+    """The rows of each result: those of each replica in `run`, otherwise all."""
     sizes = [len(part) for part in np.array_split(np.arange(num_rows), num_devices)]
     ends = list(itertools.accumulate(sizes))
     return [(end - size, end) for end, size in zip(ends, sizes)] if way == "run" else [(0, num_rows)]
 
 
 def difference(got, wanted):
-    """The largest difference, relative to the array's largest absolute value; infinity where what is not finite differs."""
+    """The largest difference, relative to the array's largest absolute value; infinity if a value that is not finite
+    differs."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     is_finite = np.isfinite(wanted)
     if got.shape != wanted.shape or not np.array_equal(got[~is_finite], wanted[~is_finite], equal_nan=True):
@@ -162,7 +165,8 @@ def difference(got, wanted):
     apart = float(np.max(np.abs(got - wanted)[is_finite], initial=0.0))
     if np.isnan(apart):
         return np.inf
-    # What is zero but for float64's rounding, as the gradient of a mean over one row, has the size of the operands: 1.
+    # A value that is zero except for float64's rounding, such as the gradient of a mean over one row, has the size of
+    # the operands: 1.
     largest = float(np.max(np.abs(wanted[is_finite]), initial=0.0))
     return apart / (largest if largest > ZERO else 1.0)
 

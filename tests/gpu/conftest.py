@@ -1,4 +1,5 @@
-"""The tests of GPUs, which `make test-gpu` runs with REPLICAX_TEST_PLATFORM=gpu; elsewhere virtual CPU devices stand in."""
+"""Setup of the tests of GPUs, which `make test-gpu` runs with REPLICAX_TEST_PLATFORM=gpu; otherwise virtual CPU
+devices replace the GPUs."""
 
 import os
 import sys
@@ -26,6 +27,7 @@ def names(platform):
 
 @pytest.fixture(autouse=True)
 def full_float32():
-    """GPUs multiply float32 matrices with 10 bits of mantissa by default; results are compared with those of a CPU here."""
+    """GPUs multiply float32 matrices with 10 bits of mantissa by default; here results are compared with those of a
+    CPU."""
     with jax.default_matmul_precision("highest"):
         yield

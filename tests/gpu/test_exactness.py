@@ -1,4 +1,4 @@
-"""Training on GPUs gives what one CPU device gives, also where the rows do not divide."""
+"""Training on GPUs gives the numbers of one CPU device, also if the rows do not divide."""
 
 import functools
 
@@ -10,10 +10,10 @@ from fit_models import SUBJECTS
 import replicax as rx
 from checks import assert_close
 
-# Keras's own warnings, on one device as well.
+# Keras's own warnings, which it gives on one device too.
 pytestmark = [pytest.mark.rest, pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")]
 
-# Of another device: its exponentials and sums round otherwise.
+# The other device's exponentials and sums round differently.
 RTOL, ATOL = 1e-4, 1e-5
 
 STRATEGIES = {
@@ -24,7 +24,7 @@ STRATEGIES = {
 }
 
 
-# With CPU devices as stand-ins these say no more than the others.
+# With CPU devices as stand-ins these add nothing to the other tests.
 LONG = {"mirrored_one", "central_all", "convolution", "attention"}
 
 

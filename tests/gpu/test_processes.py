@@ -1,4 +1,4 @@
-"""Processes on one host, each with GPUs of its own: by NCCL where there are GPUs, by gloo where CPU devices stand in."""
+"""Processes on one host, each with its own GPUs: NCCL connects GPUs, gloo the CPU devices that replace them."""
 
 import os
 import re
@@ -76,7 +76,7 @@ print("sees", os.environ.get("CUDA_VISIBLE_DEVICES"), *devices, "total", float(t
 """
 
 
-def test_launch_gives_each_worker_a_gpu_of_its_own(environment, names, platform, tmp_path):
+def test_launch_gives_each_worker_its_own_gpu(environment, names, platform, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(LAUNCHED)
     num_workers = min(2, len(names))

@@ -51,7 +51,7 @@ def test_rows():
     assert [(x.tolist(), int(y)) for x, y in dataset] == [([0, 1], 5), ([2, 3], 6)]
 
 
-def test_nests_keep_their_structure():
+def test_pytrees_keep_their_structure():
     Pair = collections.namedtuple("Pair", "x y")
     arrays = {"pair": Pair(np.arange(3), jnp.arange(3.0)), "list": [np.zeros((3, 2))], "nothing": None}
     (first, second) = from_arrays(arrays).batch(2)
@@ -91,7 +91,7 @@ def test_repeat_before_and_after_batch():
 
 
 @pytest.mark.parametrize("count", [None, -1])
-def test_repeat_for_ever(count):
+def test_repeat_forever(count):
     dataset = from_arrays(np.arange(3)).repeat(count).batch(2)
     assert dataset.cardinality == INFINITE
     assert lists(dataset, 4) == [[0, 1], [2, 0], [1, 2], [0, 1]]
@@ -100,7 +100,7 @@ def test_repeat_for_ever(count):
         len(dataset)
 
 
-def test_nothing_repeated_for_ever_ends():
+def test_empty_dataset_repeated_forever_ends():
     dataset = from_arrays(np.zeros((0, 2))).repeat().batch(2)
     assert list(dataset) == []
     assert len(dataset) == 0
@@ -201,7 +201,7 @@ def test_a_buffer_size_changes_nothing():
         (lambda rows: rows.shard(2, "1"), "index must be at least 0"),
     ],
 )
-def test_numbers_that_are_none(make, text):
+def test_invalid_numbers(make, text):
     with pytest.raises(InvalidArgumentError, match=text):
         make(from_arrays(np.arange(4)))
 
@@ -225,13 +225,13 @@ def test_arrays_with_different_numbers_of_rows():
         (None, "there is no array"),
     ],
 )
-def test_what_is_no_array(arrays, text):
+def test_values_that_are_not_arrays(arrays, text):
     with pytest.raises(UnsupportedElementError, match=text):
         from_arrays(arrays)
 
 
 @pytest.mark.parametrize("dtype", [">i2", ">i4", ">u4", ">f4", ">f8", ">c8", "<i4", "<f2", "?"])
-def test_any_byte_order_is_read_as_what_it_says(dtype):
+def test_any_byte_order_is_read_correctly(dtype):
     values = np.array([0, 1, 200, 3]).astype(dtype)
     (batch,) = from_arrays(values).batch(4)
     assert batch.dtype.isnative
@@ -283,7 +283,7 @@ def test_map_is_called_with_rows_before_batch_and_with_batches_after():
     assert shapes == [(2,), (2,), (1,)]
 
 
-def test_map_is_called_only_for_the_elements_that_come_out():
+def test_map_is_called_only_for_yielded_elements():
     rows, batches = [], []
     dataset = from_arrays(np.arange(100)).map(lambda x: rows.append(int(x)) or x).shuffle(seed=1).take(6)
     dataset = dataset.batch(2).map(lambda batch: batches.append(len(batch)) or batch).shuffle(seed=2).take(2)
@@ -312,7 +312,7 @@ def test_filter_keeps_rows_or_batches():
     assert rows.repeat().filter(lambda x, remainder: x < 2).cardinality == INFINITE
 
 
-def test_map_keeps_the_order_that_other_methods_give():
+def test_map_keeps_the_order_of_other_methods():
     def mapped(rows):
         return rows.map(lambda x: x + 100)
 
@@ -358,7 +358,7 @@ def test_a_mapped_dataset_is_distributed_and_resumed(two_replicas):
     assert [rows_of(element) for element in second] == whole[1:]
 
 
-def test_an_error_in_a_map_comes_where_its_batch_would_and_the_next_one_follows(two_replicas):
+def test_error_in_a_map_replaces_its_batch_and_the_next_one_follows(two_replicas):
     def refuse_three(x):
         if x == 3:
             raise KeyError("three")
@@ -375,7 +375,7 @@ def test_an_error_in_a_map_comes_where_its_batch_would_and_the_next_one_follows(
         next(iterator)
 
 
-def test_a_map_may_write_into_one_array_again():
+def test_map_may_reuse_one_array():
     memory = np.zeros(2, np.float32)
 
     def write(batch):
@@ -409,7 +409,7 @@ def test_tensor_slices_take_a_list_as_one_array():
     ],
     ids=["fewer rows", "no shuffle", "one shuffle more"],
 )
-def test_a_position_of_another_dataset_is_refused_and_changes_nothing(other):
+def test_position_of_another_dataset_raises_and_changes_nothing(other):
     iterator = iter(from_arrays(np.arange(100)).shuffle(seed=1).batch(4))
     for _ in range(20):
         next(iterator)

@@ -35,7 +35,7 @@ def shares(num_workers, replicas_per_worker=1):
 
 
 def steps_of(dataset, share, policy):
-    """For each step of a worker the rows of each of its replicas."""
+    """The rows of each replica of a worker, for each of its steps."""
     steps = []
     for step in open_source(dataset, share=share, policy=policy).iterate():
         ends = np.cumsum(step.sizes)
@@ -56,7 +56,7 @@ def test_a_global_batch_has_one_place_for_each_row(num_rows, num_workers, replic
 
 
 @given(st.integers(0, 40), st.sampled_from(WORKERS), st.integers(1, 4))
-def test_a_batch_of_ones_own_is_cut_into_steps(num_rows, num_workers, replicas_per_worker):
+def test_batch_of_one_worker_is_split_into_steps(num_rows, num_workers, replicas_per_worker):
     for share in shares(num_workers, replicas_per_worker):
         steps = list(rows_of_own_batch(num_rows, share))
         assert [row for step in steps for row in range(step.start, step.stop)] == list(range(num_rows))
@@ -67,7 +67,7 @@ def test_a_batch_of_ones_own_is_cut_into_steps(num_rows, num_workers, replicas_p
 
 
 @given(st.integers(1, 40), st.sampled_from(WORKERS), st.integers(1, 4))
-def test_batches_of_their_own_make_a_global_batch_together(num_rows, num_workers, replicas_per_worker):
+def test_separate_batches_form_a_global_batch(num_rows, num_workers, replicas_per_worker):
     first = [
         next(rows_of_own_batch(num_rows, share), None) for share in shares(num_workers, replicas_per_worker)
     ]
@@ -85,7 +85,7 @@ def test_batches_of_their_own_make_a_global_batch_together(num_rows, num_workers
         (5, 1, 4, [[2, 1, 1, 1]]),
     ],
 )
-def test_sizes_are_tensorflows(num_rows, num_workers, replicas_per_worker, sizes):
+def test_sizes_equal_tensorflows(num_rows, num_workers, replicas_per_worker, sizes):
     for share, expected in zip(shares(num_workers, replicas_per_worker), sizes, strict=True):
         got = [size for rows in rows_of_own_batch(num_rows, share) for size in rows.sizes]
         assert got == expected
@@ -109,7 +109,7 @@ def test_data_gives_every_row_to_one_replica(num_workers, dataset):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_off_leaves_each_worker_its_dataset(num_workers):
+def test_off_keeps_each_workers_dataset(num_workers):
     for share in shares(num_workers, 2):
         mine = from_arrays(100 * share.worker_index + np.arange(11)).batch(4)
         rows = [row for step in steps_of(mine, share, POLICY.OFF) for part in step for row in part]
@@ -124,7 +124,7 @@ def test_hint_is_the_worker(num_workers):
         assert rows == list(range(23))[share.worker_index :: num_workers]
 
 
-def test_hints_mean_nothing_under_other_policies():
+def test_hints_have_no_effect_under_other_policies():
     hinted = from_arrays(np.arange(5)).shard(SHARD_HINT, SHARD_HINT).batch(5)
     assert steps_of(hinted, WorkerShare(), POLICY.AUTO) == [[[0, 1, 2, 3, 4]]]
     (first, second) = (steps_of(hinted, share, POLICY.DATA) for share in shares(2))
@@ -152,7 +152,7 @@ def test_shards_of_arrays(num_workers, is_batched):
     st.integers(0, 30),
     st.permutations(["shuffle", "shard", "repeat", "batch", "take"]),
 )
-def test_a_position_is_the_same_as_going_there(num_rows, batch_size, shards, index, repeats, start, steps):
+def test_seeking_equals_reading_up_to_a_position(num_rows, batch_size, shards, index, repeats, start, steps):
     def make():
         dataset = from_arrays(np.arange(num_rows))
         for step in steps:
@@ -176,7 +176,7 @@ def test_a_position_is_the_same_as_going_there(num_rows, batch_size, shards, ind
 @pytest.mark.parametrize("num_workers_after", [1, 4])
 def test_a_shared_position_is_resumed_with_another_number_of_workers(num_workers_after):
     def steps_of_all(num_workers, state, count):
-        """For each worker its steps after a state, and the state then."""
+        """For each worker, its steps after a state, and the state then."""
         dataset = from_arrays(np.arange(30)).shuffle(seed=3).batch(8).repeat(2)
         shares = [WorkerShare(num_workers, worker, 4) for worker in range(num_workers)]
         passes = [open_source(dataset.filter(lambda x: True), share=share).iterate() for share in shares]
@@ -225,7 +225,7 @@ def test_hint_without_a_hint():
     assert "says which part" in choose("HINT", has_hint=True).reason
 
 
-def test_what_was_chosen_is_one_line(caplog):
+def test_chosen_policy_is_one_log_line(caplog):
     caplog.set_level(logging.INFO, "replicax")
     source = open_source([np.arange(4)], share=WorkerShare(2, 1, 2))
     list(source.iterate())
@@ -271,7 +271,7 @@ def test_impossible_shards(num_shards, index):
 
 
 def rows_of_workers(dataset, policy):
-    """For each worker the rows of each step."""
+    """For each worker, the rows of each step."""
     return [[parts[0] for parts in steps_of(dataset, share, policy)] for share in shares(2)]
 
 

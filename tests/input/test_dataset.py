@@ -44,7 +44,7 @@ def distribute(dataset, num_replicas=2, **options):
     return DistributedDataset(open_source(dataset, num_replicas=num_replicas), Lists(), **options)
 
 
-def test_batches_are_cut_in_order():
+def test_batches_are_split_in_order():
     distributed = distribute(grain.MapDataset.range(100).batch(10))
     steps = list(distributed)
     assert len(steps) == len(distributed) == 10
@@ -52,7 +52,7 @@ def test_batches_are_cut_in_order():
 
 
 @pytest.mark.parametrize("num_replicas", range(1, 9))
-def test_every_row_is_there_once(num_replicas):
+def test_every_row_appears_once(num_replicas):
     steps = list(distribute(grain.MapDataset.range(21).batch(9), num_replicas))
     assert [[len(part) for part in step] for step in steps] == [
         list(split_sizes(num_rows, num_replicas)) for num_rows in (9, 9, 3)
@@ -60,7 +60,7 @@ def test_every_row_is_there_once(num_replicas):
     assert [row for step in steps for part in step for row in part] == list(range(21))
 
 
-def test_one_rule_whatever_the_source():
+def test_one_rule_for_every_source():
     rows = np.arange(10)
     for dataset in (
         grain.MapDataset.range(10).batch(4),
@@ -71,14 +71,14 @@ def test_one_rule_whatever_the_source():
         assert list(distribute(dataset))[-1] == [[8], [9]]
 
 
-def test_it_starts_again():
+def test_dataset_restarts():
     distributed = distribute(from_arrays(np.arange(8)).shuffle(seed=1).batch(4))
     first, second = list(distributed), list(distributed)
     assert first != second
     assert list(distribute(from_arrays(np.arange(3)).batch(3))) == [[[0, 1], [2]]]
 
 
-def test_generators_go_once():
+def test_generators_are_iterated_once():
     distributed = distribute(iter([np.arange(2)]))
     assert distributed.element_spec == PerReplicaSpec((None,), np.int32, 2)
     assert list(distributed) == [[[0], [1]]]

@@ -27,7 +27,7 @@ def lists(elements):
 
 
 class Batches:
-    """A user's dataset: batches of 2, as often as it is asked."""
+    """A user's dataset of batches of 2 rows, which can be iterated any number of times."""
 
     def __init__(self, num_batches):
         self._num_batches = num_batches
@@ -54,7 +54,7 @@ def test_array_dataset():
     assert element_spec(elements) == ArraySpec((None,), np.int64)
 
 
-def test_looking_at_an_array_dataset_uses_up_no_order():
+def test_inspecting_an_array_dataset_consumes_no_shuffle():
     dataset, same = (from_arrays(np.arange(50)).shuffle(seed=1).batch(50) for _ in range(2))
     elements = open_elements(dataset)
     element_spec(elements)
@@ -83,12 +83,12 @@ def test_grain_declares_shapes():
         assert element_spec(open_elements(dataset.batch(2, drop_remainder=True))) == ArraySpec((2,), np.int64)
 
 
-def test_grain_maps_that_declare_nothing_are_looked_at():
+def test_grain_maps_without_a_spec_are_inspected():
     dataset = grain.MapDataset.range(5).map(lambda x: x / 2).batch(2)
     assert element_spec(open_elements(dataset)) == ArraySpec((None,), np.float64)
 
 
-def test_grain_filters_make_the_length_wrong_and_that_is_said():
+def test_grain_filters_make_the_length_wrong_and_raise():
     dataset = grain.MapDataset.range(6).batch(2).filter(lambda batch: batch[0] != 2)
     with pytest.raises(DatasetLengthError, match="to_iter_dataset"):
         lists(open_elements(dataset))
@@ -121,7 +121,7 @@ def test_jax_arrays_stay_where_they_are():
     assert next(open_elements([array]).iterate()) is array
 
 
-def test_generators_go_once():
+def test_generators_are_iterated_once():
     elements = open_elements(iter(Batches(2)))
     assert elements.cardinality is None
     assert lists(elements) == [[0, 1], [2, 3]]
@@ -131,13 +131,13 @@ def test_generators_go_once():
         elements.first()
 
 
-def test_looking_at_a_generator_loses_nothing():
+def test_inspecting_a_generator_loses_nothing():
     elements = open_elements(iter(Batches(2)))
     assert element_spec(elements) == element_spec(elements) == ArraySpec((None,), np.int64)
     assert lists(elements) == [[0, 1], [2, 3]]
 
 
-def test_nothing_to_look_at():
+def test_no_element_to_inspect():
     for dataset in ([], iter([]), Batches(0)):
         with pytest.raises(EmptyDatasetError):
             element_spec(open_elements(dataset))
@@ -159,7 +159,7 @@ def test_nothing_to_look_at():
         (object(), "grain datasets"),
     ],
 )
-def test_what_is_no_dataset(dataset, text):
+def test_invalid_datasets(dataset, text):
     with pytest.raises(UnsupportedSourceError, match=text):
         open_elements(dataset)
 
@@ -167,7 +167,7 @@ def test_what_is_no_dataset(dataset, text):
 @pytest.mark.parametrize(
     "element", ["text", scipy.sparse.eye(3).tocsr(), object(), np.array([[1], [1, 2]], dtype=object)]
 )
-def test_what_is_no_element(element):
+def test_invalid_elements(element):
     with pytest.raises(UnsupportedElementError):
         next(open_elements([element]).iterate())
 
@@ -186,7 +186,7 @@ class Example:
     label: object
 
 
-def test_dataclasses_are_nests():
+def test_dataclasses_are_pytrees():
     (element,) = open_elements([Example(np.ones((2, 3)), {"y": [np.arange(2)]})]).iterate()
     assert isinstance(element, Example)
     assert [leaf.shape for leaf in jax.tree.leaves(element)] == [(2, 3), (2,)]
@@ -199,7 +199,7 @@ class Pair(NamedTuple):
     right: object
 
 
-def test_named_tuples_dicts_and_none_are_nests():
+def test_named_tuples_dicts_and_none_are_pytrees():
     (element,) = open_elements([Pair({"x": np.ones((2, 3))}, (np.arange(2), None))]).iterate()
     assert isinstance(element, Pair)
     assert element.left["x"].shape == (2, 3)

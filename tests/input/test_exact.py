@@ -1,4 +1,4 @@
-"""Every row reaches exactly one replica, whatever the number of rows, the batch size and the number of replicas."""
+"""Every row reaches exactly one replica, for any number of rows, batch size and number of replicas."""
 
 import functools
 import gc
@@ -92,7 +92,7 @@ def test_an_epoch_is_as_on_one_device(num_rows, batch_size, num_replicas):
     np.testing.assert_allclose(float(total.read_value()), rows.sum(dtype=np.float64), rtol=2e-5, atol=1e-5)
 
 
-def test_changing_batch_sizes_in_mid_stream():
+def test_batch_sizes_that_change_in_mid_stream():
     strategy = strategy_of(3)
     sizes = [5, 2, 7, 1, 0, 6, 5]
     rows = np.arange(sum(sizes))
@@ -139,7 +139,7 @@ def test_an_empty_dataset(source):
         assert not iter(dataset).get_next_as_optional().has_value()
 
 
-def test_enumerate_and_going_through_again():
+def test_enumerate_and_iterate_again():
     strategy = strategy_of(2)
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(5)).batch(2))
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_enumerate_and_going_through_again():
 
 @pytest.mark.parametrize("fetch", [True, False])
 @pytest.mark.parametrize("buffer_size", [1, 3])
-def test_options_change_when_and_not_what(fetch, buffer_size):
+def test_options_change_timing_but_not_values(fetch, buffer_size):
     strategy = strategy_of(3)
     options = rx.InputOptions(
         experimental_fetch_to_device=fetch, experimental_per_replica_buffer_size=buffer_size

@@ -1,4 +1,4 @@
-"""Datasets over files, through the public functions: every format, every method, what bad files give."""
+"""Datasets over files, through the public functions: every format, every method, and bad files."""
 
 import gzip
 import itertools
@@ -23,7 +23,7 @@ from tfrecord_files import masked_crc32c
 
 
 def write_tfrecords(path, records):
-    """Writes the format as https://www.tensorflow.org/tutorials/load_data/tfrecord says."""
+    """Writes the format of https://www.tensorflow.org/tutorials/load_data/tfrecord."""
     with open(path, "wb") as file:
         for record in records:
             length = struct.pack("<Q", len(record))
@@ -235,7 +235,7 @@ def test_shuffle_without_reshuffling(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_for_ever_ends_if_there_is_no_row(tmp_path, kind):
+def test_repeat_forever_ends_without_rows(tmp_path, kind):
     rows = make_numbers(tmp_path, kind, [0, 0])
     assert batches_of(rows.repeat().batch(2)) == []
     assert batches_of(rows.batch(2).repeat()) == []
@@ -261,7 +261,7 @@ def test_arguments(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "array_records"])
-def test_lengths_that_are_known(tmp_path, kind):
+def test_known_lengths(tmp_path, kind):
     rows = make_numbers(tmp_path, kind, [3, 0, 4])
     assert rows.cardinality == len(rows) == 7
     lengths = {
@@ -280,7 +280,7 @@ def test_lengths_that_are_known(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["tfrecords", "lines", "csv"])
-def test_lengths_that_are_not_known(tmp_path, kind):
+def test_unknown_lengths(tmp_path, kind):
     rows = make_numbers(tmp_path, kind, [3, 4])
     assert rows.batch(2).cardinality is None
     assert rows.repeat(2).cardinality is None
@@ -341,7 +341,7 @@ def test_many_records_are_parsed_at_once(tmp_path):
     assert [batch[:, 0].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
 
 
-def test_parsed_rows_are_stacked_as_nests(tmp_path):
+def test_parsed_rows_are_stacked_as_pytrees(tmp_path):
     write_lines(tmp_path / "a", [b"1 2", b"3 4", b"5 6"])
 
     def parse(line):
@@ -356,7 +356,7 @@ def test_parsed_rows_are_stacked_as_nests(tmp_path):
     assert last["x"].shape == (1, 2)
 
 
-def test_rows_that_do_not_go_together(tmp_path):
+def test_rows_with_different_structures(tmp_path):
     write_lines(tmp_path / "a", [b"1", b"1 2"])
     lines = rx.data.from_text_lines(tmp_path / "a")
     error = rx.errors.InconsistentRowsError
@@ -369,7 +369,7 @@ def test_rows_that_do_not_go_together(tmp_path):
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_records_that_nobody_parses(tmp_path, kind):
+def test_unparsed_records(tmp_path, kind):
     raw = RECORDS[kind][0](write_files(tmp_path, kind, [2]))
     for dataset in (raw, raw.batch(2)):
         message(rx.errors.UnsupportedElementError, lambda d=dataset: open_elements(d), ".map(parse)")
@@ -446,7 +446,7 @@ def test_columns_that_no_device_holds(tmp_path, kind):
 
 def test_lists_that_are_null(tmp_path):
     pq.write_table(pa.table({"x": pa.array([[1, 3], None], pa.list_(pa.int64(), 2))}), tmp_path / "a")
-    # Before pyarrow 26 its reader refuses them.
+    # The reader of pyarrow before 26 rejects them.
     either = (rx.errors.ColumnError, rx.errors.UnreadableFileError)
     with pytest.raises(either, match=str(tmp_path / "a")):
         list(rx.data.from_parquet(tmp_path / "a").batch(2))
@@ -500,7 +500,7 @@ def test_csv_values_that_are_missing(tmp_path):
     )
 
 
-def test_batches_of_columns_are_read_in_pieces_of_the_memory_allowed(tmp_path):
+def test_batches_of_columns_are_read_within_the_memory_limit(tmp_path):
     wide = pa.FixedSizeListArray.from_arrays(np.zeros(3_000_000, np.float64), 100_000)
     pq.write_table(pa.table({"x": wide}), tmp_path / "a")
     (first, *_) = batches = [batch["x"] for batch in rx.data.from_parquet(tmp_path / "a").batch(1)]
@@ -555,7 +555,7 @@ def test_damaged_files(tmp_path, kind, damage):
     assert ("gzip" in text) == (damage is make_gzip or kind.startswith("gzip"))
 
 
-def test_damage_inside_of_tfrecords(tmp_path):
+def test_damage_inside_tfrecords(tmp_path):
     (path,) = write_files(tmp_path, "tfrecords", [3])
     data = bytearray(path.read_bytes())
     data[17 + 7] = 0xFF  # the highest byte of the second length
@@ -565,7 +565,7 @@ def test_damage_inside_of_tfrecords(tmp_path):
     message(rx.errors.UnreadableFileError, lambda: list(iterator), str(path))
 
 
-def test_damage_inside_of_array_records(tmp_path):
+def test_damage_inside_array_records(tmp_path):
     path = tmp_path / "a"
     write_array_records(path, [np.random.default_rng(n).bytes(100_000) for n in range(5)])
     data = bytearray(path.read_bytes())
@@ -574,7 +574,7 @@ def test_damage_inside_of_array_records(tmp_path):
     message(rx.errors.UnreadableFileError, lambda: list(rx.data.from_array_records(path)), str(path), "hash")
 
 
-def test_csv_whose_column_changes_its_type(tmp_path):
+def test_csv_column_that_changes_its_type(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("n\n" + "1\n" * 1_000_000 + "1.5\n")
     message(
@@ -588,14 +588,14 @@ def test_csv_whose_column_changes_its_type(tmp_path):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_file_that_goes_away(tmp_path, kind):
+def test_file_removed_while_reading(tmp_path, kind):
     files = write_files(tmp_path, kind, [3, 3])
     dataset = open_numbers(kind, files).batch(3)
     files[1].unlink()
     message(rx.errors.UnreadableFileError, lambda: list(dataset), str(files[1]))
 
 
-def test_errors_of_the_users_function_come_as_they_are(tmp_path):
+def test_errors_of_the_users_function_are_raised_unchanged(tmp_path):
     (tmp_path / "a").write_text("1\nx\n")
     with pytest.raises(ValueError, match="invalid literal") as caught:
         list(rx.data.from_text_lines(tmp_path / "a").map(int).batch(2))
@@ -632,7 +632,7 @@ def test_grain_reads_the_same(tmp_path):
     assert list(rx.data.from_tfrecords(path)) == list(grain.experimental.TFRecordIterDataset(str(path)))
 
 
-def test_a_file_that_went_away(tmp_path):
+def test_file_removed_before_reading(tmp_path):
     rows = make_numbers(tmp_path, "csv", [3, 3])
     pathlib.Path(rows.files[1]).unlink()
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -640,7 +640,7 @@ def test_a_file_that_went_away(tmp_path):
         list(strategy.experimental_distribute_dataset(rows.batch(2)))
 
 
-def test_columns_that_are_not_there_show_the_header(tmp_path):
+def test_error_for_missing_columns_shows_the_header(tmp_path):
     (tmp_path / "a.csv").write_text("x;y\n1;2\n")
     with pytest.raises(rx.errors.ColumnError, match=r"its header line is 'x;y'.*delimiter=','"):
         list(rx.data.from_csv(tmp_path / "a.csv", columns=["x"]).batch(1))

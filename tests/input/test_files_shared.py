@@ -1,4 +1,4 @@
-"""Datasets over files with several workers, on replicas, and continued from saved positions."""
+"""Datasets over files with several workers, on replicas, and resumed from saved positions."""
 
 import itertools
 import json
@@ -93,7 +93,7 @@ def rows_in(steps):
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_policy_file_deals_out_files(tmp_path, kind, num_workers):
+def test_policy_file_distributes_files(tmp_path, kind, num_workers):
     dataset, numbers = make_numbers(tmp_path, kind, [5, 0, 7, 1, 0, 12])
     for policy in (FILE, AUTO):
         for worker in range(num_workers):
@@ -123,7 +123,7 @@ def test_fewer_files_than_workers(tmp_path, kind):
         steps_of(dataset.batch(3), 3, 0, 3, FILE)
 
 
-def test_what_comes_after_the_files_is_applied_on_each_worker(tmp_path):
+def test_later_operations_are_applied_on_each_worker(tmp_path):
     dataset, numbers = make_numbers(tmp_path, "parquet", [6, 6, 6, 6])
     shuffled = dataset.shuffle(12, seed=3).batch(4).repeat(2)
     for worker in range(2):
@@ -153,7 +153,7 @@ def test_workers_with_csv_files_agree_about_types(tmp_path):
         assert step.tree.unflatten(step.arrays)["x"].dtype == np.float64
 
 
-def test_a_workers_file_with_other_columns_than_the_first(tmp_path):
+def test_file_of_a_worker_with_other_columns_than_the_first(tmp_path):
     pq.write_table(pa.table({"x": np.zeros(3, np.float32)}), tmp_path / "a")
     pq.write_table(pa.table({"x": np.zeros(3, np.float64)}), tmp_path / "b")
     dataset = rx.data.from_parquet(str(tmp_path / "?")).batch(2)
@@ -200,7 +200,7 @@ def test_training_on_files(tmp_path, kind):
     assert total == sum(range(11))
 
 
-def test_arrays_that_a_function_writes_into_again_are_copied(tmp_path):
+def test_reused_arrays_of_a_function_are_copied(tmp_path):
     dataset, _ = make_numbers(tmp_path, "parquet", [6])
     memory = np.zeros(2, np.int64)
 
@@ -216,7 +216,7 @@ def test_arrays_that_a_function_writes_into_again_are_copied(tmp_path):
     assert rows_in(steps) == list(range(6))
 
 
-def test_rows_without_batch_are_refused(tmp_path):
+def test_rows_without_batch_raise(tmp_path):
     dataset, _ = make_numbers(tmp_path, "parquet", [6])
     with pytest.raises(rx.errors.UnbatchedDatasetError):
         steps_of(dataset, 1, 0, 2)
@@ -284,7 +284,7 @@ def lists(elements):
 
 
 def assert_continues(dataset, position, most=30):
-    """Asserts that what comes after a position comes also after the state is restored in another dataset."""
+    """Checks that the elements after a position also come after the state is restored in another dataset."""
     one = open_elements(dataset).iterate()
     for _ in range(position):
         next(one)
@@ -317,14 +317,14 @@ PIPELINES = {
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.rest
-def test_continuing_from_every_position(tmp_path, kind, pipeline):
+def test_resuming_from_every_position(tmp_path, kind, pipeline):
     rows, _ = make_numbers(tmp_path, kind, [5, 0, 7, 1])
     dataset = PIPELINES[pipeline](rows)
     for position in range(min(len(lists(itertools.islice(dataset, 12))), 12) + 1):
         assert_continues(dataset, position)
 
 
-def test_positions_on_workers_with_files_of_their_own(tmp_path):
+def test_positions_on_workers_with_separate_files(tmp_path):
     rows, _ = make_numbers(tmp_path, "parquet", [5, 3, 7, 2])
     share = WorkerShare(num_workers=2, worker_index=1, num_replicas=4)
     whole = rows_in(open_source(rows.batch(4), share=share).iterate())
@@ -336,7 +336,7 @@ def test_positions_on_workers_with_files_of_their_own(tmp_path):
         assert rows_in(before) + rows_in(other) == whole
 
 
-def test_continuing_does_not_read_what_was_read(tmp_path):
+def test_resuming_does_not_read_earlier_rows(tmp_path):
     path = tmp_path / "a"
     table = pa.table({"n": np.random.default_rng(0).integers(0, 1 << 60, 20_000)})
     pq.write_table(table, path, row_group_size=10_000, write_page_checksum=True)
@@ -354,7 +354,7 @@ def test_continuing_does_not_read_what_was_read(tmp_path):
     assert lists(other) == expected, "the first row group is not read again"
 
 
-def test_later_passes_go_on_alike(tmp_path):
+def test_later_passes_are_equal(tmp_path):
     rows, _ = make_numbers(tmp_path, "lines", [20])
     one = open_elements(rows.shuffle(20).batch(20))  # draws a seed
     next(one.iterate())
@@ -406,7 +406,7 @@ print(json.dumps([next(one)["n"].tolist() for _ in range(9)]))
 """
 
 
-def test_continuing_in_another_process(tmp_path):
+def test_resuming_in_another_process(tmp_path):
     rows, _ = make_numbers(tmp_path, "parquet", [5, 0, 7, 1])
     one = open_elements(rows.shuffle(6).repeat().batch(4)).iterate()  # with a seed that was drawn
     for _ in range(5):

@@ -54,14 +54,14 @@ def test_a_position_is_resumed_in_a_dataset_made_alike(make, num_taken):
         (stream(), "kind"),
     ],
 )
-def test_the_state_of_another_dataset_is_refused(other, differs):
+def test_state_of_another_dataset_raises(other, differs):
     state = state_after(shuffled(), 2)
     with pytest.raises(NotResumableError, match=f"its {differs} is"):
         rows_after(other, state)
 
 
 @pytest.mark.parametrize("other", [stream(13), stream(batch_size=5), stream().map(lambda rows: rows)])
-def test_the_state_of_another_stream_is_refused(other):
+def test_state_of_another_stream_raises(other):
     with pytest.raises(NotResumableError, match="its transformations is"):
         rows_after(other, state_after(stream(), 1))
 
@@ -73,7 +73,7 @@ def test_functions_and_threads_may_change():
     assert len(rows_after(edited, state_after(shuffled(), 2))) == 1
 
 
-def test_of_a_dataset_that_never_ends():
+def test_state_of_an_infinite_dataset():
     state = state_after(shuffled().repeat(), 4)
     after = open_elements(shuffled().repeat()).iterate()
     after.set_state(state)
@@ -105,7 +105,7 @@ def test_states_have_no_addresses_and_stay_short():
         {"position": "one"},
     ],
 )
-def test_malformed_states_are_refused_and_the_pass_stays_where_it_is(wrong):
+def test_malformed_states_raise_and_do_not_move_the_pass(wrong):
     one_pass = open_elements(shuffled()).iterate()
     first = next(one_pass).tolist()
     state = one_pass.get_state()

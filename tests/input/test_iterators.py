@@ -73,7 +73,7 @@ def resumable():
 
 
 @pytest.mark.parametrize("kind", resumable())
-def test_it_goes_on_at_the_next_unseen_batch(kind):
+def test_iterator_resumes_at_the_next_unseen_batch(kind):
     make = resumable()[kind]
     whole = distribute(make())
     expected = list(whole)
@@ -102,7 +102,7 @@ def test_seeds_that_were_drawn_are_in_the_position():
     assert list(other) == list(first)
 
 
-def test_a_state_that_is_refused_changes_nothing():
+def test_rejected_state_changes_nothing():
     dataset, twin = (distribute(from_arrays(np.arange(20)).shuffle(seed=3).batch(4)) for _ in range(2))
     iterator, its_twin = iter(dataset), iter(twin)
     other = iter(distribute(from_arrays(np.arange(8)).batch(2))).get_state()
@@ -112,7 +112,7 @@ def test_a_state_that_is_refused_changes_nothing():
     assert list(dataset) == list(twin)
 
 
-def test_a_state_of_which_a_part_is_refused_changes_no_shuffle():
+def test_partly_rejected_state_changes_no_shuffle():
     def make(seed, size):
         rows = [from_arrays(np.arange(9)).shuffle(seed=seed).batch(2), from_arrays(np.arange(size)).batch(3)]
         return DistributedDataset(PerReplicaPulls.from_each(rows), PartLists())
@@ -146,7 +146,7 @@ def test_iterators_are_restored_in_any_order(order):
 
 
 @pytest.mark.parametrize("position", [-1, 6, "x", None])
-def test_positions_that_are_none(position):
+def test_invalid_positions(position):
     iterator = iter(distribute([np.arange(2)] * 5))
     state = iterator.get_state()
     with pytest.raises(NotResumableError):
@@ -154,7 +154,7 @@ def test_positions_that_are_none(position):
     assert len(list(iterator)) == 5
 
 
-def test_what_was_read_ahead_does_not_count():
+def test_elements_read_ahead_do_not_count():
     iterator = iter(distribute(from_arrays(np.arange(40)).batch(2), buffer_size=8))
     assert next(iterator) == [0, 1]
     time.sleep(0.05)
@@ -164,7 +164,7 @@ def test_what_was_read_ahead_does_not_count():
     assert next(iterator) == [2, 3]
 
 
-def test_a_position_without_end_is_reached_without_walking():
+def test_position_in_an_infinite_dataset_is_reached_directly():
     dataset = distribute(from_arrays(np.arange(10)).shuffle(seed=0).batch(2).repeat())
     iterator = iter(dataset)
     next(iterator)
@@ -201,14 +201,14 @@ class Reiterable:
         (Reiterable(), "nothing says that its __iter__ yields the same again"),
     ],
 )
-def test_where_there_is_no_position_it_says_so(dataset, text):
+def test_get_state_raises_without_a_position(dataset, text):
     iterator = iter(distribute(dataset))
     next(iterator)
     with pytest.raises(NotResumableError, match=text):
         iterator.get_state()
 
 
-def test_states_of_other_datasets_are_refused():
+def test_states_of_other_datasets_raise():
     other = iter(distribute(from_arrays(np.arange(8)).batch(2)))
     next(other)
     iterator = iter(distribute(from_arrays(np.arange(9)).batch(2)))
@@ -248,7 +248,7 @@ def test_the_thread_ends_with_the_iterator():
     assert_no_thread()
 
 
-def test_a_loop_that_is_left_leaves_no_thread():
+def test_loop_left_early_leaves_no_thread():
     for element in distribute(from_arrays(np.arange(4)).batch(2).repeat()):
         assert element == [0, 1]
         break
@@ -256,7 +256,7 @@ def test_a_loop_that_is_left_leaves_no_thread():
     assert_no_thread()
 
 
-def test_a_closed_iterator_says_so():
+def test_closed_iterator_raises():
     with iter(distribute(from_arrays(np.arange(4)).batch(2))) as iterator:
         next(iterator)
     iterator.close()
@@ -272,7 +272,7 @@ def test_a_closed_iterator_says_so():
             call()
 
 
-def test_errors_keep_their_type_and_say_where_they_come_from():
+def test_errors_keep_their_type_and_name_their_source():
     def broken():
         yield np.arange(2)
         raise KeyError("no such file")
@@ -286,7 +286,7 @@ def test_errors_keep_their_type_and_say_where_they_come_from():
         next(iterator)
 
 
-def test_a_batch_is_kept_when_the_generator_writes_the_next_one_over_it():
+def test_batch_is_unchanged_if_the_generator_reuses_its_array():
     def reusing():
         batch = np.zeros(4)
         for number in range(6):
@@ -318,7 +318,7 @@ def test_elements_wait_on_the_devices_or_on_the_host(places_ahead):
 
 
 def taken(iterator, *calls):
-    """For each call what it took: the steps of the group from start to stop."""
+    """The slices that each call takes from the steps of the group."""
     results = []
     for group_size, num_steps in calls:
         group = iterator.take_stacked(group_size, num_steps)
@@ -341,7 +341,7 @@ def test_a_part_of_a_group():
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
-def test_single_steps_and_groups_take_turns_without_losing_one(pause_s):
+def test_single_steps_and_groups_alternate_without_losing_one(pause_s):
     iterator = iter(distribute(from_arrays(np.arange(61)).batch(2)))
     seen = []
     calls = [(3, 2), None, (3, 1), (3, 3), None, None, (5, 5), (2, 2), None]
@@ -355,7 +355,7 @@ def test_single_steps_and_groups_take_turns_without_losing_one(pause_s):
 
 
 class SlowOrBroken(list):
-    """A list of batches whose elements take a while, or fail the first time."""
+    """A list of batches whose elements take time, or fail the first time."""
 
     def __init__(self, num_batches, seconds=(), broken=()):
         super().__init__(np.full(2, number) for number in range(num_batches))
@@ -375,7 +375,7 @@ def numbers(steps):
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 5])
-def test_an_error_comes_after_the_steps_before_it_and_the_next_call_goes_on(group_size):
+def test_error_comes_after_earlier_steps_and_the_next_call_continues(group_size):
     iterator = iter(distribute(SlowOrBroken(7, broken=[3])))
     seen, errors = [], []
     while True:
@@ -389,7 +389,7 @@ def test_an_error_comes_after_the_steps_before_it_and_the_next_call_goes_on(grou
     assert errors == [("element 3", [0, 1, 2])]
 
 
-def test_single_steps_go_on_after_an_error_too():
+def test_single_steps_continue_after_an_error():
     iterator = iter(distribute(SlowOrBroken(6, broken=[2])))
     assert numbers([next(iterator), next(iterator)]) == [0, 1]
     with pytest.raises(OSError, match="element 2"):
@@ -398,7 +398,7 @@ def test_single_steps_go_on_after_an_error_too():
     assert numbers(iterator) == [2, 3, 4, 5]
 
 
-def test_slow_elements_do_not_matter_to_who_changes_from_single_steps_to_groups():
+def test_slow_elements_do_not_disturb_a_change_to_groups():
     iterator = iter(distribute(SlowOrBroken(12, seconds={3: 0.5, 8: 0.5})))
     assert numbers([next(iterator)]) == [0]
     seen = [0]
@@ -521,7 +521,7 @@ def test_print_of_datasets_from_functions():
     assert "each of 2 replicas" in repr(DistributedDataset(pulls, Lists()))
 
 
-def test_one_warning_counts_what_is_left_out(caplog):
+def test_one_warning_counts_the_dropped_rows(caplog):
     pulls = PerReplicaPulls.from_one(from_arrays(np.arange(11)), 4)
     dataset = DistributedDataset(pulls, PartLists())
     assert len(list(dataset)) == len(list(dataset)) == 2
@@ -532,7 +532,7 @@ def test_one_warning_counts_what_is_left_out(caplog):
     assert "1 element (4 rows) for 2 replicas" in caplog.records[-1].getMessage()
 
 
-def test_epochs_differ_also_where_the_dataset_is_distributed_anew_for_each(tmp_path):
+def test_epochs_differ_even_if_the_dataset_is_distributed_for_each(tmp_path):
     (tmp_path / "rows.csv").write_text("x\n" + "\n".join(map(str, range(40))))
     for rows in (
         from_arrays(np.arange(40)).shuffle(seed=0),

@@ -15,7 +15,7 @@ from replicax._src.input.specs import INFINITE
 
 
 class Squares(keras.utils.PyDataset):
-    """``num_rows`` rows in batches; it writes down what is called."""
+    """``num_rows`` rows in batches; records its calls."""
 
     def __init__(self, num_rows=5, batch_size=2, **options):
         super().__init__(**options)
@@ -60,7 +60,7 @@ def test_values_order_and_epochs():
     assert (x.tolist(), y.tolist()) == ([0, 1], [0, 1])
 
 
-def test_the_end_of_an_epoch_is_told_once():
+def test_on_epoch_end_is_called_once():
     dataset = Squares(2)
     one_pass = open_elements(dataset).iterate()
     list(one_pass)
@@ -68,13 +68,13 @@ def test_the_end_of_an_epoch_is_told_once():
     assert dataset.calls.count("end") == 1
 
 
-def test_an_epoch_that_is_left_has_no_end():
+def test_abandoned_epoch_has_no_end():
     dataset = Squares()
     next(open_elements(dataset).iterate())
     assert dataset.calls == ["begin", 0]
 
 
-def test_looking_at_a_dataset_starts_no_epoch():
+def test_inspecting_a_dataset_starts_no_epoch():
     dataset = Squares()
     spec = element_spec(open_elements(dataset))
     assert [one.shape for one in spec] == [(None,), (None,)]
@@ -101,7 +101,7 @@ def test_lists_become_tuples():
     assert batch[2] is None
 
 
-def test_rows_are_refused():
+def test_rows_raise():
     class Rows(Squares):
         def __getitem__(self, index):
             return self.rows[index], 1.0
@@ -134,7 +134,7 @@ def test_threads_read_ahead_in_order(num_workers):
     assert dataset.calls[-1] == "end"
 
 
-def test_no_more_than_the_queue_is_read_ahead():
+def test_only_the_queue_is_read_ahead():
     dataset = Squares(100, 2, workers=2, max_queue_size=3)
     batches = open_elements(dataset).iterate()
     next(batches)
@@ -162,7 +162,7 @@ def test_threads_end_with_the_epoch_or_when_it_is_dropped():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_batch_that_failed_is_asked_for_again(workers):
+def test_failed_batch_is_requested_again(workers):
     class FailsOnce(Squares):
         has_failed = False
 
@@ -181,7 +181,7 @@ def test_a_batch_that_failed_is_asked_for_again(workers):
     assert [dataset.calls.count(name) for name in ("begin", "end")] == [1, 1]
 
 
-def test_an_error_of_a_thread_comes_where_its_batch_would():
+def test_error_of_a_thread_replaces_its_batch():
     class Broken(Squares):
         def __getitem__(self, index):
             if index == 1:
@@ -194,7 +194,7 @@ def test_an_error_of_a_thread_comes_where_its_batch_would():
         next(batches)
 
 
-def test_processes_are_not_started_and_that_is_said(caplog):
+def test_worker_processes_are_not_started_and_a_warning_says_so(caplog):
     with caplog.at_level(logging.WARNING, logger="replicax"):
         elements = open_elements(Squares(workers=1, use_multiprocessing=True))
         assert features(elements.iterate()) == [[0, 1], [2, 3], [4]]
@@ -234,7 +234,7 @@ def test_a_pass_resumed_at_its_end_ends_no_epoch(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}])
-def test_a_pass_can_go_back(options):
+def test_pass_can_go_back(options):
     dataset = Squares(9, 2, **options)
     one_pass = open_elements(dataset).iterate()
     next(one_pass)

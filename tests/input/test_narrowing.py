@@ -1,4 +1,4 @@
-"""Numbers of 64 bits that JAX would cut to 32 without a word."""
+"""Numbers of 64 bits that JAX would silently narrow to 32."""
 
 import warnings
 
@@ -41,7 +41,7 @@ def narrowed_one(array):
         "float_scalar",
     ],
 )
-def test_a_number_that_does_not_fit_is_an_error_with_both_ways_out(array, says):
+def test_number_that_does_not_fit_raises_with_both_remedies(array, says):
     message(NarrowingError, lambda: narrowed_one(array), "batch", "jax_enable_x64", "in the dataset", *says)
 
 
@@ -67,15 +67,15 @@ def test_numbers_that_fit_are_converted_without_a_warning(array, dtype):
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 33, 1000, 100_001])
-def test_a_lost_float_is_found_wherever_it_is(size):
-    """NumPy's floating point flags tell of it: a vectorised loop must not miss the rest of an array."""
+def test_lost_float_is_found_anywhere(size):
+    """NumPy's floating point flags report it: a vectorised loop must not miss the rest of an array."""
     for position in {0, size // 2, size - 1}:
         array = np.ones(size)
         array[position] = 1e300
         message(NarrowingError, lambda array=array: narrowed_one(array), f"at [{position}]")
 
 
-def test_what_jax_keeps_as_it_is_is_not_touched():
+def test_values_that_jax_keeps_are_not_touched():
     leaves = [np.ones(2, np.float32), np.arange(3, dtype=np.int8), jax.numpy.ones(2), "text", 2**40, None]
     assert narrowed(leaves, None, "batch") is leaves
 

@@ -8,7 +8,7 @@ import pytest
 
 from replicax._src.input.prefetch import Prefetcher
 
-# Threads of iterators that tests before have left to the garbage collector, who may not have come yet.
+# Threads of iterators of earlier tests that the garbage collector may not have collected yet.
 EARLIER = set()
 
 
@@ -38,7 +38,7 @@ def prefetch(items, depth):
 
 
 class Counted:
-    """0, 1, 2, ..., and how many have been read."""
+    """0, 1, 2, ..., and the number of elements read."""
 
     def __init__(self):
         self.num_read = 0
@@ -59,7 +59,7 @@ def test_items_in_order_and_then_the_end(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 16])
-def test_it_reads_ahead_as_far_as_it_may(depth):
+def test_prefetch_reads_ahead_up_to_its_limit(depth):
     source = Counted()
     items = prefetch(source, depth)
     wait_until(lambda: source.num_read == depth)
@@ -81,7 +81,7 @@ def failing(message):
     raise ValueError(message)
 
 
-def test_an_error_comes_where_its_item_would_with_the_sources_traceback():
+def test_error_replaces_its_item_with_the_sources_traceback():
     items = prefetch(failing("row 3 is bad"), 5)
     assert [next(items), next(items)] == [1, 2]
     with pytest.raises(ValueError, match="row 3 is bad") as caught:
@@ -91,7 +91,7 @@ def test_an_error_comes_where_its_item_would_with_the_sources_traceback():
         next(items)
 
 
-def test_the_thread_ends_when_nobody_holds_it():
+def test_thread_ends_when_the_prefetch_is_deleted():
     items = prefetch(itertools.count(), 2)
     next(items)
     assert len(prefetch_threads()) == 1
@@ -110,7 +110,7 @@ class Flaky(Counted):
         return self.num_read - 1
 
 
-def test_it_goes_on_after_an_error_if_the_source_does():
+def test_prefetch_continues_after_an_error_if_the_source_does():
     items = prefetch(Flaky(), 4)
     assert [next(items) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="try again"):
@@ -141,7 +141,7 @@ def test_an_error_is_not_repeated_before_it_was_taken():
     items.close()
 
 
-def test_whoever_waits_is_woken_when_it_is_closed():
+def test_close_wakes_waiting_callers():
     may_go_on = threading.Event()
     items = prefetch((may_go_on.wait(60) for _ in range(3)), 1)
     ended = []
@@ -154,7 +154,7 @@ def test_whoever_waits_is_woken_when_it_is_closed():
     assert not waiting.is_alive()
 
 
-def test_a_source_that_does_not_return_is_waited_for_no_longer_than_said(monkeypatch, caplog):
+def test_wait_for_a_blocked_source_is_bounded(monkeypatch, caplog):
     monkeypatch.setattr("replicax._src.input.prefetch._CLOSE_TIMEOUT_S", 0.1)
     has_begun, may_go_on = threading.Event(), threading.Event()
     items = prefetch((has_begun.set() or may_go_on.wait(60) for _ in range(3)), 1)

@@ -41,7 +41,7 @@ def test_specs_of_global_batches():
 
 
 @pytest.mark.parametrize("dataset", [[1, 2], [[1, 2], [3]], [(np.arange(2), 1)], grain.MapDataset.range(3)])
-def test_elements_that_are_no_batches(dataset):
+def test_elements_that_are_not_batches(dataset):
     source = open_source(dataset, num_replicas=5)
     text = "Call the `batch` method on the input Dataset .* to split your input across 5 replicas"
     with pytest.raises(UnbatchedDatasetError, match=text):
@@ -50,7 +50,7 @@ def test_elements_that_are_no_batches(dataset):
         source.element_spec()
 
 
-def test_unbatched_arrays_are_refused_at_once():
+def test_unbatched_arrays_raise_at_once():
     with pytest.raises(UnbatchedDatasetError):
         open_source(from_arrays(np.zeros((4, 2))))
 
@@ -121,7 +121,7 @@ def test_pulls_without_end_and_without_elements():
 
 
 @given(st.integers(0, 40), st.integers(1, 7), st.integers(1, 8))
-def test_pulls_hold_every_row_once(num_rows, batch_size, num_replicas):
+def test_pulls_contain_every_row_once(num_rows, batch_size, num_replicas):
     pulls = PerReplicaPulls.from_one(from_arrays(np.arange(num_rows)).batch(batch_size), num_replicas)
     steps = parts_of(pulls)
     assert len(steps) == pulls.cardinality

@@ -1,4 +1,4 @@
-"""Lets the tests here import ``fit_models`` and ``fit_feeds``, which lie beside them."""
+"""Lets the tests here import ``fit_models`` and ``fit_feeds`` from this folder."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The ways in which rows are given to ``fit``, ``evaluate`` and ``predict``, each for any model's rows.
+"""The forms in which ``fit``, ``evaluate`` and ``predict`` get rows, each for any model's rows.
 
-A feed is a function of (x, y, strategy). Without a strategy it is given to the oracle: plain Keras, which does not know
-replicax's datasets, gets the same rows as arrays then.
+A feed is a function of (x, y, strategy). Without a strategy it is given to the oracle: plain Keras does not know
+replicax's datasets, and gets the same rows as arrays.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Calls:
-    """The arguments of each call; those of a call that is left out are None, as each costs two compilations."""
+    """The arguments of each call; those of an omitted call are None, because each costs two compilations."""
 
     fit: dict
     evaluate: dict | None = None
@@ -76,7 +76,7 @@ def validation_data(x, y, strategy):
 
 
 def steps_per_epoch(x, y, strategy):
-    """Two steps are called an epoch: the second epoch has the rest of the rows."""
+    """Two steps count as an epoch: the second epoch has the rest of the rows."""
     return fit_only(x, y, strategy, steps_per_epoch=2, validation_data=(x, y), validation_steps=1)
 
 
@@ -85,7 +85,7 @@ def initial_epoch(x, y, strategy):
 
 
 def few_rows(x, y, strategy):
-    """Batches of 5 rows, the last of 1: replicas without a row."""
+    """Batches of 5 rows, and the last of 1: replicas without a row."""
     first = slice(31)
     calls = arrays(taken(x, first), taken(y, first), strategy)
     return Calls({**calls.fit, "batch_size": 5}, predict={**calls.predict, "batch_size": 5})
@@ -160,7 +160,7 @@ def in_order(x, y, strategy):
 
 
 def ours(dataset: Callable):
-    """``dataset``: of (strategy, (x, y)), given to the model of the strategy."""
+    """``dataset`` is made from (strategy, (x, y)), and given to the model of the strategy."""
 
     def feed(x, y, strategy):
         if strategy is None:

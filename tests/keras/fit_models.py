@@ -1,7 +1,7 @@
-"""Small compiled models, each with the rows that it is trained on: one for each way in which Keras trains.
+"""Small compiled models with their training rows: one for each form of Keras training.
 
-Weights whose gradient is zero but for rounding (a bias before batch normalisation) are trained with SGD: Adam would
-turn the rounding into steps of full size, on one device as well.
+Weights whose gradient is zero except for rounding (a bias before batch normalisation) are trained with SGD: Adam would
+turn the rounding into full-sized steps, on one device too.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CLASSES = 3
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained. ``build(**options)`` gives it compiled; ``options`` go to ``compile``."""
+    """A model and its rows. ``build(**options)`` returns the compiled model; ``options`` go to ``compile``."""
 
     build: Callable[..., keras.Model]
     rows: Callable[[], tuple]
@@ -42,7 +42,7 @@ def one_hot_labels():
 
 
 def tokens():
-    """[rows, 5] ids, with 0 where a row has ended: every number of tokens from 1 to 5 occurs."""
+    """[rows, 5] ids, with 0 after the end of a row: every number of tokens from 1 to 5 occurs."""
     ids = np.random.default_rng(3).integers(1, 11, size=(ROWS, 5)).astype("int32")
     return np.where(np.arange(5) <= np.arange(ROWS)[:, None] % 5, ids, 0).astype("int32")
 
@@ -122,7 +122,7 @@ def lstm(**options):
 
 
 def gru_per_time_step(**options):
-    """The loss is a mean over the entries that are not masked, whose number differs from row to row."""
+    """The loss is a mean over the unmasked entries, whose number differs between rows."""
     model = keras.Sequential(
         [
             keras.Input((5,), dtype="int32"),
@@ -143,7 +143,7 @@ def attention(**options):
 
 
 def inputs_and_outputs(**options):
-    """Two inputs and two outputs by name, whose losses have weights."""
+    """Two named inputs and outputs, whose losses have weights."""
     left, right = keras.Input((4,), name="left"), keras.Input((2,), name="right")
     hidden = layers.Dense(5, activation="tanh")(layers.Concatenate()([left, right]))
     outputs = {
@@ -162,7 +162,7 @@ def inputs_and_outputs(**options):
 
 
 class WithAddLoss(keras.Model):
-    """Its own loss is no mean over rows: the variance of the hidden units over the batch."""
+    """Its own loss is not a mean over rows: it is the variance of the hidden units over the batch."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class WithAddLoss(keras.Model):
 
 
 class WithTrainStep(keras.Model):
-    """Its ``train_step`` sees the global batch, so that what it writes as a mean is one over all rows."""
+    """Its ``train_step`` sees the global batch, so that a mean in it is one over all rows."""
 
     def __init__(self):
         super().__init__()
@@ -290,7 +290,7 @@ def stateful_metrics(**options):
 
 
 def dice(**options):
-    """Dice is a ratio of sums over the whole batch: the mean of the replicas' ratios is another number."""
+    """Dice is a ratio of sums over the global batch: the mean of the replicas' ratios is another number."""
     model = keras.Sequential(
         [keras.Input((6,)), layers.Dense(8, activation="relu"), layers.Dense(CLASSES, activation="softmax")]
     )

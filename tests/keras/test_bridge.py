@@ -1,4 +1,4 @@
-"""The bridge to Keras: what it replaces, that it goes away, and what it refuses."""
+"""The bridge to Keras: its replaced attributes, its removal, and its errors."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ REPLACED = {
 
 
 def test_ten_attributes_of_keras_are_replaced_from_the_first_scope_until_uninstall():
-    """Importing replicax and making a strategy replaces nothing; uninstalling gives back the very functions."""
+    """Importing replicax and making a strategy replaces nothing; uninstalling restores the original functions."""
     program = (
         ATTRIBUTES_OF_KERAS
         + """
@@ -80,7 +80,7 @@ def test_replicax_does_not_import_keras():
     assert in_a_process_of_its_own(program, "-W", "error").strip() == "[]"
 
 
-def test_keras_on_another_backend_is_refused():
+def test_keras_on_another_backend_raises():
     program = """
     import keras
     assert keras.backend.backend() == "numpy"
@@ -116,7 +116,7 @@ def test_without_the_private_name_the_public_way_is_used(monkeypatch):
 
 
 def test_the_fast_way_works_with_this_keras():
-    """Says when Keras has renamed ``_value``: the bridge then still works, 4 µs a variable slower."""
+    """Fails when Keras has renamed ``_value``: the bridge then still works, but takes 4 µs more per variable."""
     variable = keras.Variable(1.0, dtype="float32")
     accessor = type(bridge.keras_capture.accessor)()
     accessor.set([variable], [jnp.float32(2.0)])
@@ -169,9 +169,7 @@ DIFFERENTIATED = pytest.mark.parametrize(
 
 @DIFFERENTIATED
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "mean_with_sample_weight"])
-def test_a_mean_loss_that_is_differentiated_is_refused_with_the_lines_to_write(
-    strategy, differentiate, reduction
-):
+def test_differentiated_mean_loss_raises_with_the_lines_to_write(strategy, differentiate, reduction):
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     with pytest.raises(KerasLossError) as caught:
         strategy.run(differentiate(loss_object), args=(LOGITS,))
@@ -241,7 +239,7 @@ def test_losses_outside_replica_functions_are_keras_own():
     np.testing.assert_allclose(gradient, [1.0, 2.0])
 
 
-def test_an_optimizer_of_keras_says_which_variables_it_takes(strategy):
+def test_keras_optimizer_says_which_variables_it_accepts(strategy):
     with strategy.scope():
         v = rx.Variable(jnp.float32(1.0), name="w")
         optimizer = keras.optimizers.SGD(0.1)
@@ -257,7 +255,7 @@ def test_an_optimizer_of_keras_says_which_variables_it_takes(strategy):
 
 @pytest.mark.rest
 def test_a_scope_in_which_keras_is_imported_ends_with_an_error():
-    """Else the model would be trained on one device, and nothing would say so. The next scope works."""
+    """Otherwise the model would be trained on one device without an error. The next scope works."""
     program = """
     import replicax as rx
     rx.config.set_local_devices(2)
@@ -312,7 +310,7 @@ def test_an_error_in_a_scope_in_which_keras_is_imported_is_that_error():
     assert "own" in in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax")
 
 
-def test_a_framework_that_is_not_there_is_missed_as_ever():
+def test_missing_framework_raises_import_error():
     program = """
     import sys
     import replicax as rx

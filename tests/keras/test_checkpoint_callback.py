@@ -1,4 +1,5 @@
-"""``CheckpointCallback``: a ``fit`` that was interrupted anywhere and run again ends with the bits of one that was not."""
+"""``CheckpointCallback``: a ``fit`` that was interrupted anywhere and run again ends bit-identically to an
+uninterrupted one."""
 
 import re
 import subprocess
@@ -52,7 +53,7 @@ class Died(Exception):
 
 
 class Log(keras.callbacks.Callback):
-    """Notes what other callbacks see of each batch and epoch, and ends the training after so many batches."""
+    """Records what other callbacks see of each batch and epoch, and ends the training after a number of batches."""
 
     def __init__(self, dies_after=None):
         super().__init__()
@@ -69,7 +70,7 @@ class Log(keras.callbacks.Callback):
 
 
 class Dies(keras.callbacks.Callback):
-    """After so many batches; CheckpointCallback has saved then, since it is called before."""
+    """The end comes after a number of batches; CheckpointCallback has saved then, because it is called earlier."""
 
     def __init__(self, after):
         super().__init__()
@@ -95,7 +96,7 @@ class Sequence(keras.utils.PyDataset):
 
 
 class ShufflesItself(Sequence):
-    """As many do: what it has shuffled is its state."""
+    """Many datasets do this: the shuffled order is their state."""
 
     def __init__(self):
         super().__init__()
@@ -149,8 +150,8 @@ FEEDS = {
     },
     "generator": lambda strategy: {"x": generator(), "steps_per_epoch": 5},
 }
-# Each place in the data is kept by one that stays: passes of arrays, a PyDataset's with its state, that of rx.data, of which
-# test_goes_on_at_the_end_of_an_epoch has the distributed one.
+# Each kind of data keeps its position: passes of arrays, a PyDataset's with its state, and rx.data's;
+# test_resumes_at_the_end_of_an_epoch has the distributed one.
 LONG_FEEDS = {"arrays_by_steps", "arrays_split", "py_dataset", "distributed"}
 
 
@@ -172,11 +173,11 @@ def one_device():
 
 @pytest.fixture(autouse=True)
 def no_warning_of_ends(recwarn):
-    """Keras warns where data end within an epoch, which is meant here."""
+    """Keras warns if data end within an epoch, which is intended here."""
 
 
 def assert_goes_on(strategy, feed, folder, dies_after, save_freq=1, **options):
-    """Run, die, and run again in other surroundings: all is as without the death."""
+    """The training runs, dies, and runs again in another environment, and the result is that without the death."""
     log = Log()
     expected, history = fit(strategy, feed, [log], **options)
     with pytest.raises(Died):
@@ -201,13 +202,13 @@ def assert_goes_on(strategy, feed, folder, dies_after, save_freq=1, **options):
 @pytest.mark.parametrize(
     "feed", [pytest.param(feed, marks=[pytest.mark.long] * (feed in LONG_FEEDS)) for feed in FEEDS]
 )
-def test_goes_on_in_the_middle_of_an_epoch(mirrored, feed, tmp_path):
+def test_resumes_in_the_middle_of_an_epoch(mirrored, feed, tmp_path):
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=8)
     assert len(again.batches) == len(log.batches) - 8
 
 
 def tensorflow_style(strategy):
-    """Its logs are not those of the metrics, and its replicas have sums of their own."""
+    """Its logs are not those of the metrics, and its replicas have separate sums."""
 
     class Own(keras.Model):
         def __init__(self):
@@ -269,21 +270,23 @@ def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
         ("distributed", 5),
     ],
 )
-def test_goes_on_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
-    """Of which a pass through the data may be in the middle."""
+def test_resumes_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
+    """A pass through the data may be in its middle."""
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=steps + 1, save_freq="epoch")
     assert len(again.batches) == len(log.batches) - steps
 
 
-def test_a_pass_ends_with_an_epoch_that_goes_on(one_device, tmp_path):
-    """Keras counts what it has taken of a pass, and begins the next one where all has been: it had taken less here."""
+def test_pass_ends_with_a_resumed_epoch(one_device, tmp_path):
+    """Keras counts the elements of a pass that it has taken, and starts the next pass after all of them; here it had
+    taken fewer."""
     again, _ = assert_goes_on(one_device, "arrays", tmp_path, dies_after=4, steps_per_epoch=3)
     assert [(epoch, batch) for epoch, batch, *_ in again.batches] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("died_after", [6, pytest.param(1, marks=pytest.mark.long)])
 def test_interrupted_before_the_last_batch_has_become_an_epoch(mirrored, died_after, tmp_path):
-    """Saved after the last batch of an epoch, and killed before its end: only validation is left of it."""
+    """The state is saved after the last batch of an epoch, and the process is killed before the epoch's end: only
+    validation is left."""
 
     class DiesInValidation(Dies):
         def on_test_begin(self, logs=None):
@@ -313,7 +316,7 @@ def test_several_steps_in_one_call(mirrored, tmp_path):
 
 
 class Scaled(keras.callbacks.Callback):
-    """A callback with a state of its own, which decides what is computed."""
+    """A callback with its own state, which influences the computation."""
 
     def __init__(self):
         super().__init__()
@@ -331,7 +334,7 @@ class Scaled(keras.callbacks.Callback):
 
 
 class Stopping(keras.callbacks.EarlyStopping):
-    """Keras's own, with the two methods that keep its patience."""
+    """Keras's own callback, with the two methods that keep its patience."""
 
     def get_state(self):
         return {"wait": self.wait, "best": self.best, "best_epoch": self.best_epoch}
@@ -349,7 +352,7 @@ class Plateau(keras.callbacks.ReduceLROnPlateau):
 
 
 def test_callbacks_with_get_state_and_set_state_resume(one_device, tmp_path):
-    """Their counts, and what they do at the end of an epoch, in whatever order they are given."""
+    """Their counts, and their actions at the end of an epoch, in any order of the callbacks."""
     options = {"epochs": 8}
 
     def callbacks(*further):
@@ -370,8 +373,8 @@ def test_callbacks_with_get_state_and_set_state_resume(one_device, tmp_path):
 
 
 RESTARTS = {
-    # What the documentation lists: a callback, what it knows at the end, without an interruption, and after a resume in the
-    # third of three epochs.
+    # The list in the documentation: a callback, its values at the end without an interruption, and after a resume in
+    # the third of three epochs.
     "early_stopping": (
         lambda folder: keras.callbacks.EarlyStopping("loss", patience=9, min_delta=100),
         lambda one: (one.wait, one.best_epoch),
@@ -385,7 +388,7 @@ RESTARTS = {
         0,
     ),
     "model_checkpoint": (
-        # It writes the third epoch, which is worse than the first: that one's value is gone.
+        # It writes the third epoch, which is worse than the first: the value of the first is lost.
         lambda folder: keras.callbacks.ModelCheckpoint(
             f"{folder}/{{epoch}}.weights.h5", "loss", mode="max", save_best_only=True, save_weights_only=True
         ),
@@ -415,7 +418,7 @@ RESTARTS = {
 
 
 @pytest.mark.parametrize("name", RESTARTS)
-def test_what_callbacks_of_keras_restart_from(one_device, tmp_path, name):
+def test_restart_values_of_keras_callbacks(one_device, tmp_path, name):
     make, look, uninterrupted, resumed = RESTARTS[name]
     folders = [tmp_path / part for part in ("whole", "parts")]
     for folder in folders:
@@ -429,7 +432,8 @@ def test_what_callbacks_of_keras_restart_from(one_device, tmp_path, name):
 
 
 def test_a_backup_of_keras_yields_to_the_checkpoint(one_device, tmp_path):
-    """Both restore when fit begins: BackupAndRestore the beginning of the epoch, CheckpointCallback the middle, and that counts."""
+    """Both restore when fit starts: BackupAndRestore restores the start of the epoch, CheckpointCallback the middle,
+    and the latter wins."""
 
     def backup():
         return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), delete_checkpoint=False)
@@ -468,15 +472,15 @@ def test_averaged_weights_in_validation_resume(one_device, tmp_path):
             np.testing.assert_array_equal(here, wanted)
 
 
-def test_weights_that_are_swapped_at_the_end_of_an_epoch_are_refused(one_device, tmp_path):
-    """The checkpoint of an epoch's end would have the averages in place of the weights to train on from."""
+def test_swap_on_epoch_raises(one_device, tmp_path):
+    """The checkpoint at an epoch's end would contain the averages in place of the training weights."""
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     with pytest.raises(UnsupportedError, match="swap_on_epoch"):
         averaged(one_device, [swap, CheckpointCallback(tmp_path)])
 
 
 def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
-    """From the one before: not once more when a begun epoch goes on."""
+    """The rate follows from the previous one, and is not computed again when a started epoch resumes."""
 
     def scheduled():
         return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
@@ -490,8 +494,8 @@ def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_a_rate_that_is_set_when_a_training_resumes_at_an_epoch_counts(one_device, tmp_path):
-    """By a callback that comes later, as callbacks in a CallbackList do."""
+def test_learning_rate_set_at_a_resumed_epoch_takes_effect(one_device, tmp_path):
+    """A later callback sets it, like callbacks in a CallbackList."""
     with pytest.raises(Died):
         fit(one_device, "arrays", [CheckpointCallback(tmp_path), Dies(BATCHES)])
     model = make_model(one_device)
@@ -510,7 +514,7 @@ def test_a_rate_that_is_set_when_a_training_resumes_at_an_epoch_counts(one_devic
     assert float(model.optimizer.learning_rate) == pytest.approx(1e-6 * 2**2)
 
 
-def test_a_training_that_has_ended_and_one_that_is_to_be_longer(one_device, tmp_path, caplog):
+def test_finished_training_and_longer_training(one_device, tmp_path, caplog):
     expected, history = fit(one_device, "arrays", [], epochs=4)
     fit(one_device, "arrays", [CheckpointCallback(tmp_path)], epochs=2)
     log = Log()
@@ -535,7 +539,7 @@ def test_the_newest_and_the_best_are_kept(one_device, tmp_path):
     assert callback.manager.best_checkpoint == str(tmp_path / "ckpt-2")
 
 
-def test_epochs_that_are_not_validated_are_not_judged(one_device, tmp_path):
+def test_epochs_without_validation_are_not_compared(one_device, tmp_path):
     x, y = rows()
     options = {"epochs": 4, "validation_freq": [2, 3]}
     callback = CheckpointCallback(tmp_path, max_to_keep=1, monitor="val_loss", mode="max")
@@ -563,7 +567,7 @@ def test_a_manager_of_the_user(one_device, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_data_of_unknown_length_that_were_all_read_before(mirrored, tmp_path):
-    """A process that ends after the last batch of an epoch, and before the epoch: there is none to train on afterwards."""
+    """The process ends after the last batch of an epoch, but before the epoch's end: no batch is left afterwards."""
     x = np.ones((6, 4, 3), np.float32)
 
     class Ends(keras.callbacks.Callback):
@@ -621,7 +625,7 @@ test.fit(strategy, "arrays", [test.CheckpointCallback({folder!r}), IsTold()])
 """
 
 
-def test_a_process_that_is_told_to_end_saves_and_another_goes_on(mirrored, tmp_path):
+def test_preempted_process_saves_and_another_resumes(mirrored, tmp_path):
     here = Path(__file__).parent
     program = PROGRAM.format(tests=str(here.parent), here=str(here), folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
@@ -655,7 +659,7 @@ def test_with_parameter_servers_at_the_ends_of_epochs(tmp_path):
 
 
 @pytest.mark.quick
-def test_what_has_no_meaning_is_refused(tmp_path):
+def test_unsupported_options_raise(tmp_path):
     manager = rx.CheckpointManager(rx.Checkpoint(), tmp_path)
     for arguments, said in (
         ({"save_freq": 0}, "a number of batches of at least 1; got 0"),
@@ -670,7 +674,7 @@ def test_what_has_no_meaning_is_refused(tmp_path):
         CheckpointCallback(tmp_path).on_train_begin()
 
 
-def test_another_fit_than_the_one_that_was_saved(one_device, tmp_path):
+def test_other_fit_than_the_saved_one(one_device, tmp_path):
     with pytest.raises(Died):
         fit(one_device, "arrays", [CheckpointCallback(tmp_path, 1), Dies(5)])
     for options, said in (

@@ -1,7 +1,7 @@
-"""Keras training with state that replicas divide among them: the numbers of one device, and less memory on each.
+"""Keras training with sharded state: the numbers of one device, and less memory on each.
 
-The oracle is Keras alone, made and trained outside of every scope. 199 rows in batches of 64: the last batch has 7, and 64 rows
-do not divide by 6.
+The oracle is plain Keras, made and trained outside every scope. 199 rows in batches of 64: the last batch has 7, and
+64 rows do not divide by 6.
 """
 
 import contextlib
@@ -88,19 +88,19 @@ def assert_same_training(history, values, optimizer):
 
 
 def bytes_on(device, variables):
-    """What a device really holds of some variables."""
+    """The bytes of some variables that a device really holds."""
     shards = [s for v in variables for s in v.value.addressable_shards if s.device.id == device]
     return sum(shard.data.nbytes for shard in shards)
 
 
 def bytes_divided(variables, count):
-    """What a device is to hold: an ``count``-th of each variable that has a dim to divide."""
+    """The bytes that a device should hold: a ``count``-th of each variable with a divisible dim."""
     sizes = [(math.prod(v.shape) * np.dtype(v.dtype).itemsize, v.shape) for v in variables]
     return sum(n // count if any(d % count == 0 for d in shape) else n for n, shape in sizes)
 
 
 def assert_divided(model, devices, count, state):
-    """Each device holds what was computed: a ``count``-th of what is divided, all of everything else."""
+    """Each device holds the computed share: a ``count``-th of sharded variables, and full copies of all others."""
     trainable, others = model.trainable_variables, model.non_trainable_variables
     for device in devices:
         assert bytes_on(device, model.optimizer.variables) == bytes_divided(model.optimizer.variables, count)
@@ -120,16 +120,16 @@ BRIEF = ("adamw_clipped", "optimizer")
     ],
 )
 @pytest.mark.quick
-def test_training_equals_one_device_and_divides_memory(optimizer, state, monkeypatch):
+def test_training_equals_one_device_and_shards_memory(optimizer, state, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)  # each gathers what it needs
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state=state)
     model, history, values = trained(optimizer, strategy)
     assert_same_training(history, values, optimizer)
-    # At the end Keras gives the variables the averages that the optimizer keeps, as they lie.
+    # At the end Keras assigns the optimizer's averages to the variables, in their layout.
     assert_divided(model, range(4), 4, "all" if model.optimizer.use_ema else state)
 
 
-def test_groups_have_all_of_the_state_each(monkeypatch):
+def test_each_group_has_the_full_state(monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state="all", shard_size=2)
     model, _, values = trained("adamw_clipped", strategy, steps_per_execution=4)
@@ -159,7 +159,7 @@ def test_evaluation_and_predictions_are_those_of_one_device():
     assert bytes_on(3, model.variables) == bytes_divided(model.variables, 4)
 
 
-def test_variables_are_made_in_pieces_with_the_values_of_one_device():
+def test_variables_are_created_in_shards_with_the_values_of_one_device():
     def made():
         keras.utils.set_random_seed(3)
         model = keras.Sequential([keras.Input((12,)), layers.Dense(24, kernel_initializer="orthogonal")])
@@ -179,7 +179,7 @@ def test_variables_are_made_in_pieces_with_the_values_of_one_device():
 @pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword"
 )  # of Keras, where it saves
-def test_weights_that_are_loaded_stay_divided(tmp_path):
+def test_loaded_weights_stay_sharded(tmp_path):
     path = tmp_path / "all.weights.h5"
     with rx.MirroredStrategy(CPUS[:4], shard_state="all").scope():
         model = keras.Sequential([keras.Input((12,)), layers.Dense(24), layers.Dense(5)])
@@ -195,7 +195,7 @@ def test_weights_that_are_loaded_stay_divided(tmp_path):
     assert bytes_on(3, kernels) == bytes_divided(kernels, 4)
 
 
-def test_steps_gather_variables_and_not_what_layers_compute():
+def test_steps_gather_variables_but_no_activations():
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state="all")
     with strategy.scope():
         model = keras.Sequential(
@@ -203,7 +203,7 @@ def test_steps_gather_variables_and_not_what_layers_compute():
         )
         model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
     data = (np.zeros((ROWS, 64), np.float32), np.zeros((ROWS, 18), np.float32))
-    # With so few rows a partitioner would rather move the activations.
+    # With so few rows, a partitioner would rather move the activations.
     plan = strategy.plan(model.fit, data, {"batch_size": 8}, topology="cpu:4")
     held = {array.name: array.device_bytes for array in plan.arrays if array.role == "variable"}
     for variable in [*model.variables, *model.optimizer.variables]:

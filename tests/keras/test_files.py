@@ -1,4 +1,4 @@
-"""Names of files of Keras whose ending is known at run time."""
+"""Names of Keras files whose ending is known at run time."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_the_ending_is_added_once(path, model, weights):
 
 
 @pytest.mark.parametrize("given", [None, "", 3, b"a"])
-def test_what_is_no_path(given):
+def test_invalid_paths(given):
     for function in (rx.keras.model_path, rx.keras.weights_path):
         with pytest.raises(InvalidArgumentError, match="path"):
             function(given)

@@ -1,6 +1,6 @@
-"""``fit`` and its kin: what is refused, in which words, and that the model is none the worse for it.
+"""Bad input of ``fit`` and similar methods: the errors and their messages, and that the model is unharmed.
 
-And the bridge: what it replaces in ``keras.Model``, and that models of no scope never notice.
+Also the bridge: what it replaces in ``keras.Model``, and that models without a scope are not affected.
 """
 
 import keras
@@ -82,7 +82,7 @@ def test_keras_scope_error_is_a_value_error_of_replicax():
     assert errors.KerasScopeError.__name__ in errors.__all__
 
 
-def test_a_model_made_outside_is_not_compiled_in_a_scope(strategy, one_device_loss):
+def test_model_made_outside_cannot_be_compiled_in_a_scope(strategy, one_device_loss):
     model = model_named("outer")
     with strategy.scope():
         message(
@@ -294,8 +294,8 @@ def test_datasets_without_a_batch(strategy, one_device_loss):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_arrays_of_no_rows_where_keras_lets_out_what_its_loops_run_into(strategy, method):
-    """A model that is not built is built of its first batch; ``predict`` puts the outputs of its batches together."""
+def test_arrays_without_rows_raise_a_clear_error(strategy, method):
+    """The first batch builds an unbuilt model; ``predict`` concatenates the outputs of its batches."""
     with strategy.scope():
         model = keras.Sequential([layers.Dense(1)], name="small")
         model.compile("sgd", "mse")
@@ -322,7 +322,7 @@ class NoBatches(keras.utils.PyDataset):
         raise IndexError(index)
 
 
-def test_validation_data_of_no_rows_are_said_before_training(strategy):
+def test_validation_data_without_rows_raise_before_training(strategy):
     with strategy.scope():
         model = compiled()
     before = model.get_weights()
@@ -333,7 +333,7 @@ def test_validation_data_of_no_rows_are_said_before_training(strategy):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_a_stop_iteration_of_a_callback_is_its_own(strategy):
+def test_stop_iteration_of_a_callback_is_raised_unchanged(strategy):
     class Exhausted(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             next(iter([]))
@@ -345,7 +345,7 @@ def test_a_stop_iteration_of_a_callback_is_its_own(strategy):
 
 
 def keras_says(call):
-    """The type and text of Keras's own error."""
+    """The type and message of Keras's own error."""
     with pytest.raises(Exception) as caught:
         call()
     return type(caught.value), str(caught.value)
@@ -369,7 +369,7 @@ def wrong_calls():
 
 
 @pytest.mark.parametrize("name", wrong_calls())
-def test_what_keras_refuses_is_refused_in_its_words(strategy, one_device_loss, name):
+def test_errors_of_keras_keep_their_messages(strategy, one_device_loss, name):
     call = wrong_calls()[name]
     expected = keras_says(lambda: call(compiled("same")))
     with strategy.scope():
@@ -435,7 +435,7 @@ def test_losses_that_are_not_numbers_are_reported_as_keras_does(strategy):
 
 @pytest.mark.rest
 def test_the_methods_of_models_are_keras_own_before_and_after():
-    """In every class of models; with the attributes of a model that was made outside of scopes."""
+    """In every class of models, also with the attributes of a model made outside scopes."""
     program = """
     import inspect
     import keras
@@ -529,7 +529,7 @@ def test_keras_may_be_imported_after_the_strategy_was_made():
     assert in_a_process_of_its_own(program).strip() == "{2}"
 
 
-def test_a_model_on_another_backend_is_refused_before_it_is_made():
+def test_model_on_another_backend_raises_before_it_is_made():
     program = """
     import keras
     import numpy as np
@@ -555,7 +555,8 @@ def test_a_model_on_another_backend_is_refused_before_it_is_made():
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_methods_in_a_function_of_replicax(strategy, one_device_loss, method):
-    """Their loops are Python's and read weights: they cannot be traced, as TensorFlow says of its ``tf.function``."""
+    """Their loops are Python's and read weights, so they cannot be traced; TensorFlow says the same of its
+    ``tf.function``."""
     with strategy.scope():
         model = compiled("inner")
     args = (features(),) if method == "predict" else (features(), targets())
@@ -648,7 +649,7 @@ def test_predict_and_mapped_files_are_checked_too(strategy, tmp_path):
     message(errors.NarrowingError, lambda: model.predict(mapped, batch_size=2, verbose=0), "1099511627776")
 
 
-def test_arrays_of_models_of_no_scope_are_left_to_keras(strategy):
+def test_arrays_of_models_without_a_scope_are_left_to_keras(strategy):
     with strategy.scope():
         model_of_ids()  # from here on Keras's methods are replaced
     assert model_of_ids().predict(wrong(IDS, 2**40), verbose=0).shape == (6, 1)

@@ -1,4 +1,5 @@
-"""Keras's own steps, split by rows as processes on CPUs run them: which can be, in how many sums, and that they are equal."""
+"""Keras's own steps, split by rows as processes on CPUs run them: which steps can be split, in how many sums, and that
+they are equal."""
 
 import jax
 import keras
@@ -9,7 +10,8 @@ from checks import assert_close
 from replicax._src.keras.steps import TEST, TRAIN
 from splitting import plan_of, run_by_rows
 
-# Batch normalisation waits for the mean, the variance and their gradients; a mask for the number of rows that count.
+# Batch normalisation waits for the mean, the variance and their gradients; a mask waits for the number of unmasked
+# rows.
 ROUNDS = {
     "dense": (5, 1),
     "built_by_fit": (5, 1),
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64
 
 
 def step_of(name, phase):
-    """The step as a function of the state and a batch, and both."""
+    """The step as a function of the state and a batch, with both."""
     subject = SUBJECTS[name]
     keras.utils.set_random_seed(1)
     model = subject.build()
@@ -49,7 +51,7 @@ def step_of(name, phase):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "phase"), CASES)
-def test_a_step_split_by_rows_is_the_whole_step(name, phase):
+def test_step_split_by_rows_equals_the_unsplit_step(name, phase):
     step, state, rows = step_of(name, phase)
     plan, _ = plan_of(step, state, rows, SIZES)
     assert plan.num_rounds == ROUNDS.get(name, (1, 1))[phase is TEST]

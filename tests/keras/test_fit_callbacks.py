@@ -1,4 +1,4 @@
-"""Keras's callbacks under a strategy see what they see on one device, and may do what they may do there.
+"""Under a strategy, Keras's callbacks see the same as on one device, and may do the same.
 
 Each scenario is a function of the strategy, which is None on one device: plain Keras, the oracle.
 """
@@ -44,7 +44,7 @@ def on_one_device(scenario):
 
 
 def assert_as_on_one_device(strategy, scenario):
-    """A scenario gives the same nest of keys and texts, and numbers that are equal but for rounding."""
+    """A scenario returns a pytree of keys and texts that must be equal, and numbers that must be equal up to rounding."""
     expected = on_one_device(scenario)
     assert_equal(scenario(strategy), expected)
     return expected
@@ -121,7 +121,7 @@ EVENTS = ["on_epoch_begin", "on_epoch_end"] + [
 
 
 class Recorder(keras.callbacks.Callback):
-    """Keeps every event with its arguments."""
+    """Records every event with its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -293,8 +293,8 @@ def test_callbacks_that_steer(strategy, name):
 
 
 @pytest.mark.quick
-def test_early_stopping_gives_back_the_weights_of_the_best_epoch(strategy):
-    """The best is the first epoch, as nothing can improve by 10; the weights are those after one epoch."""
+def test_early_stopping_restores_the_weights_of_the_best_epoch(strategy):
+    """The best epoch is the first one, because nothing can improve by 10; the weights are those after one epoch."""
     _, (weights, _) = STEERED["early_stopping"](strategy)
     model = make_model(None)
     train(model, epochs=1)
@@ -302,7 +302,7 @@ def test_early_stopping_gives_back_the_weights_of_the_best_epoch(strategy):
 
 
 class ChangesWeights(keras.callbacks.Callback):
-    """In the middle of an epoch, from all the places where Keras allows it."""
+    """In the middle of an epoch, from every place where Keras allows it."""
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 2:
@@ -334,7 +334,7 @@ def test_callbacks_that_change_weights_and_the_learning_rate_in_the_middle(any_s
 
 
 class UsesTheModel(keras.callbacks.Callback):
-    """Evaluates and predicts with the model that is being trained, between epochs."""
+    """Evaluates and predicts with the model in training, between epochs."""
 
     def __init__(self):
         super().__init__()
@@ -448,7 +448,7 @@ class Interrupted(Exception):
 
 
 def raising_at(step, error):
-    """A callback that raises at the end of the step of that number, counted over all epochs."""
+    """A callback that raises an error at the end of a given step, counted over all epochs."""
     steps = iter(range(1, 1000))
 
     def on_train_batch_end(batch, logs):
@@ -460,7 +460,7 @@ def raising_at(step, error):
 
 @pytest.mark.parametrize("moves", ["stays", "to_one_device", "from_one_device"])
 def test_a_training_that_was_interrupted_is_resumed_from_its_backup(strategy, tmp_path, moves):
-    """In a new model, and the backup of one device serves the replicas and the other way round."""
+    """The backup is restored in a new model, from one device onto replicas and the other way round."""
     first = None if moves == "from_one_device" else strategy
     second = None if moves == "to_one_device" else strategy
     backup = functools.partial(keras.callbacks.BackupAndRestore, str(tmp_path / "backup"))
@@ -524,7 +524,7 @@ def test_callbacks_that_read_weights_at_batch_and_epoch_ends(any_strategy):
 
 
 def test_arrays_that_a_callback_keeps_stay_readable(strategy):
-    """Their memory is not given to the next step, whatever Keras does on one device."""
+    """Their memory is not reused by the next step."""
     reader = ReadsWeights()
     weights_read(strategy, reader)
     for value, kept in zip(reader.seen, reader.kept[::2]):
@@ -550,7 +550,7 @@ def test_arrays_that_a_user_kept_before_the_training_stay_readable(strategy):
 
 
 def without_times_and_numbers(text):
-    """The text with ``#`` for numbers and ``T`` for durations, and without colours and empty lines."""
+    """The text with ``#`` for numbers and ``T`` for durations, without colours and empty lines."""
     text = re.sub(r"\x1b\[\d*m|\x08", "", text)
     text = re.sub(r"\d+(us|ms|s)\b", "T", text)
     text = re.sub(r"-?\d+\.\d+(e-?\d+)?|\bnan\b", "#", text)
@@ -559,7 +559,7 @@ def without_times_and_numbers(text):
 
 @pytest.fixture(scope="module")
 def models(strategy):
-    """(the replicas', one device's): what is printed depends on neither weights nor history."""
+    """(the replicas' output, one device's): the output depends on neither weights nor history."""
     return make_model(strategy), make_model(None)
 
 
@@ -582,7 +582,7 @@ def test_verbose_2_prints_one_line_per_epoch_as_on_one_device(models, capsys):
 
 
 def test_verbose_1_prints_the_progress_bar_of_one_device(models, capsys):
-    """But for the bars of single batches, which come or not by the clock."""
+    """The bars of single batches are ignored, because they depend on the clock."""
 
     def of_epochs(lines):
         return [line for line in lines if not re.match(r"\d+/\d+ ", line) or "val_loss" in line]
@@ -663,7 +663,7 @@ def test_a_generator_that_raises_at_once(strategy):
 
 
 class Broken(keras.utils.PyDataset):
-    """Whose first batch cannot be read, from the given epoch on."""
+    """A dataset whose first batch cannot be read, from the given epoch on."""
 
     def __init__(self, epoch, with_targets=True):
         super().__init__()
@@ -683,7 +683,7 @@ class Broken(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
-def test_data_whose_first_batch_cannot_be_read_leaves_a_trained_model_as_it_is(strategy, call):
+def test_unreadable_first_batch_does_not_change_a_trained_model(strategy, call):
     model = make_model(strategy)
     train(model, epochs=1)
     before = state_of(model)
@@ -713,7 +713,7 @@ def raises_when_traced(y_true, y_pred):
     + [("trained", call) for call in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch")],
 )
 def test_a_first_step_that_fails_leaves_the_model_usable(strategy, state, call):
-    """Of wrong width: on one device Keras's loop would have lost the weights."""
+    """A batch of wrong width: on one device Keras's loop would have lost the weights."""
     model, expected = make_model(strategy), make_model(None)
     if state == "trained":
         train(model, epochs=1)
@@ -761,7 +761,7 @@ def test_a_later_batch_of_wrong_width_leaves_the_weights_of_the_steps_done(strat
 
 @ends
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
-def test_an_evaluation_or_prediction_that_ends_with_an_error_leaves_the_weights(strategy, call):
+def test_failed_evaluation_or_prediction_keeps_the_weights(strategy, call):
     model = make_model(strategy)
     train(model)
     before = state_of(model)
@@ -789,7 +789,7 @@ def test_an_evaluation_or_prediction_that_ends_with_an_error_leaves_the_weights(
     assert_equal(state_of(model), state_of(expected))
 
 
-def test_a_validation_that_ends_with_an_error_leaves_the_weights_of_the_epoch(strategy):
+def test_failed_validation_keeps_the_weights_of_the_epoch(strategy):
     model, expected = make_model(strategy), make_model(None)
 
     def raises(batch, logs):

@@ -1,7 +1,7 @@
 """``fit``, ``evaluate`` and ``predict`` of a model made in a strategy's scope give the numbers of one device.
 
-The oracle is Keras alone: the same model with the same seeds, made and trained outside of every scope. 199 rows in
-batches of 64 leave a last batch of 7 and divide by none of 3, 5, 6 and 7.
+The oracle is plain Keras: the same model with the same seeds, made and trained outside every scope. 199 rows in
+batches of 64 leave a last batch of 7, and divide by none of 3, 5, 6 and 7.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ STRATEGIES = {
     },
     "tpu_3x2": lambda: tpu_strategy(num_replicas=3, num_logical_devices=2),
 }
-# Where each keeps its variables, as numbers of devices.
+# The number of devices on which each keeps its variables.
 HOMES = {
     "default": {0},
     "one_device": {1},
@@ -101,12 +101,12 @@ CASES = {
     "stateful_metrics": {"sample_weight": ["mirrored_3"], "validation_data": ["mirrored_3"]},
     "dice": {"arrays": ["mirrored_2"], "sample_weight": ["mirrored_2"]},
 }
-# Every model also where each row is on several devices, and the rows do not divide.
+# Every model also runs with each row on several devices, and with rows that do not divide.
 for _feeds in CASES.values():
     _strategies = _feeds.setdefault("arrays", [])
     if "tpu_3x2" not in _strategies:
         _strategies.append("tpu_3x2")
-# What takes long to compile, or is between others that are not long.
+# Models that compile slowly, or are between others that do not.
 LONG = {
     "lstm",
     "gru_per_time_step",
@@ -157,7 +157,7 @@ LONG_CASES = {
     ("inputs_and_outputs", "arrays", "central_2"),
     ("inputs_and_outputs", "py_dataset", "central_2"),
 }
-# Keras's own, which it gives on one device as well.
+# Keras's own warnings, which it gives on one device too.
 WARNINGS = (
     "ignore:Your input ran out of data",  # at the first end of each dataset of grain
     "ignore:You are passing weight as `float`",  # BinaryIoU with sample weights
@@ -173,7 +173,7 @@ def strategy_of(name):
 
 @dataclass
 class Outcome:
-    """All that can be seen of a training, on the host; empty where nothing was evaluated or predicted."""
+    """The visible results of a training, on the host; empty if nothing was evaluated or predicted."""
 
     history: dict
     evaluated: dict
@@ -226,7 +226,7 @@ def assert_equal_outcomes(got, expected, subject):
 
 
 def assert_variables_at_home(model, strategy):
-    """The steps have written every variable, on all devices that the strategy keeps it on and on no other."""
+    """The steps have written every variable, on exactly the devices of the strategy."""
     for variable in [*model.variables, *model.optimizer.variables]:
         sharding = variable.value.sharding
         assert {device.id for device in sharding.device_set} == HOMES[strategy], variable.path
@@ -266,7 +266,7 @@ def test_training_equals_one_device(model, feed, strategy):
     assert_variables_at_home(trained_model, strategy)
 
 
-def test_every_model_feed_and_strategy_is_met():
+def test_every_model_feed_and_strategy_is_tested():
     met = {(m, f, s) for m, feeds in CASES.items() for f, names in feeds.items() for s in names}
     models, feeds, strategies = ({case[i] for case in met} for i in range(3))
     assert models == set(SUBJECTS)
@@ -284,7 +284,7 @@ def test_fit_within_the_scope_is_the_same():
 
 
 def each_batch(subject, strategy=None):
-    """One batch at a time: of 9 rows, then of 1, which is fewer than there are replicas."""
+    """One batch at a time: 9 rows, then 1, which is fewer than replicas."""
     seeded()
     x, y = subject.rows()
     with in_scope(strategy):
@@ -326,8 +326,8 @@ def test_single_batches_equal_one_device(model, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["mirrored_3", pytest.param("central_2", marks=pytest.mark.long)])
-def test_each_device_computes_its_part_of_a_batch(strategy):
-    """XLA says how it laid out a layer's outputs, each time when it compiles them."""
+def test_each_device_computes_its_slice_of_a_batch(strategy):
+    """XLA reports the layout of a layer's outputs at each compilation."""
     seen = []
 
     class Watched(layers.Layer):
@@ -352,8 +352,8 @@ def test_each_device_computes_its_part_of_a_batch(strategy):
             assert not sharding.is_fully_replicated
 
 
-def test_a_model_made_in_no_scope_stays_on_one_device():
-    """Also when models of strategies were trained in the same process."""
+def test_model_made_without_a_scope_stays_on_one_device():
+    """This also holds if models of strategies were trained in the same process."""
     expected = on_one_device("dense", "arrays")
     trained(SUBJECTS["dense"], "arrays", strategy_of("mirrored_2"))
     got, model = trained(SUBJECTS["dense"], "arrays")

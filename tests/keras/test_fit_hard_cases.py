@@ -1,4 +1,4 @@
-"""Cases that a reading of the code, and programs of new users, brought up: each was wrong once."""
+"""Cases found by reading the code, and by programs of new users; each failed once."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def weights_of(model):
 
 
 class Batches:
-    """A dataset that does not say how many batches it has."""
+    """A dataset without a length."""
 
     def __iter__(self):
         return generator()
@@ -73,7 +73,7 @@ class ReadsWeights(keras.callbacks.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:.*Your input ran out of data")  # plain Keras warns too
-def test_data_that_just_end_under_a_callback_that_reads_the_weights(strategy):
+def test_data_end_while_a_callback_reads_the_weights(strategy):
     def run(model):
         history = model.fit(
             generator(),
@@ -169,7 +169,7 @@ def test_layers_that_change_between_calls(strategy):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
-def test_arrays_of_the_users_survive(strategy):
+def test_arrays_of_the_user_survive(strategy):
     model = model_of(strategy)
     mine = jnp.ones((3, 4))
     model.layers[0].kernel.assign(mine)
@@ -231,7 +231,7 @@ def refused(error, call, *words):
 
 
 @pytest.mark.quick
-def test_fit_without_compile_says_so(strategy):
+def test_fit_without_compile_raises(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
     refused(ValueError, lambda: model.fit(features(), targets(), verbose=0), "compile()")
@@ -249,7 +249,7 @@ def test_a_dataset_without_end(mirrored):
 
 
 @pytest.mark.quick
-def test_what_a_dataset_leaves_no_room_for(mirrored):
+def test_arguments_that_conflict_with_a_dataset(mirrored):
     model = model_of(mirrored)
     dataset = rx.data.from_arrays((features(), targets())).batch(BATCH)
     refused(errors.InvalidArgumentError, lambda: model.fit(dataset, targets()), "`y`", "ArrayDataset")

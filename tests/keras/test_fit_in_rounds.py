@@ -1,4 +1,4 @@
-"""``fit`` with ``replicas_to_aggregate``: n batches per update are what one device does with batches n times as large."""
+"""``fit`` with ``replicas_to_aggregate``: n batches per update equal one device with batches n times as large."""
 
 import keras
 import numpy as np
@@ -84,7 +84,8 @@ def test_a_smaller_batch_is_averaged_with_the_next_one():
         with strategy.scope():
             model = embedding(lambda: O.Adagrad(0.1))
         with ClusterCoordinator(strategy, replicas_to_aggregate=2) as coordinator:
-            # Each epoch has one batch of 6 rows and one of 2: as weights, each row of the smaller counts three times.
+            # Each epoch has one batch of 6 rows and one of 2: as weights, each row of the smaller batch counts three
+            # times.
             weights = np.float32([1] * 6 + [3] * 2) * 8 / 12
             for rows in (slice(0, 8), slice(8, 16)):
                 one.fit(WORDS[rows], Y[rows], batch_size=8, sample_weight=weights, **options)
@@ -93,7 +94,7 @@ def test_a_smaller_batch_is_averaged_with_the_next_one():
             assert coordinator.statistics()["closures"]["rounds"] == 2
 
 
-def test_an_epoch_that_ends_within_a_round_goes_on_with_it(caplog):
+def test_round_continues_in_the_next_epoch(caplog):
     with in_memory_strategy(2, 1) as strategy, ClusterCoordinator(strategy, replicas_to_aggregate=2):
         with strategy.scope():
             model = dense(lambda: O.SGD(0.1))

@@ -1,7 +1,7 @@
-"""Every metric class of Keras gives under a strategy what it gives on one device.
+"""Every metric class of Keras gives the same under a strategy as on one device.
 
-One model with an output of each kind has them all, with sample weights; it is evaluated once on one device and once on
-three. An AUC or an F1 score is no mean of the replicas' own.
+One model with an output of each kind has all of them, with sample weights; it is evaluated once on one device and once
+on three. An AUC or an F1 score is not a mean of the replicas' own.
 """
 
 import inspect
@@ -28,7 +28,7 @@ NEEDS = {
     "SparseTopKCategoricalAccuracy": {"k": 2},
     "TopKCategoricalAccuracy": {"k": 2},
 }
-# The output of the model that suits each. "chosen" is the class itself, as a number.
+# The output of the model that fits each metric. "chosen" is the class itself, as a number.
 METRICS_OF = {
     "binary": [
         "AUC",
@@ -87,14 +87,14 @@ METRICS_OF = {
 ALL = [name for names in METRICS_OF.values() for name in names]
 pytestmark = [
     pytest.mark.rest,
-    # Keras's own, on one device as well.
+    # Keras's own warnings, which it gives on one device too.
     pytest.mark.filterwarnings("ignore:You are passing weight as `float`"),
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),
 ]
 
 
 def of_predictions(reduction):
-    """``Mean`` and ``Sum`` take values and not targets with predictions: here they take the predictions."""
+    """``Mean`` and ``Sum`` take values instead of targets with predictions: here they take the predictions."""
 
     class OfPredictions(reduction):
         def update_state(self, y_true, y_pred, sample_weight=None):
@@ -146,9 +146,9 @@ def metered():
 
 
 def measured(build):
-    """What ``evaluate`` returns of the model before any training: ``fit`` updates metrics in the same way.
+    """The result of ``evaluate`` for the model before any training: ``fit`` updates metrics in the same way.
 
-    All batches have 65 rows, 22, 22 and 21 for three devices: programs with so many metrics take long to compile.
+    All batches have 65 rows, which are 22, 22 and 21 on three devices: programs with so many metrics compile slowly.
     """
     keras.utils.set_random_seed(7)
     x, y, weights = keras.tree.map_structure(lambda values: values[: 3 * 65], rows())
@@ -173,7 +173,7 @@ def on_three_devices():
 
 
 @pytest.mark.quick
-def test_every_metric_of_keras_is_here():
+def test_every_metric_of_keras_is_tested():
     classes = {name for name, value in vars(metrics).items() if inspect.isclass(value)}
     assert classes - {"Metric"} == set(ALL)
 

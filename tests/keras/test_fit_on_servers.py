@@ -1,4 +1,5 @@
-"""Keras's loops with parameter servers: one worker gives what one device gives; with several every row counts once."""
+"""Keras's loops with parameter servers: one worker gives the numbers of one device; with several, every row counts
+once."""
 
 import gc
 import time
@@ -64,7 +65,7 @@ def same_state(one, other, atol=1e-6):
 
 
 def fitted(model, **options):
-    """After two epochs, in an order that the seed gives."""
+    """The state after two epochs, in an order given by the seed."""
     keras.utils.set_random_seed(1)
     return model.fit(
         X,
@@ -105,13 +106,13 @@ def test_one_worker_trains_as_one_device_does(case):
         same(fitted(expected, **options), fitted(model, **options))
         same_state(expected, model)
         assert model.optimizer.iterations.value == 2 * 6
-        # And on: from another epoch, with other variables that are trained.
+        # And further: from another epoch, with other trained variables.
         again = {"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 2, "validation_data": None}
         same(fitted(expected, **again), fitted(model, **again))
         same_state(expected, model)
 
 
-def test_fit_keeps_variables_whole_for_an_optimizer_that_needs_it():
+def test_fit_does_not_shard_variables_for_an_optimizer_that_needs_them_in_full():
     expected = classifier(lambda: keras.optimizers.Lamb(0.05))
     with in_memory_strategy(workers=1, partitioner=FixedShardsPartitioner(2)) as strategy:
         model = made_in(strategy, lambda: keras.optimizers.Lamb(0.05))
@@ -143,7 +144,7 @@ def test_two_devices_of_a_worker_train_as_one_device_does(case):
 
 
 @pytest.mark.long
-def test_of_a_table_only_rows_travel_to_a_worker_of_two_devices():
+def test_only_rows_of_a_table_are_sent_to_a_worker_of_two_devices():
     ids = np.random.RandomState(0).randint(0, 50, (22, 3)).astype("int32")
 
     def made():
@@ -279,7 +280,7 @@ def test_inputs_and_outputs_by_name_several_steps_a_call(two_workers):
 
 
 class WithOwnStep(keras.Model):
-    """Its logs have more in them than metrics."""
+    """Its logs contain more than metrics."""
 
     def __init__(self):
         super().__init__()
@@ -305,7 +306,7 @@ class WithOwnStep(keras.Model):
 
 @pytest.fixture
 def slow_worker(monkeypatch):
-    """Worker 0 begins each closure late."""
+    """Worker 0 starts each closure late."""
     answer = Worker.answer
 
     def slow(self, message):
@@ -324,7 +325,7 @@ def test_a_step_in_tensorflows_style_and_its_logs(two_workers, slow_worker):
         )
     history = model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0).history
     assert set(history) == {"loss", "accuracy", "norm"}
-    # Of the metrics it is what they are when all steps have ended.
+    # Metrics have their values after all steps.
     same({name: history[name][-1] for name in ("loss", "accuracy")}, model.get_metrics_result(), atol=0)
     assert model.metrics[0].count.value == ROWS
     assert history["norm"][-1] > 0
@@ -341,7 +342,7 @@ class WithoutLogs(keras.Sequential):
 
 
 @pytest.mark.quick
-def test_steps_that_cannot_be(two_workers):
+def test_unsupported_steps(two_workers):
     for kind, error, says in (
         (
             WithArrayStep,
@@ -410,7 +411,7 @@ def test_callbacks_see_the_model_and_its_logs(two_workers, tmp_path):
     np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
 
 
-def test_early_stopping_gives_the_best_weights_back(two_workers):
+def test_early_stopping_restores_the_best_weights(two_workers):
     weights = []
 
     class Record(keras.callbacks.Callback):
@@ -437,7 +438,7 @@ def test_training_stops_when_a_callback_says_so(two_workers):
     assert model.optimizer.iterations.value == 4
 
 
-def test_nothing_goes_on_when_fit_was_left(two_workers):
+def test_nothing_runs_after_fit_was_left(two_workers):
     class Fail(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 4:
@@ -453,7 +454,7 @@ def test_nothing_goes_on_when_fit_was_left(two_workers):
     assert model.optimizer.iterations.value == 4 + 12
 
 
-def test_nothing_goes_on_when_evaluate_was_left(two_workers, slow_worker):
+def test_nothing_runs_after_evaluate_was_left(two_workers, slow_worker):
     class Fail(keras.callbacks.Callback):
         def on_test_batch_begin(self, batch, logs=None):
             if batch == 4:
@@ -502,7 +503,7 @@ def for_ever(context):
 
 
 @pytest.mark.parametrize("way", ["function", "dataset of the coordinator", "distributed"])
-def test_each_worker_has_a_dataset_of_its_own(two_workers, way):
+def test_each_worker_has_its_own_dataset(two_workers, way):
     data = {
         "function": lambda: for_ever,
         "dataset of the coordinator": lambda: ClusterCoordinator(two_workers).create_per_worker_dataset(
@@ -530,7 +531,7 @@ def test_a_dataset_that_ends_too_early_is_an_error_of_fit(two_workers):
     fitted(model, epochs=1)  # and all goes on
 
 
-def test_what_a_dataset_of_the_workers_leaves_no_room_for(two_workers):
+def test_arguments_that_conflict_with_a_dataset_of_the_workers(two_workers):
     values = ClusterCoordinator(two_workers).create_per_worker_dataset(for_ever)
     model, eager = made_in(two_workers), made_in(two_workers, run_eagerly=True)
     for call, says in (
@@ -565,8 +566,8 @@ def test_a_dataset_of_replicax_is_read_here(two_workers):
         lambda: "rmsprop",
     ],
 )
-def test_compile_may_be_called_outside_of_the_scope(optimizer):
-    """With an optimizer that was made there, too: its rate and its iterations are on the servers then."""
+def test_compile_may_be_called_outside_the_scope(optimizer):
+    """The optimizer was made there too: its rate and its iterations are then on the servers."""
     expected = classifier(optimizer)
     with in_memory_strategy(ps=2) as strategy:
         with strategy.scope():
@@ -601,7 +602,7 @@ def test_the_coordinator_is_the_users_or_the_strategys():
         own.schedule(lambda: 1)
 
 
-def test_a_strategy_that_is_dropped_goes_with_its_coordinator():
+def test_deleted_strategy_is_freed_with_its_coordinator():
     with in_memory_strategy() as strategy:
         coordinator_of(strategy)
         gone = weakref.ref(strategy)

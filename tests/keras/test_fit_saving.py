@@ -1,4 +1,4 @@
-"""Models of a strategy are saved, loaded, copied and put together as Keras models: strategies leave no trace in them.
+"""Models of a strategy are saved, loaded, copied and combined like Keras models: strategies leave no trace in them.
 
 Everything is compared with the same done by plain Keras on one device.
 """
@@ -106,7 +106,7 @@ def make_model(strategy, build=sequential, optimizer=None):
 
 
 def train(model, epochs=1):
-    """In the order of the rows: Keras shuffles otherwise in a model's first training than in its second."""
+    """The rows are in order, because Keras shuffles a model's first training differently from its second."""
     options = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0}
     return model.fit(features(), targets(), **options).history
 
@@ -133,7 +133,7 @@ def assert_trains_alike(got, expected, epochs=1):
 
 
 def num_devices(model):
-    """On how many devices the model's variables are, which must be the same for all."""
+    """The number of devices of the model's variables, which must be the same for all."""
     (number,) = {len(variable.value.sharding.device_set) for variable in model.variables}
     return number
 
@@ -156,7 +156,7 @@ def in_a_process_without_replicax(program, *args):
 
 
 def contents(path):
-    """What is written into a .keras file beside the weights."""
+    """The contents of a .keras file besides the weights."""
     with zipfile.ZipFile(path) as file:
         config = json.loads(file.read("config.json"))
         return sorted(file.namelist()), config
@@ -164,8 +164,8 @@ def contents(path):
 
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.quick
-def test_what_is_saved_is_what_one_device_saves(strategy, tmp_path, name):
-    """The same entries, classes, configuration and compilation, whether it was trained or not."""
+def test_saved_file_equals_that_of_one_device(strategy, tmp_path, name):
+    """Entries, classes, configuration and compilation are equal, whether the model was trained or not."""
     model, expected = make_model(strategy, BUILDERS[name]), make_model(None, BUILDERS[name])
     for one, file in ((model, "replicas.keras"), (expected, "one.keras")):
         train(one)
@@ -223,7 +223,7 @@ def test_a_model_that_is_loaded_in_a_scope_trains_on_as_one_device(strategy, tmp
     assert num_devices(model) == 3
 
 
-def test_a_model_that_is_loaded_outside_of_scopes_trains_on_one_device(strategy, tmp_path):
+def test_a_model_that_is_loaded_outside_scopes_trains_on_one_device(strategy, tmp_path):
     source, expected = make_model(strategy), make_model(None)
     train(source)
     train(expected)
@@ -355,7 +355,7 @@ def pretrained_weights():
 
 
 def pretrained():
-    """A base with batch normalisation, made and trained outside of every scope."""
+    """A base with batch normalisation, made and trained outside every scope."""
     base = base_of_two_layers()
     base.set_weights(pretrained_weights())
     return base
@@ -367,7 +367,7 @@ def with_head(base):
 
 
 def fine_tuned(strategy):
-    """With the base's first layers frozen; then, compiled again, with all of them trained."""
+    """The base's first layers are frozen; then the model is compiled again, and all of them are trained."""
     base = pretrained()
     frozen = [base.get_layer("first"), base.get_layer("normalised")]
     before = [values_of(layer.variables) for layer in frozen]
@@ -394,7 +394,7 @@ def test_a_pretrained_base_is_fine_tuned_as_on_one_device(strategy):
 
 
 def test_a_base_that_is_shared_by_two_models_of_two_strategies(strategy, other_strategy):
-    """Its variables move to whichever trains it."""
+    """Its variables move to the model that trains it."""
 
     def trained(first, second):
         base, models = pretrained(), []
@@ -466,7 +466,7 @@ def test_a_model_of_another_strategy_gets_the_weights(strategy, other_strategy):
 
 
 def loop_of_steps(strategy, model, metric):
-    """One epoch by hand: [loss per step], what the metric says."""
+    """One epoch by hand: [loss per step], and the metric's result."""
     loss_object = keras.losses.MeanSquaredError(reduction=None)
 
     def step(x, y):
@@ -512,7 +512,7 @@ def loop_of_keras(model, metric):
 
 
 def in_turns(strategy):
-    """fit, a loop of one's own, evaluate, fit, the loop, predict: with one metric object in all of them."""
+    """fit, a custom loop, evaluate, fit, the loop, predict, with one metric object in all of them."""
     with scope_of(strategy):
         keras.utils.set_random_seed(0)
         model, metric = sequential(), keras.metrics.MeanAbsoluteError(name="mae")
@@ -529,7 +529,7 @@ def in_turns(strategy):
     return seen, model
 
 
-def test_fit_and_loops_of_ones_own_in_turns(strategy):
+def test_fit_and_custom_loops_in_turns(strategy):
     seen, model = in_turns(strategy)
     expected_seen, expected = in_turns(None)
     for got, value in zip(seen, expected_seen, strict=True):
@@ -540,8 +540,8 @@ def test_fit_and_loops_of_ones_own_in_turns(strategy):
     )
 
 
-def test_a_metric_goes_on_in_a_loop_where_evaluate_left_it(strategy):
-    """Its counts of ``evaluate`` are there, once and not once per replica."""
+def test_metric_continues_in_a_loop_after_evaluate(strategy):
+    """The counts of ``evaluate`` are included once, not once per replica."""
 
     def counted(home):
         with scope_of(home):

@@ -1,8 +1,8 @@
 """Models whose own steps are in TensorFlow's style, ``train_step(self, data)``, give the numbers of plain Keras.
 
-The oracle is Keras alone: the same layers and seeds in a model that has Keras's own steps, made and trained outside of
-every scope. 199 rows in batches of 64 leave a last batch of 7; in batches of 66 one row remains, which is fewer than there
-are replicas.
+The oracle is plain Keras: the same layers and seeds in a model with Keras's own steps, made and trained outside every
+scope. 199 rows in batches of 64 leave a last batch of 7; in batches of 66 one row remains, which is fewer than
+replicas.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.usefixtures("a_scope_was_entered"), pytest.mark.rest]
 
 @pytest.fixture(scope="module")
 def a_scope_was_entered():
-    """From then on steps in TensorFlow's style are recognised in models made outside too."""
+    """From then on, steps in TensorFlow's style are recognised in models made outside too."""
     with strategy_of("mirrored_2").scope():
         pass
 
@@ -47,7 +47,7 @@ def strategy_of(name):
 
 
 def scope_of(name):
-    """None is plain Keras's scope, none; so is that of "outside", where steps in our style are recognised too."""
+    """None means plain Keras without a scope; so does "outside", where steps in our style are recognised too."""
     return contextlib.nullcontext() if name in (None, "outside") else strategy_of(name).scope()
 
 
@@ -55,7 +55,7 @@ def scope_of(name):
 
 
 class ByHand(keras.Model):
-    """What guides to TensorFlow write."""
+    """Code as guides to TensorFlow write it."""
 
     def train_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -99,7 +99,7 @@ class ByMetrics(ByHand):
 
 
 class BySuper(keras.Model):
-    """Keras's own steps, with room for something before and after them."""
+    """Keras's own steps, with hooks before and after them."""
 
     def train_step(self, data):
         return super().train_step(data)
@@ -112,13 +112,13 @@ class BySuper(keras.Model):
 
 
 class OnlyTrainStep(keras.Model):
-    """Its other steps are Keras's, which see the whole batch."""
+    """Its other steps are Keras's, which see the global batch."""
 
     train_step, total_loss, logs = ByHand.train_step, ByHand.total_loss, ByHand.logs
 
 
 class OfRows(ByHand):
-    """Its loss is the user's own, row by row; the model's further losses are added by hand."""
+    """The user computes its loss row by row, and adds the model's further losses by hand."""
 
     rows_loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
@@ -130,7 +130,7 @@ class OfRows(ByHand):
 
 
 class OfRowsAndScaled(OfRows):
-    """Losses that were scaled as in ``strategy.run`` are the same."""
+    """Losses that were scaled as in ``strategy.run`` are equal."""
 
     def total_loss(self, x, y, y_pred, sample_weight):
         own = rx.nn.compute_average_loss(self.rows_loss(y, y_pred), sample_weight)
@@ -146,7 +146,7 @@ def num_rows(tree):
 
 @dataclass(frozen=True)
 class Subject:
-    """``build(model_class)`` gives a compiled model; ``rows()`` the arguments of ``fit`` that are rows."""
+    """``build(model_class)`` returns a compiled model; ``rows()`` returns the arguments of ``fit`` that are rows."""
 
     build: Callable[..., keras.Model]
     rows: Callable[[], dict]
@@ -169,24 +169,24 @@ def labels():
 
 
 def weights(*shape):
-    """Some are 0, and their sums differ from replica to replica."""
+    """Some weights are 0, and their sums differ between replicas."""
     values = np.random.default_rng(5).uniform(0, 2, size=(ROWS, *shape)).astype("float32")
     return np.where(values < 0.4, 0, values).astype("float32")
 
 
 def tokens():
-    """[rows, 4] ids, with 0 where a row has ended: every number of tokens from 1 to 4 occurs."""
+    """[rows, 4] ids, with 0 after the end of a row: every number of tokens from 1 to 4 occurs."""
     ids = np.random.default_rng(3).integers(1, 9, size=(ROWS, 4)).astype("int32")
     return np.where(np.arange(4) <= np.arange(ROWS)[:, None] % 4, ids, 0).astype("int32")
 
 
 def spread(y_true, y_pred):
-    """A scalar that is no mean over rows."""
+    """A scalar that is not a mean over rows."""
     return ops.std(y_pred - y_true)
 
 
 def outputs(model_class):
-    """A loss of each kind, on one output each: the logs say which one is wrong."""
+    """One output for each kind of loss, so that the logs show which one is wrong."""
     x = keras.Input((4,))
     hidden = layers.Dense(5, "tanh", kernel_regularizer="l2", activity_regularizer="l1")(x)
     model = model_class(
@@ -243,7 +243,7 @@ def weighted_rows_of_outputs():
 
 
 def masked(model_class, states_of=None):
-    """Losses per time step are means over what is not masked, of which replicas have different numbers."""
+    """Losses per time step are means over unmasked entries, whose number differs between replicas."""
     ids = keras.Input((4,), dtype="int32")
     states = (states_of or layers.Dense(3, "tanh"))(layers.Embedding(9, 3, mask_zero=True)(ids))
     kinds = ("mean", "sum", "weighted")
@@ -263,7 +263,7 @@ def masked(model_class, states_of=None):
 
 
 def masked_states(model_class):
-    """The mask goes through a layer with states: it takes long to compile."""
+    """The mask passes through a layer with states, which compiles slowly."""
     return masked(model_class, layers.GRU(3, return_sequences=True))
 
 
@@ -335,7 +335,7 @@ SUBJECTS = {
 
 @dataclass
 class Outcome:
-    """All that can be seen of a training, on the host; empty where nothing was evaluated or predicted."""
+    """The visible results of a training, on the host; empty if nothing was evaluated or predicted."""
 
     history: dict
     evaluated: dict
@@ -379,7 +379,8 @@ def loss_logs(logs):
     return {name: value for name, value in logs.items() if name.endswith("loss")}
 
 
-# Rows, and rows in a batch. What takes long to compile has batches of one size, and is not run in every phase.
+# The number of rows, and of rows in a batch. Slow compilations have batches of one size, and do not run in every
+# phase.
 LAST_OF_7, LAST_OF_1, ALL_OF_7, ALL_OF_2 = (199, 64), (199, 66), (21, 7), (6, 2)
 ALL = (TRAIN, TEST, PREDICT)
 CASES = [
@@ -406,7 +407,7 @@ CASES = [
 ]
 
 
-# What takes long to compile, though another case has its steps.
+# A slow compilation whose steps another case also has.
 LONG = {
     ("masked", BySuper, "mirrored_3"),
     ("mixed_float16", BySuper, "mirrored_3"),
@@ -451,7 +452,7 @@ def test_training_equals_one_device(subject, steps, strategy, feed, phases):
     assert_weights_equal(got.weights, expected.weights, SUBJECTS[subject])
 
 
-# --- seven rows at a time, which three replicas have as 3, 2 and 2 -----------------------------------
+# --- seven rows at a time, which are 3, 2 and 2 on three replicas -------------------------------------
 
 BATCH, BATCHES = 7, 3
 SPLIT = (slice(0, 3), slice(3, 5), slice(5, 7))
@@ -464,7 +465,7 @@ def some(rows=BATCH * BATCHES, start=0):
 
 @functools.cache
 def three_batches_on_one_device():
-    """The weights before, between and after them, and the logs of each."""
+    """The weights before, between and after the batches, and the logs of each."""
     model = built(CLASSIFIER, keras.Model)
     states, logs = [weights_of(model)], []
     for i in range(BATCHES):
@@ -475,7 +476,7 @@ def three_batches_on_one_device():
 
 
 def fitted(model_class, *callbacks, strategy="mirrored_3", **options):
-    """A model that has been fitted to three batches, in their order, and its logs."""
+    """A model fitted to three batches, in their order, and its logs."""
     subject = Subject(functools.partial(classifier, **options), rows_of_classifier)
     model = built(subject, model_class, strategy)
     history = model.fit(
@@ -498,7 +499,7 @@ def test_a_loss_by_rows_and_the_models_losses_added_by_hand(steps):
 
 
 class MeansOfItsOwn(keras.Model):
-    """A ``compute_loss`` as the docstring of Keras's shows it, with a mean and a spread over the rows."""
+    """A ``compute_loss`` as in the docstring of Keras's, with a mean and a spread over the rows."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         distance = ops.mean(ops.square(y_pred - ops.one_hot(y, CLASSES)))
@@ -537,7 +538,7 @@ def test_a_compute_loss_of_the_users_sees_the_rows_of_all_replicas(own, steps, r
 
 
 @pytest.mark.quick
-def test_a_mean_loss_of_keras_is_refused():
+def test_mean_loss_of_keras_raises():
     class Mean(ByHand):
         def total_loss(self, x, y, y_pred, sample_weight):
             return losses.SparseCategoricalCrossentropy(from_logits=True)(y, y_pred)
@@ -549,8 +550,8 @@ def test_a_mean_loss_of_keras_is_refused():
 
 @not_with_keras_3_12("leaves nested logs as they are")
 @pytest.mark.quick
-def test_logs_of_what_differs_are_the_mean_over_the_rows():
-    """Also where some replicas have no row, whose mean is nan."""
+def test_logs_of_varying_values_are_the_mean_over_rows():
+    """This also holds if some replicas have no row, and their mean is nan."""
 
     class LocalLogs(ByHand):
         def train_step(self, data):
@@ -658,7 +659,7 @@ def test_an_interrupted_training_continues():
 
 
 class Spoiled(ByHand):
-    """Its step fails where it is told to, after the weights have been changed."""
+    """Its step fails on request, after the weights have been changed."""
 
     is_bad = staticmethod(lambda: False)
 
@@ -676,7 +677,7 @@ def test_a_step_that_fails_changes_nothing_and_training_continues(run_eagerly):
     model.train_on_batch(**some(BATCH))
     model.is_bad = lambda: True
     with pytest.raises(ZeroDivisionError, match="in the step"):
-        # What has been compiled does not fail any more; for 5 rows it has not been.
+        # A compiled step no longer fails; for 5 rows it has not been compiled.
         model.fit(**some(BATCH if run_eagerly else 5), batch_size=BATCH, verbose=0)
     model.is_bad = lambda: False
     assert_weights_equal(weights_of(model), three_batches_on_one_device()[0][1], CLASSIFIER)

@@ -1,4 +1,4 @@
-"""Keras models trained with ``strategy.run`` equal one device that computes the same global batch.
+"""Keras models trained with ``strategy.run`` equal one device with the same global batch.
 
 The oracle uses nothing of replicax: Keras's own ``stateless_call`` and ``stateless_apply`` under ``jax.grad``.
 """
@@ -67,7 +67,7 @@ def embedding():
 
 
 def sgd():
-    """Unlike Adam it shows gradients that are too large by a factor."""
+    """Unlike Adam, SGD reveals gradients that are too large by a factor."""
     return keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
 
 
@@ -175,7 +175,7 @@ def assert_weights_equal(model, expected, atol=1e-5):
         )
 
 
-# What takes long to compile, and is much like another: another recurrent layer, another limit of Adam's gradients.
+# Slow compilations that resemble another case: another recurrent layer, another limit of Adam's gradients.
 LONG = {"gru_stack", "conv_lstm", "bidirectional", "adam_clipvalue"}
 REST = {"attention", "lstm_built_lazily", "adam_accumulating_clipped"}
 
@@ -197,7 +197,7 @@ def test_three_steps_equal_one_device(strategy, name):
 
 @pytest.mark.rest
 def test_a_spectrally_normalised_kernel_is_a_leaf_after_its_assignment(strategy):
-    """The layer assigns its trainable kernel in ``call``; the gradient is taken where it was read after that."""
+    """The layer assigns its trainable kernel in ``call``; the gradient is taken at the read after that."""
 
     def build():
         return keras.Sequential([keras.Input((4,)), layers.SpectralNormalization(layers.Dense(3))])
@@ -273,7 +273,7 @@ def test_batch_normalisation_uses_each_replicas_own_statistics(strategy):
 )
 @pytest.mark.rest
 def test_models_with_dropout_train(strategy, build, shape):
-    """Masks are the replicas' own, so nothing equals one device: each step draws others, and the loss falls."""
+    """Each replica draws its own masks, so nothing equals one device: each step draws new ones, and the loss falls."""
     x, y = batches(shape)[0]
     losses, model, _ = replicated_training(strategy, build, lambda: keras.optimizers.SGD(0.3), [(x, y)] * 6)
     assert len(set(losses)) == 6

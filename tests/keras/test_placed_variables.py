@@ -1,4 +1,4 @@
-"""Keras variables lie on the devices of the strategy in whose scope they are made, before its first step too."""
+"""Keras variables are on the devices of the strategy in whose scope they are made, even before its first step."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def variables_of_all_kinds():
     return [*variables, *model.variables, *model.optimizer.variables, *late.variables, *optimizer.variables]
 
 
-def test_from_their_first_value_on(placed):
+def test_variables_are_placed_from_their_first_value(placed):
     strategy, devices = placed
     with strategy.scope():
         variables = variables_of_all_kinds()
@@ -75,7 +75,7 @@ def test_after_assignments(placed):
     assert lies_on(variable.value) == lies_on(count.value) == devices
 
 
-def test_what_is_computed_before_the_first_step_is_computed_there(placed):
+def test_computation_before_the_first_step_runs_on_their_devices(placed):
     strategy, devices = placed
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
@@ -88,7 +88,7 @@ def test_what_is_computed_before_the_first_step_is_computed_there(placed):
 
 
 def test_a_metric_takes_the_results_of_each_replica(placed):
-    """They lie on different devices, and with the metric none would compute."""
+    """They are on different devices, and could not be combined with the metric."""
     strategy, devices = placed
     with strategy.scope():
         metric = keras.metrics.Mean()

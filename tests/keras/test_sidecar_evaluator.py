@@ -1,4 +1,4 @@
-"""``SidecarEvaluator``: a process beside the training evaluates what the training saves."""
+"""``SidecarEvaluator``: a process beside the training evaluates the saved checkpoints."""
 
 import threading
 
@@ -74,7 +74,7 @@ def test_the_files_of_model_checkpoint(tmp_path, name):
     np.testing.assert_allclose(evaluated(tmp_path, max_evaluations=3).losses, [loss_of(3.0)], rtol=1e-5)
 
 
-def test_it_waits_for_the_next_one_and_skips_what_is_not_whole(tmp_path):
+def test_evaluator_waits_for_the_next_checkpoint_and_skips_incomplete_ones(tmp_path):
     (tmp_path / "ckpt-1.weights.h5").write_bytes(b"begun")
 
     def train():
@@ -89,7 +89,7 @@ def test_it_waits_for_the_next_one_and_skips_what_is_not_whole(tmp_path):
     assert len(results.losses) <= 2
 
 
-def test_a_file_that_is_half_written_is_read_again(tmp_path):
+def test_half_written_file_is_read_again(tmp_path):
     whole, half = tmp_path / "whole.weights.h5", tmp_path / "ckpt-4.weights.h5"
     make_model(4.0).save_weights(whole)
     half.write_bytes(whole.read_bytes()[:-2000])

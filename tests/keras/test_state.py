@@ -31,7 +31,7 @@ def components(value):
 # --- moving statistics --------------------------------------------------------------------------------
 
 
-def test_moving_statistics_are_the_mean_over_replicas_of_each_ones_formula():
+def test_moving_statistics_are_the_mean_of_the_replicas_updates():
     momentum = 0.8
     with strategy().scope():
         layer = layers.BatchNormalization(momentum=momentum)
@@ -99,7 +99,7 @@ def test_dropout_masks_differ_between_replicas_and_steps_and_the_first_replica_d
     assert 0.3 < np.mean([mask for step in masks for mask in step]) < 0.7
 
 
-def test_a_stream_goes_on_where_it_was_in_every_context():
+def test_random_stream_continues_in_every_context():
     """In replicas, in plain Keras, and in replicas again: one stream, as on one device."""
     with strategy().scope():
         layer, reference = layers.Dropout(0.5, seed=7), layers.Dropout(0.5, seed=7)
@@ -223,7 +223,7 @@ def test_metrics_equal_one_device(make):
         np.testing.assert_allclose(value, expected.result(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_users_metric_with_a_result_of_its_own():
+def test_metric_of_the_user_with_its_own_result():
     class Largest(keras.metrics.Metric):
         def __init__(self):
             super().__init__(name="largest")
@@ -302,7 +302,7 @@ def small_training(schedule=0.5):
     return layer, optimizer, lambda: strategy().run(step, args=(per_replica([[1.0]], [[2.0]]),))
 
 
-def test_a_learning_rate_that_is_changed_from_outside_is_used_and_not_traced_again():
+def test_learning_rate_changed_outside_is_used_without_a_new_trace():
     layer, optimizer, step = small_training()
     gc.collect()  # the programs of earlier tests' models go with them
     before = strategy().runner.num_programs
@@ -365,7 +365,7 @@ def test_a_users_stateless_scope_reads_what_it_does_not_map_from_the_step():
 
 
 def test_stateless_call_and_stateless_apply_in_a_step():
-    """The functional way, with ``jax.grad``; the state is assigned in the end."""
+    """The functional form, with ``jax.grad``; the state is assigned at the end."""
     with strategy().scope():
         model = keras.Sequential([keras.Input((2,)), layers.Dense(1), layers.BatchNormalization()])
         optimizer = keras.optimizers.Adam(0.1)

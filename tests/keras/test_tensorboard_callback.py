@@ -1,4 +1,4 @@
-"""``rx.keras.callbacks.TensorBoard`` writes what Keras's callback writes, under every strategy, without TensorFlow."""
+"""``rx.keras.callbacks.TensorBoard`` writes the files of Keras's callback, under every strategy, without TensorFlow."""
 
 import contextlib
 import importlib.util
@@ -111,7 +111,7 @@ def test_batches_are_profiled(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda: None, lambda: rx.MirroredStrategy(2)], ids=["keras", "mirrored"])
-def test_a_fit_that_fails_ends_its_profile_and_the_next_begins_anew(make, tmp_path):
+def test_failed_fit_ends_its_profile_and_the_next_one_restarts(make, tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             raise ZeroDivisionError
@@ -126,7 +126,7 @@ def test_a_fit_that_fails_ends_its_profile_and_the_next_begins_anew(make, tmp_pa
     assert list(scalars_in(tmp_path / "train")["epoch_loss"]) == [0]
 
 
-def test_a_resumed_fit_counts_its_batches_on(tmp_path):
+def test_resumed_fit_continues_its_count_of_batches(tmp_path):
     callback = rx.keras.callbacks.TensorBoard(tmp_path, update_freq="batch")
     callback.set_state({"num_batches": 10})
     made(None).fit(X, Y, batch_size=4, verbose=0, callbacks=[callback])
@@ -145,7 +145,7 @@ def test_a_resumed_fit_counts_its_batches_on(tmp_path):
         ({"profile_batch": "a"}, rx.errors.InvalidArgumentError, "Got 'a'"),
     ],
 )
-def test_what_it_does_not_take(options, kind, said):
+def test_unsupported_arguments(options, kind, said):
     with pytest.raises(kind, match=said):
         rx.keras.callbacks.TensorBoard("logs", **options)
 

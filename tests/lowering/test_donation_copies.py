@@ -1,4 +1,4 @@
-"""Donation copies what somebody else holds, once, and nothing else."""
+"""Donation copies an array that somebody else holds, once, and no other array."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def test_a_training_loop_that_prints_losses_copies_nothing(strategy, copies):
     assert copies == []
 
 
-def test_values_that_are_read_and_let_go_are_not_copied(strategy, copies):
+def test_values_that_are_read_and_released_are_not_copied(strategy, copies):
     run, variables = training(strategy)
     copies.clear()
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_each_value_that_is_kept_is_copied_once(strategy, copies):
         np.testing.assert_array_equal(value, expected)
 
 
-def test_train_on_batch_copies_what_is_kept_only(strategy, copies):
+def test_train_on_batch_copies_only_kept_values(strategy, copies):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
         model.compile("adam", "mse")
@@ -118,7 +118,7 @@ def test_train_on_batch_copies_what_is_kept_only(strategy, copies):
     np.testing.assert_array_equal(kept, before)
 
 
-def test_state_that_is_donated_is_copied_if_it_is_kept(strategy, copies):
+def test_donated_state_is_copied_if_it_is_kept(strategy, copies):
     options = rx.RunOptions(donate_args=(0,))
 
     def step(state):

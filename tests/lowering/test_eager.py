@@ -38,7 +38,7 @@ def numbers(strategy):
 
 
 def plain(nest):
-    """The values of a nest, of which each has one component, on the host."""
+    """The values of a pytree whose leaves have one component each, on the host."""
 
     def of_leaf(leaf):
         if isinstance(leaf, rx.DistributedValues):
@@ -49,7 +49,7 @@ def plain(nest):
 
 
 def assert_alike(a, b):
-    """Two nests have the same structure, and equal values to rounding."""
+    """Two pytrees have the same structure, and equal values up to rounding."""
     (left, tree), (right, other) = map(jax.tree_util.tree_flatten, (plain(a), plain(b)))
     assert tree == other
     for x, y in zip(left, right, strict=True):
@@ -62,7 +62,7 @@ def assert_alike(a, b):
 
 
 def as_one_device(strategy, fn, x):
-    """What ``fn(x, v)`` returns in an eager run. It is what one device computes on the rows of all replicas."""
+    """The result of ``fn(x, v)`` in an eager run. It equals the computation of one device on the rows of all replicas."""
     one = rx.OneDeviceStrategy("cpu:0")
     results = []
     for each, value, options in ((strategy, x, EAGER), (one, strategy.gather(x, axis=0), None)):
@@ -76,7 +76,7 @@ def as_one_device(strategy, fn, x):
 # --- real values --------------------------------------------------------------------------------------
 
 
-def test_it_runs_once_in_the_calling_thread_on_the_rows_of_all_replicas(strategy, capsys):
+def test_eager_run_calls_the_function_once_on_the_rows_of_all_replicas(strategy, capsys):
     threads = []
 
     def fn(x):
@@ -131,7 +131,7 @@ def test_the_default_strategy_runs_eagerly():
     assert float(result) == 2
 
 
-def test_the_first_use_says_what_is_that_of_one_replica(strategy, caplog):
+def test_first_use_logs_what_belongs_to_one_replica(strategy, caplog):
     eager._say_what_differs.cache_clear()
     with caplog.at_level(logging.WARNING, logger="replicax"):
         rx.OneDeviceStrategy("cpu:0").run(lambda: None, options=EAGER)
@@ -146,14 +146,14 @@ def test_the_first_use_says_what_is_that_of_one_replica(strategy, caplog):
 
 
 def seen(strategy, *components):
-    """What the function gets for a per-replica value."""
+    """The argument that the function gets for a per-replica value."""
     got = []
     strategy.run(got.append, args=(per_replica(strategy, *components),), options=EAGER)
     return got[0]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 0), (0, 0)])
-def test_components_are_concatenated_whatever_their_numbers_of_rows(strategy, sizes):
+def test_components_with_any_number_of_rows_are_concatenated(strategy, sizes):
     parts = [np.full((size, 3), 10 * r, np.float32) + np.arange(3) for r, size in enumerate(sizes)]
     np.testing.assert_array_equal(seen(strategy, *parts), np.concatenate(parts))
 
@@ -165,7 +165,7 @@ def test_equal_scalars_are_passed_as_they_are(strategy):
 @pytest.mark.parametrize(
     "components", [(1.0, 2.0), (np.zeros((1, 2)), np.zeros((1, 3)))], ids=["scalars", "widths"]
 )
-def test_components_that_are_no_rows_of_one_batch_are_refused(strategy, components):
+def test_components_that_are_not_rows_of_one_batch_raise(strategy, components):
     with pytest.raises(rx_errors.UnsupportedError, match="shapes"):
         seen(strategy, *components)
 
@@ -259,7 +259,7 @@ def test_reducing_a_result_gives_the_number_of_the_compiled_step(strategy, sizes
     assert_alike(reduced(EAGER), reduced(None))
 
 
-def test_the_mean_over_replicas_of_a_value_that_all_have_is_the_value(strategy):
+def test_mean_of_a_replicated_value_is_the_value(strategy):
     def fn(x):
         return rx.get_replica_context().all_reduce("SUM", jnp.sum(x))
 
@@ -577,7 +577,7 @@ TAPES = [value for name, value in list(globals().items()) if name.startswith(("t
 
 
 @pytest.mark.parametrize("fn", TAPES, ids=lambda fn: fn.__name__)
-def test_tapes_give_what_they_give_when_traced(strategy, fn):
+def test_tapes_give_the_gradients_of_traced_code(strategy, fn):
     as_one_device(strategy, fn, numbers(strategy))
 
 
@@ -595,7 +595,7 @@ def test_values_stay_real_under_a_tape(strategy):
     assert plain(result).tolist() == [1, 1, 1, 1]
 
 
-def test_a_jitted_function_in_a_scan_that_closes_over_what_a_tape_knows(strategy):
+def test_jitted_function_in_a_scan_closes_over_a_recorded_value(strategy):
     def fn(x):
         with rx.GradientTape() as tape:
             tape.watch(x)
@@ -607,7 +607,7 @@ def test_a_jitted_function_in_a_scan_that_closes_over_what_a_tape_knows(strategy
         strategy.run(fn, args=(numbers(strategy),), options=EAGER)
 
 
-def test_a_function_that_jax_remembers_from_before_the_tape(strategy):
+def test_function_that_jax_cached_before_the_tape(strategy):
     with strategy.scope():
         v = rx.Variable(0.5)
 
@@ -650,7 +650,7 @@ def test_tape_used_twice(strategy):
 
 
 def counted(strategy, options, method, aggregation, synchronization):
-    """What a variable shows after an eager or compiled step, and after a compiled one that follows."""
+    """The value of a variable after an eager or compiled step, and after a following compiled one."""
     with strategy.scope():
         v = rx.Variable(jnp.int32([1, 2]), aggregation=aggregation, synchronization=synchronization)
 
@@ -671,19 +671,17 @@ def counted(strategy, options, method, aggregation, synchronization):
 @pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
 @pytest.mark.parametrize("aggregation", ["SUM", "ONLY_FIRST_REPLICA"])
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
-def test_assigning_totals_gives_what_the_compiled_step_gives(
-    strategy, method, aggregation, synchronization, request
-):
+def test_assigning_totals_equals_the_compiled_step(strategy, method, aggregation, synchronization, request):
     eager, compiled = (
         counted(strategy, options, method, aggregation, synchronization) for options in (EAGER, None)
     )
     if (synchronization, aggregation) == ("ON_READ", "SUM"):
-        # Each replica begins with the initial value, [1, 2], so that the variable shows [2, 4] before.
+        # Each replica starts with the initial value, [1, 2], so that the variable shows [2, 4] before.
         assert eager[0] == {"assign": [6, 18], "assign_add": [8, 22], "assign_sub": [-4, -14]}[method]
     assert eager == compiled
 
 
-def test_a_component_for_each_replica_is_read_as_the_variable_shows_it(strategy):
+def test_on_read_variable_reads_its_aggregated_value(strategy):
     def result(aggregation):
         with strategy.scope():
             v = rx.Variable(0.0, aggregation=aggregation, synchronization="ON_READ")
@@ -720,7 +718,7 @@ def test_a_variable_is_on_all_devices_afterwards(strategy):
         assert (float(v.value), v.value.sharding.device_set) == (2, {*jax.devices()[:2]})
 
 
-def test_a_divided_variable_stays_divided():
+def test_sharded_variable_stays_sharded():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_state="all")
     with strategy.scope():
         variables = [rx.Variable(jnp.ones((4096, 2))), keras.Variable(jnp.ones((4096, 2)))]
@@ -780,7 +778,7 @@ class OfTheUser(Exception):
     pass
 
 
-def test_an_exception_shows_the_users_line_and_changes_nothing(strategy):
+def test_exception_shows_the_users_line_and_changes_nothing(strategy):
     with strategy.scope():
         v = rx.Variable(1.0)
         state = keras.Variable(1.0)
@@ -824,7 +822,7 @@ def test_inside_traced_functions(strategy):
         jax.jit(lambda: strategy.run(lambda: jnp.float32(1), options=EAGER))()
 
 
-def test_arrays_are_let_go_at_once(strategy):
+def test_arrays_are_released_at_once(strategy):
     made = []
 
     def fn(x):
@@ -943,7 +941,7 @@ CASES = {
     ),
     "built in the step": (mlp, lambda: keras.optimizers.Adam(0.01), {"is_built": False}),
 }
-# The others have what these have.
+# The others are like these.
 LONG = ("adam with clipping", "adamw with averages")
 
 
@@ -1066,7 +1064,7 @@ def test_gradients_that_were_reduced_are_applied_as_by_the_compiled_step(strateg
     np.testing.assert_allclose(after(EAGER), after(None), rtol=1e-6)
 
 
-def test_the_global_seed_generator_goes_on_as_outside(strategy):
+def test_global_seed_generator_continues_as_outside(strategy):
     def draw():
         return keras.random.normal((3,))
 
@@ -1076,8 +1074,8 @@ def test_the_global_seed_generator_goes_on_as_outside(strategy):
     np.testing.assert_array_equal(eager, [np.asarray(draw()) for _ in range(3)])
 
 
-def test_a_mean_loss_is_the_mean_of_the_whole_batch(strategy):
-    """In a compiled step on several replicas it is an error, for gradients are summed over replicas."""
+def test_mean_loss_is_the_mean_of_the_global_batch(strategy):
+    """In a compiled step on several replicas it is an error, because gradients are summed over replicas."""
     x = per_replica(strategy, np.ones((3, 1), np.float32), np.full((1, 1), 3, np.float32))
 
     def fn(x):

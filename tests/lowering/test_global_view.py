@@ -1,4 +1,4 @@
-"""The global view: a step over whole batches is the step of one device, whatever the rows; state is never lost or shared."""
+"""The global view: a step over global batches is the step of one device, for any rows; state is never lost or shared."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ def topology(num_replicas):
 
 
 def running_sums(state, batch):
-    """Every kind of state: one that changes, one that does not, one whose new value is another one's old."""
+    """Every kind of state: one that changes, one that does not, and one whose new value is another one's old value."""
     (total, fixed), (_previous,) = state
     x = batch["x"] * batch["scale"]
     moved = total + jnp.sum(x, axis=0)
@@ -41,7 +41,7 @@ def batch_of(rows, seed=0):
 
 
 def run(step, state, held, *batches, capacity=1):
-    """One call with batches of one form; gives the outputs and the state afterwards."""
+    """One call with batches of one form; returns the outputs and the state afterwards."""
     groups = held.hold(state)
     batches = [Batch(batch) for batch in batches]
     program = step.program(held, batches[0], capacity)
@@ -113,7 +113,7 @@ def test_rows_are_split_over_the_devices():
     assert sharding.shard_shape((9, 2)) == (3, 2)
 
 
-def test_what_does_not_change_does_not_come_out():
+def test_unchanged_arrays_are_not_outputs():
     step, held = made(2)
     groups = held.hold(new_state())
     program = step.program(held, Batch(batch_of(4)), 1)
@@ -124,7 +124,7 @@ def test_what_does_not_change_does_not_come_out():
     assert held.values()[1] is fixed
 
 
-def test_an_array_that_somebody_holds_is_not_given_away():
+def test_held_array_is_not_donated():
     step, held = made(2)
     state = new_state()
     first = state[0][0]
@@ -143,7 +143,7 @@ def test_an_array_that_somebody_holds_is_not_given_away():
     np.testing.assert_array_equal(kept, kept + 0)
 
 
-def test_a_program_that_writes_more_than_the_one_before():
+def test_program_that_writes_more_than_the_previous_one():
     def step(state, batch):
         (a, b), (c,) = state
         return jnp.sum(batch), ([a + 1, b + 1 if batch.shape[0] < 8 else b], [c])
@@ -157,7 +157,7 @@ def test_a_program_that_writes_more_than_the_one_before():
     np.testing.assert_array_equal(list(groups[0])[1], np.full(2, 2.0))
 
 
-def test_an_array_that_nobody_holds_is_given_away():
+def test_unreferenced_array_is_donated():
     step, held = made(2)
     _, groups = run(step, new_state(), held, batch_of(4))
     arrays = [list(group) for group in groups]

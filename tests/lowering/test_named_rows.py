@@ -1,4 +1,4 @@
-"""Programs of parameter servers say which rows they change, and change no others: snapshots rely on it."""
+"""Programs of parameter servers say which rows they change, and change no others: snapshots rely on this."""
 
 import jax.numpy as jnp
 import keras
@@ -19,7 +19,7 @@ O = keras.optimizers  # noqa: E741
 
 @pytest.fixture
 def named(monkeypatch):
-    """For each update, by piece, whether it said which rows it changes; that it changes no others is checked."""
+    """For each update, by piece, whether it named the rows that it changes; the test checks that it changes no others."""
     seen, apply = [], StoreContents._apply
 
     def checked(self, update, state, operands):
@@ -41,7 +41,7 @@ def named(monkeypatch):
 
 
 def of_tables(seen):
-    """Whether all updates of tables and of their slots said so; and which there were."""
+    """True if all updates of tables and of their slots named their rows; and the updates."""
     told = [(key, is_named) for each in seen for key, is_named in each.items() if "embeddings" in key]
     return all(is_named for _, is_named in told), {key for key, _ in told}
 
@@ -57,7 +57,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch):
+def test_rows_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch):
     monkeypatch.setattr(changed_rows, "MIN_TRACKED_BYTES", 0)
     stores = [Store(), Store()]
     strategy = servers(2, FixedShardsPartitioner(3), stores)
@@ -97,7 +97,7 @@ def test_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.rest
-def test_of_assignments(is_whole, named):
+def test_rows_of_assignments(is_whole, named):
     strategy = servers(2, None if is_whole else FixedShardsPartitioner(3))
     with strategy.scope():
         variable = rx.Variable(np.zeros((ROWS, COLUMNS), np.float32), name="v")

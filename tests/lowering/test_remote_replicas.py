@@ -1,4 +1,5 @@
-"""Several devices of a worker: replicas in sync, as those of MirroredStrategy; one push to each server per closure."""
+"""Several devices of a worker: synchronous replicas, as with MirroredStrategy, and one push to each server per
+closure."""
 
 import types
 
@@ -27,7 +28,7 @@ def on_servers():
 
 
 class Everything:
-    """What a step may do to variables, each kind once."""
+    """Every kind of variable update in a step, once each."""
 
     def __init__(self, strategy):
         keras.utils.set_random_seed(1)
@@ -89,7 +90,7 @@ def components(strategy, result):
 
 
 @pytest.mark.quick
-def test_replicas_of_a_worker_do_what_those_of_mirrored_strategy_do_uneven_batches_included(on_servers):
+def test_replicas_of_a_worker_equal_those_of_mirrored_strategy(on_servers):
     mirrored = rx.MirroredStrategy(DEVICES)
     theirs = Everything(mirrored)
     expected = []
@@ -111,7 +112,7 @@ def test_replicas_of_a_worker_do_what_those_of_mirrored_strategy_do_uneven_batch
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
-def test_what_replicas_do_to_variables_adds_up_on_the_servers_with_one_push_to_each(on_servers, caplog):
+def test_updates_of_replicas_add_up_on_the_servers_with_one_push_each(on_servers, caplog):
     strategy, coordinator = on_servers
     ours = Everything(strategy)
 
@@ -143,7 +144,7 @@ def test_what_replicas_do_to_variables_adds_up_on_the_servers_with_one_push_to_e
     assert ours.seen.numpy() == 2
 
 
-def test_what_replicas_do_to_their_parts_is_done_to_the_total_in_branches_too(on_servers, caplog):
+def test_updates_of_components_change_the_total_also_in_branches(on_servers, caplog):
     strategy, coordinator = on_servers
     with strategy.scope():
         total = rx.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
@@ -161,7 +162,7 @@ def test_what_replicas_do_to_their_parts_is_done_to_the_total_in_branches_too(on
     assert "a parameter server does not do" not in caplog.text
 
 
-def test_each_replica_gets_an_element_of_a_dataset_from_a_function_and_the_last_ones_none(on_servers):
+def test_each_replica_gets_one_element_and_the_last_ones_get_none(on_servers):
     strategy, coordinator = on_servers
 
     def make(input_context):
@@ -199,7 +200,7 @@ def test_arrays_and_elements_of_a_plain_dataset_go_to_all_replicas(on_servers):
 
 
 @pytest.mark.quick
-def test_a_mirrored_variable_whose_new_values_differ_is_refused_with_the_line(on_servers):
+def test_mirrored_variable_with_varying_new_values_raises_with_the_line(on_servers):
     strategy, _ = on_servers
     with strategy.scope():
         v = rx.Variable(0.0, name="mirrored")
@@ -213,7 +214,7 @@ def test_a_mirrored_variable_whose_new_values_differ_is_refused_with_the_line(on
         strategy.closures.prepare(step, [np.float32(1)])
 
 
-def test_next_inside_of_run_says_where_to_call_it(on_servers):
+def test_next_inside_run_says_where_to_call_it(on_servers):
     strategy, coordinator = on_servers
     iterator = iter(coordinator.create_per_worker_dataset(lambda: rx.data.from_arrays(ROWS).batch(2)))
 
@@ -224,7 +225,7 @@ def test_next_inside_of_run_says_where_to_call_it(on_servers):
         strategy.closures.prepare(step, [iterator])
 
 
-def test_a_batch_whose_assignments_depend_on_its_size_in_python_is_refused(on_servers):
+def test_assignments_that_depend_on_the_batch_size_in_python_raise(on_servers):
     strategy, _ = on_servers
     with strategy.scope():
         v = keras.Variable(1.0, trainable=False)
@@ -245,14 +246,14 @@ def test_a_process_with_fewer_devices_says_that_a_replica_function_belongs_to_th
             strategy.run(lambda: jnp.float32(1))
 
 
-def test_run_outside_of_a_scheduled_function_runs_the_replicas_here(on_servers):
+def test_run_outside_a_scheduled_function_runs_the_replicas_here(on_servers):
     strategy, _ = on_servers
     result = strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group)
     assert [int(x) for x in strategy.experimental_local_results(result)] == [0, 1]
 
 
 @pytest.mark.parametrize("where", ["scheduled", "here"])
-def test_there_is_one_result_for_each_replica_also_where_all_are_equal(on_servers, where):
+def test_each_replica_has_a_result_even_if_all_are_equal(on_servers, where):
     strategy, coordinator = on_servers
 
     def step():
@@ -316,7 +317,7 @@ def platforms_of(prepared):
     ]
 
 
-def test_programs_are_made_for_the_platforms_of_the_workers_also_of_those_that_come_late():
+def test_programs_are_exported_for_the_platforms_of_early_and_late_workers():
     with in_memory_strategy(devices_per_worker=2) as strategy:
         _, step = add_up(strategy)
         session = strategy.session
@@ -334,7 +335,7 @@ def test_programs_are_made_for_the_platforms_of_the_workers_also_of_those_that_c
         assert platforms_of(prepared) == [("cpu", "cuda", "rocm")]
 
 
-def test_a_worker_with_fewer_devices_ends_the_job_and_says_why():
+def test_worker_with_fewer_devices_ends_the_job_and_says_why():
     with in_memory_strategy(workers=2, devices_per_worker=2, told={0: {"num_devices": 1}}) as strategy:
         _, step = add_up(strategy)
         with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
@@ -362,7 +363,7 @@ def test_a_worker_with_more_devices_uses_the_first_ones_and_says_so(caplog):
     assert "has 4 devices, and 2 of them are used" in said
 
 
-def test_the_number_of_devices_is_what_the_option_says_or_the_launcher(monkeypatch):
+def test_number_of_devices_comes_from_the_option_or_the_launcher(monkeypatch):
     monkeypatch.setenv("REPLICAX_DEVICES_PER_WORKER", "3")
     assert devices_of_worker(None) == 3
     assert devices_of_worker(2) == 2
@@ -372,7 +373,7 @@ def test_the_number_of_devices_is_what_the_option_says_or_the_launcher(monkeypat
         devices_of_worker(0)
 
 
-def test_programs_for_gpus_are_for_what_jax_exports_for():
+def test_programs_for_gpus_use_the_export_platforms_of_jax():
     def device(platform, version=""):
         return types.SimpleNamespace(
             platform=platform, client=types.SimpleNamespace(platform_version=version)
@@ -383,7 +384,7 @@ def test_programs_for_gpus_are_for_what_jax_exports_for():
     assert export_platform(device("cpu")) == "cpu"
 
 
-def test_what_replicas_print_is_left_out_and_calls_of_python_are_refused(on_servers, caplog):
+def test_prints_of_replicas_are_dropped_and_python_callbacks_raise(on_servers, caplog):
     strategy, coordinator = on_servers
 
     def printing(x):
@@ -401,7 +402,7 @@ def test_what_replicas_print_is_left_out_and_calls_of_python_are_refused(on_serv
         strategy.closures.prepare(lambda x: strategy.run(calling, args=(x,)), [np.float32(1)])
 
 
-def test_a_worker_computes_what_servers_do_only_where_the_function_uses_it_afterwards(on_servers):
+def test_worker_computes_an_update_only_if_the_function_uses_it_later(on_servers):
     strategy, coordinator = on_servers
     with strategy.scope():
         w = keras.Variable(2.0)
@@ -429,7 +430,7 @@ def test_a_worker_computes_what_servers_do_only_where_the_function_uses_it_after
     assert w.value == 1
 
 
-def test_a_table_travels_whole_to_replicas_which_is_said_and_is_updated_as_on_one_device(caplog):
+def test_full_table_is_sent_to_replicas_with_a_warning_and_equals_one_device(caplog):
     ids = np.array([[1, 2], [2, 3], [1, 9]], np.int32)
     shards = rx.experimental.partitioners.FixedShardsPartitioner(2)
     with in_memory_strategy(ps=2, partitioner=shards, devices_per_worker=2) as strategy:

@@ -1,4 +1,4 @@
-"""Tables on parameter servers: only the rows that are looked up travel, each way, and what optimizers do to them."""
+"""Tables on parameter servers: only the rows that are looked up are sent, both ways, and optimizers update only these."""
 
 import logging
 
@@ -61,7 +61,7 @@ def trained(strategy, make_optimizer, run, steps=3, regularizer=None, more_loss=
 
 
 def on_servers(make_optimizer, **options):
-    """As ``trained``, in three shards on two servers; and the rows that these have sent in training."""
+    """Like ``trained``, in three shards on two servers; and the rows that these have sent in training."""
     stores = [Store(), Store()]
     strategy = servers(2, FixedShardsPartitioner(3), stores)
     values, before = trained(strategy, make_optimizer, strategy.run_here, **options)
@@ -83,7 +83,7 @@ def on_one_device(make_optimizer, **options):
     ],
     ids=["sgd", "adagrad", "loss scale", "global_clipnorm", "clipvalue"],
 )
-def test_where_rows_that_are_not_looked_up_stay_anyway_it_is_one_device(make_optimizer):
+def test_optimizers_that_keep_unused_rows_equal_one_device(make_optimizer):
     found, _, sent = on_servers(make_optimizer)
     expected, _ = on_one_device(make_optimizer)
     assert found.keys() == expected.keys()
@@ -92,7 +92,7 @@ def test_where_rows_that_are_not_looked_up_stay_anyway_it_is_one_device(make_opt
     assert sent == 3 * len(LOOKED_UP)  # each once a step, however often it is looked up
 
 
-def test_adam_leaves_rows_and_their_slots_until_they_are_looked_up():
+def test_adam_updates_rows_and_slots_only_when_looked_up():
     found, before, sent = on_servers(lambda: O.Adam(0.01))
     expected, _ = on_one_device(lambda: O.Adam(0.01))
     assert sent == 3 * len(LOOKED_UP)
@@ -106,7 +106,7 @@ def test_adam_leaves_rows_and_their_slots_until_they_are_looked_up():
 
 
 def test_ftrl_and_weight_decay_do_not_change_rows_that_are_not_looked_up():
-    """On one device they do: that is not what they do here."""
+    """On one device they change; here they do not."""
     for make_optimizer in (lambda: O.Ftrl(0.1), lambda: O.AdamW(0.01, weight_decay=0.1)):
         found, before, _ = on_servers(make_optimizer, steps=1)
         expected, _ = on_one_device(make_optimizer, steps=1)
@@ -124,12 +124,12 @@ def test_ftrl_and_weight_decay_do_not_change_rows_that_are_not_looked_up():
     ],
     ids=["ema", "accumulation", "lamb"],
 )
-def test_what_has_no_meaning_for_some_rows_is_refused(make_optimizer, says):
+def test_options_without_meaning_for_some_rows_raise(make_optimizer, says):
     message(UnsupportedError, lambda: on_servers(make_optimizer), "sequential/table/embeddings", says)
 
 
 def tied_output(table, ids):
-    """Each id is to be told from the others by its embedding, which is the output's weight too."""
+    """The embeddings, which are also the output's weights, distinguish the ids."""
     logits = table(ids[:, 0]) @ table.embeddings.value.T
     return jnp.mean(keras.losses.sparse_categorical_crossentropy(ids[:, 0], logits, from_logits=True))
 
@@ -137,7 +137,7 @@ def tied_output(table, ids):
 @pytest.mark.parametrize(
     "options", [{"regularizer": "l2"}, {"more_loss": tied_output}], ids=["l2", "tied output"]
 )
-def test_a_table_of_which_all_is_needed_travels_whole_and_that_is_said_once(caplog, options):
+def test_fully_needed_table_is_sent_in_full_with_one_warning(caplog, options):
     with caplog.at_level(logging.WARNING, logger="replicax"):
         found, _, sent = on_servers(lambda: O.Adam(0.01), **options)
     expected, _ = on_one_device(lambda: O.Adam(0.01), **options)
@@ -148,7 +148,7 @@ def test_a_table_of_which_all_is_needed_travels_whole_and_that_is_said_once(capl
     assert "'sequential/table/embeddings'" in record.getMessage()
 
 
-def test_small_variables_in_one_piece_are_no_tables():
+def test_small_unsharded_variables_are_not_tables():
     store = Store()
     strategy = servers(1, None, [store])
     found, _ = trained(strategy, lambda: O.Adam(0.01), strategy.run_here)

@@ -1,4 +1,4 @@
-"""Closures on parameter servers of this process: what optimizers and assignments do there is what they do on one device."""
+"""Closures on parameter servers of this process: optimizers and assignments there equal those on one device."""
 
 import gc
 
@@ -72,7 +72,8 @@ def without_decay_of_biases(optimizer):
 
 
 def trained(strategy, make_optimizer, run, steps=4, pieces=None):
-    """The loss after some steps, and all variables of model and optimizer; ``pieces`` gets how many each has."""
+    """The loss after some steps, and all variables of model and optimizer; ``pieces`` gets the number of pieces of
+    each."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -117,7 +118,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "is_sharded"), list(cases()))
-def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharded, caplog):
+def test_optimizer_on_servers_equals_one_device(name, is_sharded, caplog):
     strategy, pieces = servers(2, FixedShardsPartitioner(3) if is_sharded else None), {}
     expected = trained(rx.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name], lambda fn, *args: fn(*args))
     found = trained(strategy, OPTIMIZERS[name], strategy.run_here, pieces=pieces)
@@ -131,7 +132,7 @@ def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharde
 
 
 @pytest.mark.quick
-def test_what_all_variables_share_counts_on_every_server():
+def test_shared_state_counts_on_every_server():
     strategy = servers(3)
     with strategy.scope():
         variables = [rx.Variable(np.zeros(n, np.float32)) for n in (5, 4, 3)]
@@ -155,7 +156,7 @@ def test_what_all_variables_share_counts_on_every_server():
 
 
 @pytest.mark.quick
-def test_an_assignment_is_what_it_does_to_the_value():
+def test_assignment_is_sent_as_its_operation():
     strategy = servers(1)
     with strategy.scope():
         v = rx.Variable(1.0)
@@ -177,7 +178,7 @@ def test_an_assignment_is_what_it_does_to_the_value():
     )
 
 
-def test_a_value_of_itself_by_more_than_elementwise_operations_is_replaced_and_said(caplog):
+def test_update_that_is_not_elementwise_replaces_the_value_with_a_warning(caplog):
     strategy = servers(1)
     with strategy.scope():
         v = rx.Variable(np.float32([[0.0, 2.0], [1.0, 0.0]]), name="power")
@@ -208,7 +209,7 @@ def test_several_assignments_of_one_variable_happen_in_order():
     np.testing.assert_array_equal(v.numpy(), [1, 3, 5, 7])
 
 
-def test_prints_are_left_out_and_said_other_callbacks_are_refused(caplog):
+def test_prints_are_dropped_with_a_warning_and_other_callbacks_raise(caplog):
     strategy = servers(1)
 
     def prints(x):
@@ -235,7 +236,7 @@ def test_prints_are_left_out_and_said_other_callbacks_are_refused(caplog):
     message(UnsupportedError, lambda: strategy.run_here(in_a_loop, np.float32(1)), "pure_callback at")
 
 
-def test_an_array_that_is_assigned_is_sent_as_it_is():
+def test_assigned_array_is_sent_unchanged():
     strategy = servers()
     with strategy.scope():
         variable = rx.Variable(np.zeros((7, 2), np.float32))
@@ -256,7 +257,7 @@ def test_an_array_that_is_assigned_is_sent_as_it_is():
 
 
 @pytest.mark.quick
-def test_an_update_that_reads_another_variable_is_refused():
+def test_update_that_reads_another_variable_raises():
     strategy = servers(1)
     with strategy.scope():
         factor, weight = keras.Variable(0.5), keras.Variable(0.0)
@@ -273,7 +274,7 @@ def test_an_update_that_reads_another_variable_is_refused():
     assert float(weight.value) == 0
 
 
-def test_what_reads_a_variable_twice_adds_up():
+def test_repeated_additions_add_up():
     strategy = servers(1)
     with strategy.scope():
         v = rx.Variable(1.0)
@@ -303,7 +304,7 @@ def test_windows_of_rows_are_written(shards):
     np.testing.assert_array_equal(np.asarray(v.numpy())[:, 0], [0, 0, 1, 1, 1, 0])
 
 
-def test_an_operand_with_one_column_is_cut_with_the_rows():
+def test_operand_with_one_column_is_split_with_the_rows():
     strategy = servers(2, FixedShardsPartitioner(3))
     with strategy.scope():
         v = rx.Variable(np.ones((3, 3), np.float32))
@@ -311,7 +312,7 @@ def test_an_operand_with_one_column_is_cut_with_the_rows():
     np.testing.assert_array_equal(v.numpy(), [[0, 0, 0], [1, 1, 1], [2, 2, 2]])
 
 
-def test_copies_of_what_variables_share_go_with_it():
+def test_copies_of_shared_state_are_updated_together():
     strategy = servers(2)
     with strategy.scope():
         a, b = keras.Variable(np.float32([0.0])), keras.Variable(np.float32([0.0]))
@@ -334,7 +335,7 @@ def test_copies_of_what_variables_share_go_with_it():
     assert float(b.value[0]) == -1 - 1 - 0.0625
 
 
-def test_gradients_are_taken_as_the_variable_has_them():
+def test_gradients_get_the_dtype_of_the_variable():
     strategy = servers(1)
     with strategy.scope():
         v = keras.Variable(np.zeros(3, np.float32), dtype="bfloat16")
@@ -352,7 +353,7 @@ def loss_scaled(strategy, **kwargs):
     return kept, optimizer
 
 
-def test_an_optimizer_with_a_loss_scale_applied_twice_goes_on_from_the_first():
+def test_second_apply_with_a_loss_scale_continues_from_the_first():
     def trained(strategy, run):
         kept, optimizer = loss_scaled(strategy)
 
@@ -370,7 +371,7 @@ def test_an_optimizer_with_a_loss_scale_applied_twice_goes_on_from_the_first():
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_what_a_worker_needs_of_an_optimizer_is_not_changed_before_in_the_same_function():
+def test_function_cannot_change_optimizer_state_before_the_worker_uses_it():
     strategy = servers(2)
     kept, optimizer = loss_scaled(strategy, global_clipnorm=1.0)
 
@@ -391,7 +392,7 @@ def test_what_a_worker_needs_of_an_optimizer_is_not_changed_before_in_the_same_f
 
 
 class NumberedRows(O.SGD):
-    """What it does to a row depends on the row's number: the gradients', or it writes the number itself."""
+    """Its update of a row depends on the row's number: by the gradients, or by writing the number itself."""
 
     def update_step(self, gradient, variable, learning_rate):
         numbers = jnp.arange(variable.shape[0], dtype=jnp.float32)[:, None]
@@ -402,7 +403,7 @@ class NumberedRows(O.SGD):
 
 
 @pytest.mark.parametrize("name", ["writes", "scales"])
-def test_an_optimizer_that_numbers_the_rows_means_those_of_the_whole_variable(name):
+def test_row_numbers_in_an_optimizer_are_those_of_the_full_variable(name):
     strategy = servers(2, FixedShardsPartitioner(2))
     with strategy.scope():
         v = keras.Variable(jnp.zeros((6, 2)))
@@ -417,7 +418,7 @@ def test_an_optimizer_that_numbers_the_rows_means_those_of_the_whole_variable(na
     assert len(v._value.pieces) == 2
 
 
-def test_a_variable_that_is_in_shards_already_is_not_moved_for_an_optimizer_that_needs_it_whole():
+def test_sharded_variable_is_not_moved_for_an_optimizer_that_needs_it_in_full():
     strategy = servers(2, FixedShardsPartitioner(2))
     with strategy.scope():
         v = keras.Variable(np.ones((6, 2), np.float32), name="read_before")
@@ -443,7 +444,7 @@ class ScaledByRows(O.SGD):
         self.assign_sub(variable, gradient * (1 / variable.shape[0]))
 
 
-def test_an_optimizer_that_computes_with_the_number_of_rows_is_refused_for_shards():
+def test_optimizer_that_uses_the_number_of_rows_raises_for_shards():
     """A shard has other numbers of rows than the variable."""
     strategy = servers(2, FixedShardsPartitioner(2))
     with strategy.scope():
@@ -454,7 +455,7 @@ def test_an_optimizer_that_computes_with_the_number_of_rows_is_refused_for_shard
     message(UnsupportedError, lambda: strategy.run_here(step), "something else for a shard")
 
 
-def test_what_gradients_alone_decide_the_worker_computes_for_shards():
+def test_worker_computes_values_of_gradients_alone_for_shards():
     gradient = RANDOM.randn(6, 2).astype(np.float32)
 
     def trained(strategy, run):
@@ -473,7 +474,7 @@ def test_what_gradients_alone_decide_the_worker_computes_for_shards():
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_an_update_of_optax_is_assignments_and_does_to_shards_what_it_does_on_one_device(name):
+def test_update_of_optax_is_assignments_and_equals_one_device(name):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), getattr(optax, name)(0.1))
     gradients = RANDOM.randn(3, 6, 2).astype(np.float32)
 
@@ -501,14 +502,14 @@ def test_an_update_of_optax_is_assignments_and_does_to_shards_what_it_does_on_on
 
 
 class OfTheFirst(O.SGD):
-    """Every variable moves by the value of the first."""
+    """Every variable moves by the value of the first one."""
 
     def update_step(self, gradient, variable, learning_rate):
         self.assign_sub(variable, gradient * self._trainable_variables[0].value)
 
 
 @pytest.mark.parametrize("shards", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
-def test_an_update_that_needs_the_value_of_another_variable_is_refused(shards):
+def test_update_that_needs_the_value_of_another_variable_raises(shards):
     strategy = servers(2, shards)
     with strategy.scope():
         kept = [keras.Variable(np.ones((4, 2), np.float32)) for _ in range(2)]
@@ -518,7 +519,7 @@ def test_an_update_that_needs_the_value_of_another_variable_is_refused(shards):
     message(UnsupportedError, lambda: strategy.run_here(step), "values of other variables")
 
 
-def test_pieces_of_one_shape_share_one_function_of_a_server():
+def test_shards_of_one_shape_share_one_function_of_a_server():
     strategy = servers(2, FixedShardsPartitioner(2))
     with strategy.scope():
         kept = [keras.Variable(np.ones((6, 2), np.float32)) for _ in range(10)]
@@ -534,7 +535,7 @@ def test_pieces_of_one_shape_share_one_function_of_a_server():
         assert exported.count("func.func private") == 3, "with decay, without, and the count of steps"
 
 
-def test_an_optimizer_in_a_condition_is_refused():
+def test_optimizer_in_a_condition_raises():
     strategy = servers(1)
     with strategy.scope():
         v = keras.Variable(0.0)
@@ -554,7 +555,7 @@ def test_an_optimizer_in_a_condition_is_refused():
 
 @pytest.mark.parametrize("shards", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
 @pytest.mark.quick
-def test_what_a_branch_assigns_is_done_by_the_servers_if_it_was_taken(shards):
+def test_servers_carry_out_the_assignments_of_the_taken_branch(shards):
     strategy = servers(2, shards)
     with strategy.scope():
         total = rx.Variable(np.zeros(4, np.float32))
@@ -588,7 +589,7 @@ def test_what_a_branch_assigns_is_done_by_the_servers_if_it_was_taken(shards):
     assert float(mean.result()) == 2.5
 
 
-def test_a_condition_on_the_variable_itself_is_of_the_value_read(caplog):
+def test_condition_on_the_variable_uses_the_value_read(caplog):
     strategy = servers(1)
     with strategy.scope():
         v = rx.Variable(np.ones(3, np.float32))
@@ -605,7 +606,7 @@ def test_a_condition_on_the_variable_itself_is_of_the_value_read(caplog):
     assert not caplog.text
 
 
-def test_a_branch_that_replaces_by_what_no_server_does_says_so(caplog):
+def test_branch_that_replaces_the_value_warns(caplog):
     strategy = servers(1)
     with strategy.scope():
         v = rx.Variable(np.float32([[0.0, 2.0], [1.0, 0.0]]), name="power")
@@ -620,7 +621,7 @@ def test_a_branch_that_replaces_by_what_no_server_does_says_so(caplog):
     assert "comes from its own value by 'dot_general'" in caplog.text
 
 
-def test_a_gradient_of_a_branch_that_assigns():
+def test_gradient_of_a_branch_that_assigns():
     strategy = servers(1)
     with strategy.scope():
         w, seen = rx.Variable(2.0), rx.Variable(0)
@@ -640,7 +641,7 @@ def test_a_gradient_of_a_branch_that_assigns():
     assert (w.numpy(), seen.numpy()) == (0, 2)
 
 
-def test_arrays_that_are_given_are_copied():
+def test_array_arguments_are_copied():
     strategy = servers(1)
     with strategy.scope():
         kept = keras.Variable(np.zeros(2, np.float32))
@@ -652,7 +653,7 @@ def test_arrays_that_are_given_are_copied():
     np.testing.assert_array_equal(prepared.arguments[0], [1, 1])
 
 
-def test_an_iterator_of_the_coordinator_is_no_argument():
+def test_iterator_of_the_coordinator_is_rejected_as_an_argument():
     iterator = iter(rx.data.from_arrays(np.arange(4)))
     message(
         InvalidArgumentError,
@@ -682,12 +683,12 @@ def test_models_made_in_a_loop_leave_nothing_on_the_servers():
     assert max(num for each in held for num, _ in each) <= 17, (
         "of the functions that are remembered, and the next"
     )
-    # Which server gets the next one depends on what each has: together they have the same again.
+    # The next server depends on the contents of each; together they have the same again.
     assert [sum(each) for each in zip(*held[-1])] == [sum(each) for each in zip(*held[-3])]
     assert strategy.session.bytes_on == [store.statistics()["bytes"] for store in stores]
 
 
-def test_what_a_server_has_counts_where_the_next_variable_goes():
+def test_contents_of_a_server_decide_where_the_next_variable_goes():
     strategy = servers(2)
     with strategy.scope():
         small, large = rx.Variable(np.zeros(2, np.float32)), rx.Variable(np.zeros(100, np.float32))

@@ -1,4 +1,4 @@
-"""Sums over replicas that do not wait for one another are made together, and stay what they were."""
+"""Sums over replicas that do not wait for one another are computed together, with the same results."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Uneven batches: replicas with different (or no) rows give what one device gives for the whole batch."""
+"""Uneven batches: replicas with different (or no) rows give the numbers of one device with the global batch."""
 
 import functools
 
@@ -29,7 +29,7 @@ def one_device():
 
 
 def by_replica(strategy, sizes, make):
-    """Per-replica values; ``make`` gives one for the number of rows and the first row's number."""
+    """Per-replica values; ``make`` returns one for the number of rows and the first row's number."""
     starts = np.cumsum((0, *sizes))
     return strategy.experimental_distribute_values_from_function(
         lambda context: make(
@@ -39,7 +39,7 @@ def by_replica(strategy, sizes, make):
 
 
 def rows(sizes):
-    """Per-replica values of the numbers of their rows: 0, 1, ... as floats."""
+    """Per-replica values of the row numbers 0, 1, ... as floats."""
     return by_replica(
         mirrored(len(sizes)), sizes, lambda n, start: np.arange(start, start + n, dtype="float32")
     )
@@ -135,7 +135,7 @@ def reference(name, num_rows):
     return train_two_steps(one_device(), name, num_rows)
 
 
-# Each model has rows for some replicas only, or another number for each; those of "mlp" are all sizes.
+# Each model has rows for some replicas only, or another number for each; "mlp" has all sizes.
 LONG = {("cnn", 2), ("bidirectional", 4), ("attention", 2), ("attention", 4), ("embedding", 4)}
 REST = {("bidirectional", 2), ("cnn", 4)}
 REST_SIZES = {(1, 0), (3, 2, 2, 2), (1, 0, 0, 0)}  # as others of "mlp" are
@@ -181,7 +181,7 @@ def test_a_scaled_loss_accumulated_gradients_and_adam_equal_one_device(sizes):
 
 
 def test_a_replica_without_rows_gives_no_nan_through_batch_normalisation():
-    """One replica has both rows, so that its statistics are the whole batch's: as one device."""
+    """One replica has both rows, so that its statistics are those of the global batch, as on one device."""
 
     def train(strategy, x, y):
         keras.utils.set_random_seed(0)
@@ -307,7 +307,7 @@ def test_all_gather_of_the_ragged_dim(sizes):
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 def test_collectives_inside_a_called_function_of_the_ragged_batch(wrap):
-    """The function's arguments differ in shape; what the replicas exchange in it does not."""
+    """The function's arguments differ in shape; the exchanged values do not."""
 
     @wrap
     def squared_total(x):
@@ -325,7 +325,7 @@ def test_collectives_inside_a_called_function_of_the_ragged_batch(wrap):
 
 
 def test_gathers_of_gathers_learn_their_shapes_one_after_the_other():
-    """Each shape is known only when those before it are: the function is traced until nothing is guessed."""
+    """Each shape is known only after the earlier ones: the function is traced until no shape is guessed."""
     strategy = mirrored(2)
     seen = []
 
@@ -379,7 +379,7 @@ def test_collectives_inside_a_scan_whose_shapes_do_not_depend_on_the_batch():
     np.testing.assert_allclose([float(v) for v in result.values], [133.0, 137.0])
 
 
-def test_an_all_reduce_of_the_ragged_dim_is_refused_and_says_what_to_do():
+def test_all_reduce_of_the_ragged_dim_raises_and_says_what_to_do():
     strategy = mirrored(2)
     with pytest.raises(StructureError, match="reduce over the batch first") as caught:
         strategy.run(lambda x: rx.get_replica_context().all_reduce("SUM", x), args=(rows((2, 1)),))
@@ -403,7 +403,7 @@ def test_a_gradient_that_is_summed_for_one_size_is_summed_for_all():
     assert float(weight.value) == 10.0 - (0 + 1 + 2)
 
 
-def test_python_that_branches_on_the_batch_around_a_collective_is_refused():
+def test_python_branch_on_the_batch_around_a_collective_raises():
     strategy = mirrored(2)
 
     def step(x):
@@ -415,13 +415,13 @@ def test_python_that_branches_on_the_batch_around_a_collective_is_refused():
         strategy.run(step, args=(rows((2, 1)),))
 
 
-def test_other_structures_for_other_sizes_are_refused():
+def test_other_structures_for_other_sizes_raise():
     strategy = mirrored(2)
     with pytest.raises(StructureError, match="different structures"):
         strategy.run(lambda x: (x, x) if x.shape[0] > 1 else x, args=(rows((2, 1)),))
 
 
-def test_other_variables_for_other_sizes_are_refused():
+def test_other_variables_for_other_sizes_raise():
     strategy = mirrored(2)
     with strategy.scope():
         first, second = rx.Variable(0.0, name="first"), rx.Variable(0.0, name="second")
@@ -484,7 +484,7 @@ def halved(x):
 
 halved.defvjp(lambda x: (halved(x), None), lambda _, cotangent: (cotangent,))
 
-# Computations of a variable in which no row takes part.
+# Computations of a variable without any row.
 OF_A_VARIABLE = {
     "custom_vjp": halved,
     "custom_jvp": jax.nn.softplus,
@@ -500,7 +500,7 @@ OF_A_VARIABLE = {
 
 
 @pytest.mark.parametrize("name", OF_A_VARIABLE)
-def test_what_no_row_takes_part_in_is_the_same_in_all_variants(name):
+def test_values_without_rows_are_the_same_in_all_variants(name):
     """No false alarm: the traces for different sizes are recognised as the same computation."""
     strategy = mirrored(2)
     with strategy.scope():
@@ -533,7 +533,7 @@ def test_outputs_are_ragged_and_can_be_passed_on():
 
 
 def test_two_ragged_arguments_with_different_dims():
-    """Sequences padded to another length on each replica, beside an even argument."""
+    """Sequences padded to a different length on each replica, beside an even argument."""
     strategy = mirrored(2)
     x = by_replica(strategy, (3, 2), lambda n, start: np.full((n, n + 1), start, "float32"))
     y = by_replica(strategy, (1, 1), lambda n, start: np.full((n, 1), start + 1, "float32"))
@@ -594,7 +594,7 @@ def test_metrics_count_each_row_once():
 
 
 def test_the_number_of_programs_is_bounded_by_the_sizes_met():
-    """One program for the full batches and one for the last, however many epochs."""
+    """One program for the full batches and one for the last, for any number of epochs."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     traces = []
 

@@ -1,4 +1,5 @@
-"""Operations that XLA's partitioner computes wrongly: at any depth they are whole, and steps give the numbers of one device."""
+"""Operations that XLA's partitioner computes wrongly are replicated at any depth, and steps give the numbers of one
+device."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def until(table, rows, ids):
 
 @pytest.mark.parametrize("fn", [direct, in_a_loop, in_branches, in_a_gradient, until])
 @pytest.mark.quick
-def test_they_are_whole_at_any_depth(fn):
+def test_operations_are_replicated_at_any_depth(fn):
     args = (jnp.ones((4, 3)), ROWS, IDS)
     topology = rx.MirroredStrategy(["cpu:0", "cpu:1"]).topology
     rule = whole_operations.rule_of_batches(4, topology, is_padded=True)
@@ -80,12 +81,12 @@ def pooled_rows(x, kernel):
 
 
 def by_token(x, kernel):
-    """Rows are reshaped on the way."""
+    """Rows are reshaped in between."""
     return jnp.sort((x @ kernel).reshape(-1, 2), 0)
 
 
 def largest(x, kernel):
-    """Of segments, of which the first and the last have no rows."""
+    """Segments, of which the first and the last have no rows."""
     of_segments = jax.ops.segment_max(x @ kernel - 9, 1 + jnp.arange(len(x)) % 3, 5)
     return jnp.maximum(of_segments, -20)
 
@@ -105,7 +106,7 @@ def exclusive_or(x, kernel):
     return x @ kernel * jnp.sin(bits)
 
 
-# Each is wrong without, or ends the process.
+# Each gives wrong numbers without this, or ends the process.
 OF_ROWS = {
     "sorted": (lambda x, kernel: jnp.sort(x @ kernel, 0), (4,), (4, 4)),
     "sorted_by_token": (by_token, (4,), (4, 4)),

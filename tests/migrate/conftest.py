@@ -1,4 +1,4 @@
-"""Lets the tests here import ``table_examples``, which lies beside them and is a script for TensorFlow too."""
+"""Lets the tests here import ``table_examples`` from this folder, which is also a script for TensorFlow."""
 
 import sys
 from pathlib import Path

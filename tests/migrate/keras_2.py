@@ -1,6 +1,6 @@
-"""Prints the names that Keras 2 has and Keras 3 has not, and the arguments: what ``keras_dropped.toml`` is kept from.
+"""Prints the names and arguments that Keras 2 has and Keras 3 does not: the source of ``keras_dropped.toml``.
 
-Run it with a Python that has ``tf_keras``; what Keras 3 still takes by ``**kwargs`` is to be left out by hand.
+Run it with a Python that has ``tf_keras``; remove by hand what Keras 3 still accepts by ``**kwargs``.
 """
 
 import inspect
@@ -37,7 +37,7 @@ def at(root: object, path: str) -> object:
 
 
 def pairs(old: object, new: object) -> Iterator[tuple[str, object, object]]:
-    """Yields the public names of Keras 2 and what both versions have there; None where Keras 3 has nothing."""
+    """Yields the public names of Keras 2 and the objects of both versions; None if Keras 3 has none."""
     for module in MODULES:
         for name in dir(at(old, module)):
             value = getattr(at(old, module), name)
@@ -50,7 +50,7 @@ def pairs(old: object, new: object) -> Iterator[tuple[str, object, object]]:
 
 
 def dropped(old: object, new: object) -> list[str]:
-    """The named arguments that the newer function has not."""
+    """The named arguments that the newer function lacks."""
     try:
         before, after = inspect.signature(old).parameters, inspect.signature(new).parameters
     except (TypeError, ValueError):

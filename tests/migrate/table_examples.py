@@ -1,4 +1,4 @@
-"""Runs the examples of the table of names with TensorFlow and writes what they gave to ``recorded.json``.
+"""Runs the examples of the table of names with TensorFlow and writes the results to ``recorded.json``.
 
 Run it with a Python that has TensorFlow 2.21: ``python tests/migrate/table_examples.py``.
 """
@@ -21,7 +21,7 @@ def examples() -> list[str]:
 
 
 def observe(value: Any) -> Any:
-    """A result as JSON: lists, arrays with their dtypes, whatever library they are of."""
+    """A result as JSON: lists, arrays of any library with their dtypes."""
     if value is None:
         return None
     if isinstance(value, dict):
@@ -37,7 +37,7 @@ def observe(value: Any) -> Any:
 
 
 def record() -> dict[str, Any]:
-    """Returns what each example gives in TensorFlow."""
+    """Returns the result of each example in TensorFlow."""
     import tensorflow as tf
 
     gave, failed = {}, []

@@ -1,4 +1,4 @@
-"""The command line: what it prints, writes and returns."""
+"""The command line: its output, files and exit codes."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def program(tmp_path):
     return folder
 
 
-def test_a_diff_writes_nothing(program, capsys):
+def test_diff_writes_nothing(program, capsys):
     assert main(["migrate", str(program)]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("-import tensorflow as tf\n+import replicax as rx\n") == 2
@@ -34,7 +34,7 @@ def test_a_diff_writes_nothing(program, capsys):
     assert printed.err == "replicax migrate: 2 of 2 files would change: 2 names.\n"
 
 
-def test_in_place_and_again(program, capsys):
+def test_in_place_twice(program, capsys):
     os.chmod(program / "train.py", 0o755)
     assert main(["migrate", "--in-place", str(program)]) == 0
     for name in ("train.py", "models/net.py"):
@@ -50,7 +50,7 @@ def test_in_place_and_again(program, capsys):
     assert (program / "train.py").stat().st_mtime_ns == written
 
 
-def test_the_output_is_a_whole_program(program, tmp_path):
+def test_output_is_a_complete_program(program, tmp_path):
     (program / "plain.py").write_text("x = 1\n")
     assert main(["migrate", str(program), "--output", str(tmp_path / "new")]) == 0
     written = {str(p.relative_to(tmp_path / "new")): p.read_text() for p in (tmp_path / "new").rglob("*.py")}
@@ -58,7 +58,7 @@ def test_the_output_is_a_whole_program(program, tmp_path):
     assert (program / "train.py").read_text() == BEFORE
 
 
-def test_two_directories_have_their_own_output(tmp_path):
+def test_two_directories_have_separate_outputs(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(BEFORE)
@@ -67,7 +67,7 @@ def test_two_directories_have_their_own_output(tmp_path):
     assert (tmp_path / "new" / "b" / "train.py").read_text() == AFTER
 
 
-def test_marks_are_counted_and_asked_for(program, capsys):
+def test_marks_are_counted_and_change_the_exit_code(program, capsys):
     (program / "train.py").write_text(MARKED)
     assert main(["migrate", "--in-place", str(program)]) == 3
     text = (program / "train.py").read_text()
@@ -108,7 +108,7 @@ def test_a_report(program, tmp_path, name):
         ("odd.ipynb", b"\xff", "left alone: it is not text"),
     ],
 )
-def test_a_file_that_is_left_alone_does_not_stop_the_others(program, capsys, name, content, says):
+def test_skipped_file_does_not_stop_the_others(program, capsys, name, content, says):
     (program / name).write_bytes(content)
     assert main(["migrate", "--in-place", str(program)]) == 1
     assert f"{program / name}: {says}" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_a_link_stays_one_and_its_file_changes_once(program, capsys):
     assert "2 of 2 files changed" in capsys.readouterr().err
 
 
-def test_a_failure_of_one_file_is_told_by_name(program, capsys, monkeypatch):
+def test_failure_of_one_file_names_it(program, capsys, monkeypatch):
     from replicax._src.migrate import files
 
     def fails(source, *_, **__):
@@ -168,7 +168,7 @@ def test_nothing_is_half_written(program, monkeypatch, capsys):
         (["empty"], "empty has no Python files and no notebooks"),
     ],
 )
-def test_paths_that_are_no_programs(program, capsys, monkeypatch, arguments, says):
+def test_paths_without_programs(program, capsys, monkeypatch, arguments, says):
     monkeypatch.chdir(program.parent)
     (program.parent / "empty").mkdir()
     assert main(["migrate", *arguments]) == 1

@@ -1,4 +1,4 @@
-"""Names that come from another module of the program: by `import *`, or because it imports them itself."""
+"""Names from another module of the program: by `import *`, or because that module imports them itself."""
 
 from replicax._src.migrate.files import find_files, migrate
 
@@ -12,7 +12,7 @@ def migrated(folder, **texts):
     return {file.path.stem: file.new.decode() for file in files}
 
 
-def test_a_module_imports_what_came_by_import_star(tmp_path):
+def test_module_imports_names_that_came_by_import_star(tmp_path):
     new = migrated(
         tmp_path,
         helpers="import tensorflow as tf\n\n\ndef half(x):\n    return tf.cast(x, tf.float32) / 2\n",
@@ -26,7 +26,7 @@ def test_a_module_imports_what_came_by_import_star(tmp_path):
     )
 
 
-def test_what_is_imported_anyway_or_not_used_is_left(tmp_path):
+def test_imported_and_unused_names_are_left(tmp_path):
     own = "from helpers import *\nimport tensorflow as tf\n\nx = tf.data.Dataset.range(3)\n"
     unused = "from helpers import *\n\nprint(np.pi)\n"
     new = migrated(tmp_path, helpers="import numpy as np\nimport tensorflow as tf\n", own=own, unused=unused)
@@ -34,7 +34,7 @@ def test_what_is_imported_anyway_or_not_used_is_left(tmp_path):
     assert new["unused"] == unused
 
 
-def test_the_backend_is_set_where_tensorflow_stays_beside_replicax(tmp_path):
+def test_backend_is_set_if_tensorflow_stays_beside_replicax(tmp_path):
     before = (
         "import tensorflow as tf\n\nstrategy = tf.distribute.get_strategy()\nd = tf.data.Dataset.range(3)\n"
     )
@@ -55,7 +55,7 @@ def test_functions_that_come_by_import_star_are_followed(tmp_path):
 COMMON = "import tensorflow as tf\nfrom tensorflow import keras\n\nK = keras.backend\n"
 
 
-def test_a_module_imports_what_another_one_handed_on(tmp_path):
+def test_module_imports_names_passed_on_by_another(tmp_path):
     new = migrated(
         tmp_path,
         common=COMMON,

@@ -1,4 +1,4 @@
-"""What is said of Keras 3 in ``keras_dropped.toml`` is so in the Keras that is installed."""
+"""The statements about Keras 3 in ``keras_dropped.toml`` are true of the installed Keras."""
 
 import functools
 import inspect
@@ -57,7 +57,7 @@ def test_keras_names_no_such_argument_of_a_method(method):
         assert not set(METHODS[method]) & set(parameters)
 
 
-def test_arguments_that_go_are_refused_by_keras():
+def test_removed_arguments_are_rejected_by_keras():
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(TypeError, match="workers"):

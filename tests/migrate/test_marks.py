@@ -1,4 +1,4 @@
-"""What is marked, and what is not."""
+"""Code that is marked, and code that is not."""
 
 import pytest
 
@@ -55,7 +55,7 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("self.compiled_metrics.update_state(y, p)\n", ".compiled_metrics.update_state"),
     ],
 )
-def test_what_is_marked(text, rule):
+def test_marked_code(text, rule):
     assert rule in rules(text)
 
 
@@ -83,7 +83,7 @@ def test_what_is_marked(text, rule):
         "def f(x):\n  if tf.equal(x, 1):\n    return x\n  return x\ntf.data.Dataset.range(3).map(f)\n",
     ],
 )
-def test_what_is_not_marked(text):
+def test_unmarked_code(text):
     assert not {"mean", "side effect", "scope", "int64", "tape", "condition", "integers"} & set(rules(text))
 
 
@@ -100,7 +100,7 @@ def test_means_of_floats_are_not_marked(text):
     assert "integers" not in rules(text)
 
 
-def test_a_mark_stands_above_its_statement_and_wraps():
+def test_mark_is_above_its_statement_and_wraps():
     code = becomes(
         "import tensorflow as tf\n"
         "def f(x):\n"
@@ -136,7 +136,7 @@ def test_ok_above_the_first_statement():
     assert marks("# head\n# replicax migrate: ok\nfrom tensorflow import *\n") == []
 
 
-def test_a_mark_of_an_import_stays_with_it_when_others_come(tmp_path):
+def test_mark_of_an_import_stays_with_it_when_others_are_added(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(
         "# mine\nimport tensorflow.compat.v1 as v1\nimport tensorflow as tf\nv1.no_such()\ntf.keras.Model\n"
@@ -151,7 +151,7 @@ def test_a_mark_of_an_import_stays_with_it_when_others_come(tmp_path):
     assert "`tf_upgrade_v2`.\nimport tensorflow.compat.v1 as v1\nimport keras\n" in text
 
 
-def test_a_mark_that_stands_is_counted_once_and_keeps_its_place():
+def test_existing_mark_is_counted_once_and_keeps_its_place():
     first = becomes("import tensorflow as tf\n\ntf.no_such_name(1)\nwith tf.GradientTape():\n  print(1)\n")
     assert marks(first) == [("unknown", 4), ("standing", 6)]
     assert marks(first.replace("import tensorflow", "x = 1\nimport tensorflow")) == [

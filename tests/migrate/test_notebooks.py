@@ -1,4 +1,4 @@
-"""Notebooks: cell by cell, with what is for IPython left alone."""
+"""Notebooks, cell by cell; lines for IPython stay unchanged."""
 
 import json
 
@@ -77,7 +77,7 @@ def test_names_keep_their_meaning_from_cell_to_cell(tmp_path):
 
 @pytest.mark.parametrize("indent", [None, 1, 2])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_all_but_the_changed_cells_stays(tmp_path, indent, as_text):
+def test_only_changed_cells_change(tmp_path, indent, as_text):
     text = notebook("import os\n", "import tensorflow as tf\ntf.function", as_text=as_text, indent=indent)
     file = migrated(tmp_path, text)
     before, after = json.loads(text), json.loads(file.new)
@@ -98,7 +98,7 @@ def test_a_notebook_without_tensorflow_is_the_same_to_the_byte(tmp_path):
     assert file.new == file.old == text.encode()
 
 
-def test_a_cell_that_is_no_python_is_reported_and_stays(tmp_path):
+def test_cell_that_is_not_python_is_reported_and_unchanged(tmp_path):
     file = migrated(tmp_path, notebook("import tensorflow as tf", "def f(:", "tf.function"))
     assert cells_of(file)[1:] == ["def f(:", "rx.function"]
     assert file.failure == "cell 2 cannot be read as Python of its own, and stays as it is"
@@ -145,7 +145,7 @@ def test_files_that_cells_write_are_modules(tmp_path):
         ["%%writefile a.py\nimport tensorflow as tf\ntf.function", "%%writefile a.py\nx = 1", "import a"],
     ],
 )
-def test_what_is_no_whole_module_is_reported(tmp_path, cells):
+def test_incomplete_module_is_reported(tmp_path, cells):
     file = migrated(tmp_path, notebook(*cells))
     assert cells_of(file) == cells
     assert file.failure.startswith("cell 1 ")
@@ -160,7 +160,7 @@ def test_versions_of_a_script_and_lines_of_windows(tmp_path):
     assert not file.failure
 
 
-def test_a_written_file_that_is_no_python_is_reported(tmp_path):
+def test_written_file_that_is_not_python_is_reported(tmp_path):
     file = migrated(tmp_path, notebook("%%writefile main.py\ndef f(:"))
     assert cells_of(file) == ["%%writefile main.py\ndef f(:"]
     assert file.failure == "cell 1 cannot be read as Python of its own, and stays as it is"
@@ -181,7 +181,7 @@ def test_the_rest_of_a_timed_line_is_python(tmp_path, before, after):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"cells": 3}', '{"worksheets": []}', '{"cells": [1]}'])
-def test_what_is_no_notebook(text):
+def test_invalid_notebooks(text):
     with pytest.raises(NotebookError, match="format 4"):
         Notebook(text)
 

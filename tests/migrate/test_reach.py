@@ -1,4 +1,4 @@
-"""Which functions run in a step, and which in a dataset."""
+"""The functions that run in a step, and those that run in a dataset."""
 
 import libcst as cst
 import pytest
@@ -67,7 +67,7 @@ def test_functions_of_datasets(use):
         "strategy.reduce(tf.distribute.ReduceOp.SUM, f(x), axis=None)",
     ],
 )
-def test_other_functions_named_map_are_no_datasets(use):
+def test_other_functions_named_map_are_not_datasets(use):
     found = of("import jax\n" + FUNCTIONS + use)
     assert not found["data"]
     assert not found["step"]
@@ -99,14 +99,14 @@ def test_functions_of_steps(use):
     assert not found["data"]
 
 
-def test_configuring_a_layer_is_no_step():
+def test_configuring_a_layer_is_not_a_step():
     assert (
         of(FUNCTIONS + "class L(tf.keras.layers.Layer):\n  def get_config(self): return f(1)")["step"]
         == set()
     )
 
 
-def test_a_callback_is_no_step():
+def test_callback_is_not_a_step():
     assert not of("class C(tf.keras.callbacks.Callback):\n  def on_epoch_end(self, e): pass")["step"]
 
 
@@ -135,7 +135,7 @@ def test_all_functions_of_one_name_are_steps():
     assert {program.sources[0].line_of(step) for step in Reach(program).step} == {1, 4, 6}
 
 
-def test_what_tensorflow_ran_eagerly_is_known():
+def test_eager_code_of_tensorflow_is_recognised():
     found = of(
         FUNCTIONS + "strategy.run(f)\n@tf.function\ndef step(x): return strategy.run(other, args=(x,))"
     )

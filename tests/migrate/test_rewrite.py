@@ -1,4 +1,4 @@
-"""What becomes of programs. `idioms` has one program for each idiom, and what it prints with TensorFlow."""
+"""The rewriting of programs. `idioms` has one program for each idiom, and its output with TensorFlow."""
 
 import contextlib
 import io
@@ -14,14 +14,14 @@ from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.rewrite import rewrite
 
 IDIOMS = sorted(path for path in Path(__file__).with_name("idioms").iterdir() if path.is_dir())
-# These read with tf.data; tests/peers runs them where TensorFlow is.
+# These read with tf.data; tests/peers runs them with TensorFlow.
 WITH_TENSORFLOW = {"dataset_functions", "loop_of_ones_own"}
-# These are marked, and do not run before somebody has looked at them.
+# These are marked, and do not run before a person has checked them.
 MARKED = {"both_contexts", "marks"}
 
 
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda path: path.name)
-def test_an_idiom_becomes_what_is_beside_it(idiom):
+def test_idiom_becomes_the_recorded_code(idiom):
     file = File(idiom / "before.py", idiom)
     migrate([file])
     assert file.new.decode() == (idiom / "after.py").read_text()
@@ -104,7 +104,7 @@ def test_expressions(before, after):
             "import jax.numpy as J\nimport tensorflow as tf\ntf.square(x)",
             "import jax.numpy as J\nJ.square(x)",
         ),
-        # A name that is something else is avoided.
+        # A name that is used for something else is avoided.
         (
             "import tensorflow as tf\ndef f(jnp): return tf.square(jnp)",
             "import jax.numpy as jax_numpy\ndef f(jnp): return jax_numpy.square(jnp)",
@@ -168,7 +168,7 @@ def test_quotes_other_than_those_of_the_text_around():
     assert code.endswith("print(f\"{ops.cast(x, 'float32')} {ops.cast(x, 'int32')}\")\n")
 
 
-def test_arguments_of_what_stays_stay():
+def test_arguments_of_unchanged_calls_stay():
     code = becomes(HEAD + "d = tf.data.Dataset.from_tensor_slices(tf.cast(x, tf.int32)).batch(tf.size(x))\n")
     assert code.endswith("d = tf.data.Dataset.from_tensor_slices(tf.cast(x, tf.int32)).batch(tf.size(x))\n")
 
@@ -186,7 +186,7 @@ def test_names_of_distribution_and_keras_change_in_datasets_too():
     assert "layer(tf.cast(x, tf.float32))" in code
 
 
-def test_a_call_that_cannot_be_read_is_marked_and_stays():
+def test_unreadable_call_is_marked_and_unchanged():
     code = becomes("import tensorflow as tf\ntf.reduce_mean(*args)\n")
     assert code.endswith("\ntf.reduce_mean(*args)\n")
     assert marks("import tensorflow as tf\ntf.reduce_mean(*args)\n") == [("argument", 2)]
@@ -238,7 +238,7 @@ def test_methods_of_objects(before, after):
     assert becomes(HEAD + "import numpy as np\n" + before).endswith(f"import numpy as np\n{after}")
 
 
-def test_an_import_below_the_first_use_is_not_the_only_one():
+def test_import_below_the_first_use_is_repeated_above():
     after = becomes("import tensorflow as tf\ntf.keras.Sequential()\nfrom tensorflow import keras\n")
     assert after.index("import keras\n") < after.index("keras.Sequential()")
 
@@ -286,7 +286,7 @@ def test_names_of_files_of_keras(before, after):
     assert not marks(HEAD + MODEL + before)
 
 
-def test_a_path_that_is_known_at_run_time_gets_its_ending_there():
+def test_path_known_at_run_time_gets_its_ending_then():
     text = HEAD + "def f(model, path):\n  model.save_weights(path)\n"
     assert "model.save_weights(rx.keras.weights_path(path))" in becomes(text)
 
@@ -412,7 +412,7 @@ def test_a_name_of_another_module_that_a_dataset_uses_is_marked():
         ),
     ],
 )
-def test_arguments_without_a_meaning_in_keras_3_go(before, after):
+def test_arguments_without_a_meaning_in_keras_3_are_removed(before, after):
     assert becomes(HEAD + MODEL + before).endswith(after)
     assert not marks(HEAD + MODEL + before)
 
@@ -430,7 +430,7 @@ def test_arguments_without_a_meaning_in_keras_3_go(before, after):
         "model.load_weights('w.weights.h5', by_name=True)",
     ],
 )
-def test_what_keras_3_has_not_is_marked(text):
+def test_names_missing_in_keras_3_are_marked(text):
     assert [rule for rule, _ in marks(HEAD + MODEL + text)] == ["keras"]
 
 
@@ -455,7 +455,7 @@ def test_a_model_that_datasets_and_others_call_is_marked(text):
     assert [rule for rule, _ in marks(HEAD + text)] == ["both"]
 
 
-def test_the_program_looks_at_a_file_whose_name_changes():
+def test_program_that_reads_a_renamed_file_is_marked():
     text = "import os\npath = 'w'\nif os.path.exists(path): pass\nmodel.save_weights(path)\n"
     assert [rule for rule, _ in marks(HEAD + MODEL + text)] == ["suffix"]
     assert marks(HEAD + MODEL + text.replace("os.path.exists", "os.path.basename")) == []

@@ -1,4 +1,4 @@
-"""Each row of the table as it is written: its examples run on JAX and give what TensorFlow gave; its targets exist."""
+"""Each row of the table: its examples run on JAX and give TensorFlow's results; its targets exist."""
 
 import ast
 import builtins
@@ -33,7 +33,7 @@ def identity(row: table.Row) -> str:
 
 
 class Module:
-    """The examples of rows in one module, each in a function of its own, as the command leaves it."""
+    """The examples of rows in one module, each in a separate function, as the command leaves it."""
 
     def __init__(self, rows: Iterable[table.Row], *, keras: bool, step: bool = False) -> None:
         examples = dict.fromkeys(example for row in rows for example in row.examples)
@@ -46,7 +46,8 @@ class Module:
         self.code = self.rewritten.code.decode()
 
     def results(self) -> dict[str, Any]:
-        """What the examples give, or the error. Those that give arrays are traced and compiled as one program."""
+        """The results of the examples, or the errors. Examples that return arrays are traced and compiled as one
+        program."""
         names: dict[str, Any] = {}
         exec(compile(self.code, "examples", "exec"), names)
         functions = {example: names[f"example_{number}"] for number, example in enumerate(self.examples)}
@@ -72,7 +73,7 @@ def are_arrays(result: Any) -> bool:
 
 
 def difference(ours: Any, theirs: Any) -> str:
-    """What differs between two results; empty if nothing does."""
+    """The differences between two results; empty if there are none."""
     if isinstance(ours, Exception):
         return f"{type(ours).__name__}: {ours}"
     if isinstance(theirs, list):
@@ -110,7 +111,7 @@ def test_examples_of_rows_for_steps_give_what_tensorflow_gave():
     assert {example: text for example, text in wrong.items() if text} == {}
 
 
-def test_rows_that_steps_cannot_have_are_marked_in_steps():
+def test_rows_unsupported_in_steps_are_marked_in_steps():
     rows = [
         row
         for row in ROWS
@@ -152,7 +153,7 @@ def value_of_root(root: str) -> Any:
 
 
 def value_of(node: ast.AST) -> Any:
-    """What a dotted name of a template is; None for anything else."""
+    """The object of a dotted name in a template; None if there is none."""
     if isinstance(node, ast.Attribute):
         left = value_of(node.value)
         return None if left is None else getattr(left, node.attr)
@@ -287,7 +288,7 @@ def test_forms_of_arguments(before, after):
         "tf.function(f, autograph=False, nothing=1)",
     ],
 )
-def test_a_call_that_no_row_covers_is_marked_and_stays(call):
+def test_uncovered_call_is_marked_and_unchanged(call):
     done = rewritten(f"import tensorflow as tf\nr = {call}\n")
     assert [mark.rule for mark in done.marks] == ["argument"]
     assert call in done.code.decode()

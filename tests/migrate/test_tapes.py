@@ -1,4 +1,4 @@
-"""Tapes outside of steps: their statements become a function that is traced."""
+"""Tapes outside steps: their statements become a function that is traced."""
 
 import textwrap
 
@@ -65,7 +65,7 @@ def test_a_loop_of_the_module():
     )
 
 
-def test_a_method_and_a_name_that_is_taken():
+def test_method_and_used_name():
     code = migrated(
         """
         def traced_step(): pass
@@ -152,12 +152,12 @@ def test_a_return_and_a_tape_in_a_tape():
         "if True: x = tf.ones(2)\nwith tf.GradientTape() as tape:\n  z = y\n  y = x\n",
     ],
 )
-def test_what_cannot_be_traced_is_marked_and_stays(text):
+def test_untraceable_code_is_marked_and_unchanged(text):
     assert "tape" in [rule for rule, _ in marks(HEAD + text)]
     assert "def traced_step" not in migrated(text)
 
 
-def test_ok_leaves_it_alone():
+def test_ok_leaves_the_tape_unchanged():
     text = "# replicax migrate: ok\nwith tf.GradientTape() as tape:\n  y = x\n"
     assert "def traced_step" not in migrated(text)
     assert marks(HEAD + text) == []

@@ -1,8 +1,8 @@
-"""What tests of checkpoints run as all workers of a cluster."""
+"""Programs of the tests of checkpoints, which all workers of a cluster run."""
 
 
 def training(folder, num_steps, restores):
-    """Steps with dropout, a count per replica and data in files' order; saves after every second one."""
+    """Steps with dropout, a count per replica and data in the order of the files; saves after every second step."""
     import hashlib
     import os
     import tempfile

@@ -1,4 +1,4 @@
-"""Clusters of real processes, each run once for the tests that look at what it reported."""
+"""Clusters of real processes, each run once for all tests that read its reports."""
 
 import functools
 import sys
@@ -15,7 +15,7 @@ from replicax.testing import LocalCluster, report  # noqa: F401
 
 @pytest.fixture(scope="session")
 def reports_of():
-    """``reports_of(program, *args, workers=2, devices=1)``: for each worker all that it reported, as one dict.
+    """``reports_of(program, *args, workers=2, devices=1)``: the reports of each worker, as one dict.
 
     ``chief=True`` is one more task, the first.
     """
@@ -34,7 +34,7 @@ def reports_of():
         assert not left, f"processes of the cluster are left: {left}"
         return [result.report for result in results.values()]
 
-    # What is left to the defaults and what is said alike is one run.
+    # Calls with equal arguments, after defaults, are one run.
     return lambda program, *args, workers=2, devices=1, chief=False: run(
         program, args, workers, devices, chief
     )

@@ -1,8 +1,8 @@
-"""Programs that train one regression in many ways, over arrays and over files; see ``programs.py``."""
+"""Programs that train one regression in many forms, over arrays and over files; see ``programs.py``."""
 
 
 def loops(batch_size, folder):
-    """One regression by every kind of loop and of gradient, twice through the rows; of the losses and weights.
+    """One regression by every kind of loop and of gradient, for two epochs; reports the losses and weights.
 
     ``all.txt`` in the folder has the rows in its lines.
     """
@@ -43,7 +43,7 @@ def loops(batch_size, folder):
         return np.ravel(strategy.reduce("SUM", losses, axis=None)).tolist()
 
     def with_variable(make_loop):
-        """``make_loop(weights)`` is a function from the batches to their losses."""
+        """``make_loop(weights)`` returns a function from the batches to their losses."""
         with strategy.scope():
             weights = rx.Variable(jnp.zeros(3))
         go = make_loop(weights)
@@ -181,12 +181,13 @@ def loops(batch_size, folder):
 
 
 def over_files(batch_size, folder, batches):
-    """Trains on files that are dealt out to the workers, twice; of the rows of each step, the losses and the weights.
+    """Trains on files that are distributed over the workers, for two epochs; reports the rows of each step, the losses
+    and the weights.
 
     Args:
-      batch_size: Of a global batch.
-      folder: Has the files.
-      batches: JSON, of the rows of each step: if there are any, these are taken instead.
+      batch_size: The rows of a global batch.
+      folder: The folder of the files.
+      batches: JSON, the rows of each step; if there are any, they replace the files.
     """
     import json
     from pathlib import Path
@@ -229,7 +230,8 @@ def over_files(batch_size, folder, batches):
 
 
 def own_states():
-    """Gives ``run_steps`` a state that is another one in each worker, made in two ways; what came of it, and what was said."""
+    """Gives ``run_steps`` a state that differs between workers, made in two forms; reports the results and the
+    messages."""
     import logging
 
     import jax

@@ -1,8 +1,8 @@
-"""What tests run as all workers of a cluster, and on one device, to compare: functions that import what they need."""
+"""Programs that all workers of a cluster run, and one device for comparison: functions that import what they need."""
 
 
 def promises():
-    """Everything that the strategy says of itself, and what its methods give."""
+    """The attributes of the strategy, and the results of its methods."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -76,7 +76,7 @@ def promises():
 
 
 def datasets(folder):
-    """What each worker's replicas get, step by step."""
+    """The rows of each worker's replicas, step by step."""
     import logging
     from pathlib import Path
 
@@ -148,7 +148,7 @@ def datasets(folder):
 
 
 def training(*sizes):
-    """Loops of steps with a tape, over batches that do not divide; of each the losses and weights.
+    """Loops of steps with a tape, over batches that do not divide; reports the losses and weights of each.
 
     Args:
       sizes: For each loop "number of rows, rows of a global batch".
@@ -201,7 +201,8 @@ def training(*sizes):
 
 
 def creating_late():
-    """Steps of the custom-training tutorial, whose model, optimizer and metric are created in the first, and a variable in each."""
+    """Steps of the custom-training tutorial, whose model, optimizer and metric are created in the first step, and a
+    variable in each."""
     import keras
     import numpy as np
 
@@ -261,8 +262,8 @@ def creating_late():
 
 
 def fitting(*seeds):
-    """Keras's own loops, with batch normalisation, dropout and metrics, with each seed; with "none", which comes first, they
-    shuffle. The chief saves, alone."""
+    """Keras's own loops, with batch normalisation, dropout and metrics, with each seed; with "none", which comes
+    first, they shuffle. The chief saves, alone."""
     import logging
     import tempfile
 
@@ -309,11 +310,11 @@ def fitting(*seeds):
 
 
 def fitting_of_datasets(kind, style, given):
-    """Keras's loops over datasets, of which each worker has rows of its own or takes its own rows.
+    """Keras's loops over datasets: each worker has its own rows or takes its rows of shared batches.
 
-    ``kind``: "shared" batches, "files" of which each worker reads its own (in the folder ``given``), a "function" that gives
-    each worker its part, or "steps": the batches that ``given`` lists.
-    ``style`` of the steps: "jax", "tensorflow", or "several" in one call.
+    ``kind``: "shared" batches, "files" of which each worker reads its own (in the folder ``given``), a "function" that
+    returns each worker's part, or "steps": the batches that ``given`` lists. ``style`` of the steps: "jax",
+    "tensorflow", or "several" in one call.
     """
     import json
 
@@ -331,7 +332,7 @@ def fitting_of_datasets(kind, style, given):
         return np.array(numbers[:-1], "float32"), np.int32(numbers[-1])
 
     def of_function(context):
-        """The first worker has 2 and 4 rows by turns, the second has 3, and one step more."""
+        """The first worker has alternately 2 and 4 rows, the second has 3, and one step more."""
         rng = np.random.default_rng(context.input_pipeline_id)
         for step in range(4 + context.input_pipeline_id):
             x = rng.normal(size=(3 if context.input_pipeline_id else (2, 4)[step % 2], 4)).astype("float32")
@@ -387,7 +388,7 @@ def fitting_of_datasets(kind, style, given):
 
 
 def fitting_of_similarities():
-    """A loss that compares all rows with all rows, which no process has, and one that does not; and what the log says."""
+    """A loss that compares all rows with all rows, which no process has, and one that does not; reports the log."""
     import logging
 
     import keras
@@ -418,7 +419,8 @@ def fitting_of_similarities():
 
 
 def fitting_with_mistakes():
-    """What workers may do differently around ``fit``: each is an error on all; after the last one nobody can go on."""
+    """Differences between workers around ``fit``: each raises an error on all; after the last one no worker can
+    continue."""
     import keras
     import numpy as np
 
@@ -471,7 +473,7 @@ def fitting_with_mistakes():
 
 
 def buffers(bytes_per_pack):
-    """Sums of large, small and odd arrays, and how many buffers they travel in."""
+    """Sums of large, small and odd arrays, and the number of their buffers."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -503,7 +505,8 @@ def buffers(bytes_per_pack):
 
 
 def on_hosts_of_a_tpu():
-    """Steps of replicas of two devices, on the hosts that the environment names as a TPU's, with variables divided or not."""
+    """Steps of replicas of two devices, on the hosts that the environment names as a TPU's, with and without split
+    variables."""
     import json
     import os
 
@@ -565,9 +568,9 @@ def on_hosts_of_a_tpu():
 
 
 def divided(state, size):
-    """Loops of each kind with state that the replicas of all workers divide; what each worker holds of it.
+    """Loops of each kind with state that is sharded over the replicas of all workers; reports each worker's shards.
 
-    ``size``: into how many pieces; "0": as many as there are replicas.
+    ``size``: the number of shards; "0" for the number of replicas.
     """
     import time
 
@@ -631,7 +634,7 @@ def divided(state, size):
 
 
 def saving_between_batches(folder):
-    """Keras's own callbacks save every second batch; the chief alone writes."""
+    """Keras's own callbacks save every second batch; only the chief writes."""
     import keras
     import numpy as np
 
@@ -654,7 +657,8 @@ def saving_between_batches(folder):
 
 
 def divided_saves(folder):
-    """Saving a model whose state the workers divide: the chief alone in callbacks of ``fit``, all after it, the chief alone."""
+    """Saves a model with sharded state: the chief alone in callbacks of ``fit``, all after it, and then the chief
+    alone."""
     import keras
     import numpy as np
 
@@ -734,7 +738,7 @@ def summaries(folder):
 
 
 def looking(folder):
-    """What each process shows of a training, and writes for TensorBoard; and what of a value is whose."""
+    """The output of each process during a training, its files for TensorBoard, and its part of a value."""
     import keras
     import numpy as np
 
@@ -757,7 +761,7 @@ def looking(folder):
     model.fit(x, y, batch_size=4, verbose=2)
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(x).batch(4))
     value = next(iter(dataset))
-    # Each by itself, so that whatever communicates would wait for the other in vain.
+    # Each runs alone, so that a call that communicates would wait in vain for the other.
     if strategy.extended.should_checkpoint:
         rx.testing.report(
             value=value._repr_html_(),

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: one writes, all restore, on as many as before bit by bit, and on other numbers."""
+"""Checkpoints of several processes: one writes, all restore, on the same number bit-identically, and on other numbers."""
 
 import os
 import re
@@ -39,14 +39,14 @@ def resumed(folder, first, reports_of, num_steps, workers):
 
 
 @pytest.mark.rest
-def test_one_writes(folder, first):
+def test_one_process_writes(folder, first):
     assert [worker["num_written"] for worker in first] == [3, 0]
     assert sorted(os.listdir(folder)) == ["ckpt-1", "ckpt-2", "ckpt-3"]
     assert first[0]["state"] == first[1]["state"]
 
 
 @pytest.mark.rest
-def test_the_same_number_goes_on_bit_by_bit_from_the_newest_that_is_whole(folder, first, reports_of):
+def test_same_number_resumes_bit_identically_from_the_newest_intact_checkpoint(folder, first, reports_of):
     for worker, uninterrupted in zip(resumed(folder, first, reports_of, "2", 2), first, strict=True):
         assert (worker["restored"], worker["at_restore"]) == ("ckpt-2", 48)
         assert worker["losses"] == uninterrupted["losses"][4:]
@@ -56,14 +56,14 @@ def test_the_same_number_goes_on_bit_by_bit_from_the_newest_that_is_whole(folder
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.rest
-def test_another_number_goes_on_too(workers, folder, first, reports_of):
+def test_another_number_of_workers_resumes_too(workers, folder, first, reports_of):
     for worker in resumed(folder, first, reports_of, "2", workers):
         assert (worker["restored"], worker["at_restore"]) == ("ckpt-2", 48)
         assert worker["rows"][0] == 72
 
 
 @pytest.mark.rest
-def test_who_waits_waits_for_the_one_that_writes(first):
+def test_wait_waits_for_the_writer(first):
     for worker in first:
         assert "after 0.1 s" in worker["late"]
         assert worker["after_wait"] == ["ckpt-4"]
@@ -72,7 +72,7 @@ def test_who_waits_waits_for_the_one_that_writes(first):
     assert "worker 0 could not go on with writing ckpt-5" in first[1]["failed"]
 
 
-def test_a_save_under_way_counts_as_saved_in_every_process(first):
+def test_save_in_progress_counts_as_saved_in_every_process(first):
     assert first[1]["under_way"] == "ckpt-1"
     for number, worker in enumerate(first):
         assert worker["after_close"] == "ckpt-1"
@@ -82,19 +82,19 @@ def test_a_save_under_way_counts_as_saved_in_every_process(first):
         assert worker["after_all"] == "ckpt-3"
 
 
-def test_directories_that_are_not_shared_are_found_out(first):
+def test_unshared_directories_are_detected(first):
     for worker in first:
         assert "worker 1 cannot see" in worker["unshared"]
         assert "share (NFS" in worker["unshared"]
 
 
-def test_a_worker_with_a_directory_of_its_own_takes_the_chiefs(folder, first):
+def test_worker_with_another_directory_uses_the_chiefs(folder, first):
     for worker in first:
         assert worker["saved_to"] == f"{folder}-shared"
         assert worker["latest"] == f"{folder}-shared/ckpt-2"
 
 
-def test_all_restore_one_checkpoint_or_none_does(first):
+def test_all_restore_one_checkpoint_or_none_do(first):
     for number, worker in enumerate(first):
         assert re.search(r"worker 0 '.*ckpt-4', worker 1 '.*ckpt-6'", worker["restoring_another"])
         assert re.search(r"worker 0 None, worker 1 '.*ckpt-4'", worker["restoring_none"])

@@ -1,4 +1,5 @@
-"""State that the replicas of several processes divide: the numbers of one device, and what each process can read and save."""
+"""State sharded over the replicas of several processes: the numbers of one device, and what each process can read and
+save."""
 
 import jax
 import pytest
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
     ],
 )
 @pytest.mark.rest
-def test_training_equals_one_device_and_divides_memory(reports_of, devices, state, pieces):
+def test_training_equals_one_device_and_shards_memory(reports_of, devices, state, pieces):
     (expected,) = reports_of(divided, "all", "0", workers=1)
     for got in reports_of(divided, state, str(pieces), workers=2, devices=devices):
         assert_close(jax.tree.leaves(got["initial"]), jax.tree.leaves(expected["initial"]), 0)

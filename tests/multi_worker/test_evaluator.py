@@ -1,4 +1,4 @@
-"""The task that evaluates: it is not counted, waits for nobody, and works alone. Real processes."""
+"""The task that evaluates: it is not counted, waits for no task, and works alone. Real processes."""
 
 import json
 import os
@@ -52,8 +52,8 @@ def test_the_evaluator_evaluates_what_the_chief_writes(tmp_path):
 
 @pytest.mark.parametrize("evaluators", [{}, {"evaluator": ["127.0.0.1:3"]}], ids=["without", "with"])
 @pytest.mark.rest
-def test_an_evaluator_starts_where_no_worker_is(evaluators):
-    """With an address of its own in the cluster, or without; nobody listens at the others."""
+def test_evaluator_starts_without_workers(evaluators):
+    """With its own address in the cluster, or without; no process listens at the others."""
     config = {
         "cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], **evaluators},
         "task": {"type": "evaluator", "index": 0},

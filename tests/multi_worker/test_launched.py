@@ -1,4 +1,4 @@
-"""``replicax launch`` and a strategy that fails on one worker: who is named, and what the launcher exits with."""
+"""``replicax launch`` and a strategy that fails on one worker: the named worker, and the launcher's exit code."""
 
 import os
 import subprocess
@@ -39,8 +39,8 @@ for number in range(100):
         pytest.param(1, "raises", 1, marks=pytest.mark.long),
     ],
 )
-def test_the_worker_that_fails_is_named_and_not_one_that_fails_for_it(tmp_path, victim, how, code):
-    """Worker 0 too, whose process ends after the others', since they need the service beside it."""
+def test_failing_worker_is_named_and_not_its_followers(tmp_path, victim, how, code):
+    """This includes worker 0, whose process ends after the others', because they need the service beside it."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""What people look at, of several processes: the first one shows progress; what others hold is shown as theirs."""
+"""Output of several processes: the first one shows progress, and values of others are shown as theirs."""
 
 import pytest
 from programs import looking

@@ -51,14 +51,14 @@ def test_a_loop_equals_one_process(size, way, folder, reports_of):
 
 
 def test_all_loops_train_alike(folder, reports_of):
-    """Those with the same update rule; so no loop can leave a step out, in one process neither."""
+    """Loops with the same update rule are equal, so no loop can leave out a step, in one process either."""
     (one,) = reports_of(loops, "8", folder, workers=1)
     for way in set(WAYS) - {"optax", "nnx"}:
         np.testing.assert_allclose(one[way]["losses"], one["single_runs"]["losses"], rtol=1e-5, err_msg=way)
 
 
 @pytest.mark.parametrize("size", SIZES[:2], ids=str)
-def test_files_dealt_out_equal_one_process_with_the_same_batches(size, reports_of, tmp_path):
+def test_distributed_files_equal_one_process_with_the_same_batches(size, reports_of, tmp_path):
     parts = [table(rows, seed) for seed, rows in enumerate((9, 4, 6))]
     for number, part in enumerate(parts):
         np.savetxt(tmp_path / f"part{number}.txt", part)
@@ -74,7 +74,7 @@ def test_files_dealt_out_equal_one_process_with_the_same_batches(size, reports_o
         np.testing.assert_allclose(worker["weights"], one["weights"], rtol=1e-5, atol=1e-6)
 
 
-def test_all_go_on_with_the_first_workers_state_and_say_so(reports_of):
+def test_all_continue_with_the_first_workers_state_and_warn(reports_of):
     for worker in reports_of(own_states):
         assert worker["states"] == [[18.0, 1.0], [18.0, 1.0], [26.0, 1.0]]
         assert [text.count("(state['w']): all go on with those of worker 0") for text in worker["said"]] == [

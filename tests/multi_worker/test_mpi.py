@@ -1,4 +1,4 @@
-"""Workers that communicate by MPI, started by mpirun: where it is there, and MPITRAMPOLINE_LIB names the wrapper for it
+"""Workers that communicate by MPI, started by mpirun, if it is installed and MPITRAMPOLINE_LIB names its wrapper
 (docs/how_to/mpi.md)."""
 
 import os
@@ -67,14 +67,14 @@ def test_collectives_by_mpi(tmp_path):
 def test_the_exit_code_is_kept(tmp_path):
     done = mpirun(tmp_path, "code", "0")
     assert done.returncode == 5, done.stdout
-    # Of the other process mpirun may lose the last lines when it ends it.
+    # mpirun may lose the last lines of the other process when it ends it.
     assert "total [1.0, 3.0, 5.0]" in done.stdout, done.stdout
     assert "MPI_FINALIZE" not in done.stdout
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
 @pytest.mark.parametrize(("fault", "code"), [("raises", 1), ("killed", 128 + 9)])
-def test_the_end_of_one_is_the_end_of_all(tmp_path, fault, code, victim):
+def test_end_of_one_process_ends_all(tmp_path, fault, code, victim):
     done = mpirun(tmp_path, fault, victim)
     assert done.returncode == code, done.stdout
     assert "total" not in done.stdout

@@ -1,4 +1,4 @@
-"""``MultiWorkerMirroredStrategy`` in real processes: what each worker sees, and that all together are one device."""
+"""``MultiWorkerMirroredStrategy`` in real processes: the view of each worker, and that all together equal one device."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def test_devices_and_replicas(size, workers):
         assert worker["checkpoint"] == worker["summary"] == (number == 0)
 
 
-def test_the_chiefs_initial_value_is_everywhere(workers):
+def test_chiefs_initial_value_is_used_by_all(workers):
     assert [worker["initial"] for worker in workers] == [5.0] * len(workers)
 
 
@@ -104,7 +104,7 @@ def test_arrays_are_summed_in_common_buffers(reports_of, bytes_per_pack, num_buf
         assert worker["num_buffers"] == num_buffers
 
 
-def test_a_value_is_shown_with_the_numbers_of_this_workers_replicas(size, workers):
+def test_repr_shows_the_replicas_of_this_worker(size, workers):
     last = size[0] * size[1] - 1
     assert f"  {last}: array({10 * (last + 1)}., dtype=float32)" in workers[-1]["shown"]
     assert "  0: " not in workers[-1]["shown"]
@@ -123,7 +123,7 @@ def test_replica_functions_do_not_run_eagerly_in_a_cluster(size, workers):
 )
 @pytest.mark.rest
 def test_an_empty_configuration_is_one_worker(config):
-    """Which can do all that one process can: it joins nobody, and JAX may have started."""
+    """A single worker can do everything that one process can: it joins no other, and JAX may have started."""
     shown = in_a_process_of_its_own(
         """
         import jax.numpy as jnp
@@ -158,7 +158,7 @@ def fed(reports_of, tmp_path_factory):
 
 
 def steps(fed, name):
-    """For each worker its steps; each has one replica."""
+    """The steps of each worker; each has one replica."""
     return [[step[0] for step in worker[name]] for worker in fed]
 
 
@@ -169,7 +169,8 @@ def test_data(fed, name):
 
 
 def test_off(fed):
-    """Each worker reads everything; its slices begin with its own. (TensorFlow cuts the last batch into 2 and 0 rows.)"""
+    """Each worker reads everything, and starts with its own slices. (TensorFlow cuts the last batch into 2 and 0
+    rows.)"""
     assert steps(fed, "off") == [[[0, 1], [2], [3], [4]], [[0], [1, 2], [3], [4]]]
 
 
@@ -190,7 +191,7 @@ def test_a_worker_without_data_steps_with_the_others(fed):
     assert steps(fed, "nothing") == [[[], []], [[0, 1], [2, 3]]]
 
 
-def test_a_dataset_can_be_gone_through_again(fed):
+def test_dataset_can_be_iterated_again(fed):
     assert [worker["again"] for worker in fed] == [[[[[0, 1]]]] * 2, [[[[2, 3]]]] * 2]
 
 
@@ -202,7 +203,7 @@ def test_files(fed):
 
 
 def test_files_one_row_at_a_time(fed):
-    """A case of tf_keras (distribute_strategy_test, the policy FILE): who has no row left gets empty batches."""
+    """A case of tf_keras (distribute_strategy_test, the policy FILE): a worker without rows left gets empty batches."""
     assert steps(fed, "files_one_by_one") == [
         [[10], [11], [12], [30], [31], [32]],
         [[20], [21], [22], [], [], []],
@@ -261,7 +262,7 @@ def test_fit_equals_one_device(size, reports_of):
 
 
 @pytest.mark.rest
-def test_what_the_first_step_creates_is_as_if_it_had_been_created_before(reports_of):
+def test_variables_created_in_the_first_step_equal_earlier_ones(reports_of):
     first, second = reports_of(creating_late)
     for worker in (first, second):
         assert worker["refused"]
@@ -304,7 +305,7 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "style"), KINDS)
 @pytest.mark.rest
 def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
-    """One device is fed what all workers are fed in a step: no row is lost, or counted twice."""
+    """One device gets in each step the rows of all workers: no row is lost, or counted twice."""
     rng = np.random.default_rng(0)
     for number in range(3):
         rows = rng.normal(size=((4, 7, 6)[number], 4)).round(3)
@@ -323,7 +324,7 @@ def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
 
 
 @pytest.mark.rest
-def test_what_cannot_be_split_by_rows_is_in_the_global_view_and_the_log_says_which(reports_of):
+def test_unsplittable_step_stays_in_the_global_view_and_the_log_names_the_operation(reports_of):
     (expected,) = reports_of(fitting_of_similarities, workers=1)
     assert expected["said"] == []
     for worker in reports_of(fitting_of_similarities):
@@ -342,7 +343,7 @@ def test_what_cannot_be_split_by_rows_is_in_the_global_view_and_the_log_says_whi
 
 
 @pytest.mark.rest
-def test_mistakes_around_fit_are_named_on_all(reports_of):
+def test_mistakes_around_fit_are_named_on_all_workers(reports_of):
     for worker in reports_of(fitting_with_mistakes):
         here = "given different batches, here number 1: worker 0 float32[8, 1], float32[8, 1] digest"
         assert here in worker["shuffled"]
@@ -368,7 +369,7 @@ def test_callbacks_of_keras_save_between_batches_in_the_chief(reports_of, tmp_pa
 
 @pytest.mark.rest
 def test_without_a_seed_all_workers_train_one_model(reports_of):
-    """Both before a seed was set, which comes later in the same processes."""
+    """Both run before a seed is set, which happens later in the same processes."""
     workers = reports_of(fitting, "none", "3")
     assert [worker["warnings"] for worker in workers] == [[], []]
     first, second = (worker["none"] for worker in workers)

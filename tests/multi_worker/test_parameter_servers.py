@@ -1,4 +1,5 @@
-"""``ParameterServerStrategy`` and ``ClusterCoordinator`` as their users see them, with real workers and parameter servers."""
+"""``ParameterServerStrategy`` and ``ClusterCoordinator`` from the user's view, with real workers and parameter
+servers."""
 
 import os
 import threading
@@ -40,7 +41,7 @@ def coordinator(strategy):
 
 
 def taken(coordinator, dataset, num=6):
-    """What functions of both workers take of a per-worker dataset."""
+    """The elements that functions of both workers take from a per-worker dataset."""
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
     values = [coordinator.schedule(lambda iterator: next(iterator), (iterator,)) for _ in range(num)]
     coordinator.join(JOIN_S)
@@ -53,7 +54,7 @@ TWOS = np.full(400, 2, np.int32)
 
 
 @pytest.mark.rest
-def test_a_dataset_of_each_worker_in_every_way_to_give_one(strategy, coordinator):
+def test_per_worker_dataset_in_every_form(strategy, coordinator):
     twos = TWOS
     dataset = rx.data.from_arrays(twos).batch(2)
     ways = {
@@ -72,7 +73,7 @@ def test_a_dataset_of_each_worker_in_every_way_to_give_one(strategy, coordinator
         assert taken(coordinator, given) == [[2, 2]] * 6, way
 
 
-def test_dataset_functions_are_told_which_worker_calls(strategy, coordinator):
+def test_dataset_functions_know_the_calling_worker(strategy, coordinator):
     def dataset_fn(context):
         assert context.input_pipeline_id == experimental_get_current_worker_index()
         numbers = [context.input_pipeline_id, context.num_input_pipelines, context.num_replicas_in_sync]
@@ -129,7 +130,7 @@ def test_run_and_reduce_in_a_scheduled_function(strategy, coordinator):
     assert coordinator.done()
 
 
-def test_results_are_nests_and_stay_when_all_is_closed(strategy):
+def test_results_are_pytrees_and_outlive_the_strategy(strategy):
     with ClusterCoordinator(strategy) as coordinator:
         value = coordinator.schedule(lambda x: {"a": (x + 1, None), "name": "b"}, args=(np.float32(1),))
         value.fetch(JOIN_S)
@@ -150,7 +151,7 @@ def test_an_error_while_tracing_is_raised_by_schedule_and_nothing_else_ends(coor
     coordinator.join(JOIN_S)
 
 
-def test_a_closed_strategy_says_so(cluster):
+def test_closed_strategy_raises(cluster):
     strategy = rx.ParameterServerStrategy()
     with strategy.scope():
         variable = rx.Variable(1.0)
@@ -216,9 +217,9 @@ def test_one_worker_at_a_time_trains_as_one_device(strategy, coordinator):
 def test_a_table_that_is_too_large_for_the_coordinator_and_the_workers(
     cluster, strategy, coordinator, tmp_path, most_bytes
 ):
-    """1 GiB of embeddings, and 1 GiB of their accumulators: of neither do this process or a worker hold a copy.
+    """1 GiB of embeddings, and 1 GiB of their accumulators: neither this process nor a worker holds a copy.
 
-    They are made, trained, looked up, saved and loaded.
+    They are created, trained, looked up, saved and loaded.
     """
     num_rows = 8_000_000
     before = dict(most_bytes)
@@ -275,7 +276,7 @@ def cluster_tasks(coordinator):
 
 @pytest.fixture
 def most_bytes(cluster):
-    """Of this process and the workers, by pid: the most that each has had, which a thread looks at all the time."""
+    """The peak memory of this process and the workers, by pid, which a thread samples."""
     pids = [os.getpid(), *(cluster.tasks["worker", index].pid for index in range(2))]
     most = {pid: _private_bytes(pid) for pid in pids}
     over = threading.Event()
@@ -293,7 +294,7 @@ def most_bytes(cluster):
 
 
 def _private_bytes(pid):
-    """Of a process, without what it has mapped of files."""
+    """Memory of a process, without mapped files."""
     with open(f"/proc/{pid}/status") as file:
         (line,) = (line for line in file if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024

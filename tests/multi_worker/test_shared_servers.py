@@ -1,4 +1,4 @@
-"""Workers that each run the program by themselves, on parameter servers that all share: ``ParameterServerStrategy``."""
+"""Workers that each run the program, on parameter servers that all share: ``ParameterServerStrategy``."""
 
 import keras
 import numpy as np
@@ -65,7 +65,7 @@ def counter(strategy, first=0.0):
 
 
 @pytest.mark.rest
-def test_all_have_the_same_variables_which_begin_as_the_chief_says(chief, worker):
+def test_all_share_variables_with_the_chiefs_initial_values(chief, worker):
     ours, theirs = counter(chief, 5), counter(worker, 7)
     assert ours.numpy().tolist() == theirs.numpy().tolist() == [5, 5]
     chief.run(lambda: ours.assign_add([1.0, 2.0]))
@@ -76,7 +76,7 @@ def test_all_have_the_same_variables_which_begin_as_the_chief_says(chief, worker
     assert ours.numpy().tolist() == [1, 1]
 
 
-def test_what_a_worker_is_told(chief, worker):
+def test_warnings_of_a_worker(chief, worker):
     assert (chief.is_chief, worker.is_chief) == (True, False)
     for strategy in (chief, worker):
         extended = strategy.extended
@@ -96,8 +96,8 @@ def test_a_worker_that_leaves_devices_unused_names_the_argument_that_uses_them(s
     assert "used" not in caplog.text
 
 
-def test_each_has_a_pipeline_of_its_own(chief, worker):
-    """As in TensorFlow: what is given is read whole; a function is told which of the workers asks."""
+def test_each_worker_has_its_own_pipeline(chief, worker):
+    """As in TensorFlow, a dataset is read in full, and a function learns which worker calls it."""
     data = rx.data.from_arrays(np.arange(6)).batch(2)
     seen = []
 
@@ -113,7 +113,7 @@ def test_each_has_a_pipeline_of_its_own(chief, worker):
     assert seen == [(2, 0, 1), (2, 1, 1)]
 
 
-def test_functions_run_here_once_compiled_and_without_a_warning(worker, chief, caplog):
+def test_functions_run_in_this_process_compiled_and_without_a_warning(worker, chief, caplog):
     ours, theirs = counter(chief), counter(worker)
     assert ours.numpy().tolist() == [0, 0]
     traced = set()  # not a number, which would be a constant of the programs
@@ -154,7 +154,7 @@ def test_reduce_needs_no_axis_as_in_tensorflow_1(worker):
     assert worker.reduce("SUM", value).shape == (2,)
 
 
-def test_values_are_not_reduced_to_another_worker(chief, worker):
+def test_values_cannot_be_reduced_to_another_worker(chief, worker):
     value = np.ones(2, np.float32)
     text = message(
         InvalidArgumentError,
@@ -180,7 +180,7 @@ def test_there_is_no_coordinator(chief):
     )
 
 
-def test_fit_says_what_to_do_instead(chief):
+def test_fit_raises_and_says_what_to_do_instead(chief):
     with chief.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -189,7 +189,7 @@ def test_fit_says_what_to_do_instead(chief):
     assert "Write the loop" in text
 
 
-def test_who_ends_leaves_the_variables_to_the_others(chief, worker, strategy_of):
+def test_variables_outlive_a_worker_that_ends(chief, worker, strategy_of):
     ours, theirs = counter(chief), counter(worker)
     chief.run(lambda: ours.assign_add([1.0, 1.0]))
     assert theirs.numpy().tolist() == [1, 1]
@@ -205,7 +205,7 @@ def test_who_ends_leaves_the_variables_to_the_others(chief, worker, strategy_of)
     assert counter(anew).numpy().tolist() == [0, 0]
 
 
-def test_nobody_begins_without_the_chief(strategy_of):
+def test_no_worker_starts_without_the_chief(strategy_of):
     text = message(
         UnavailableError, lambda: strategy_of("worker"), "worker 0 waited 1 s for chief 0: it makes"
     )
@@ -220,7 +220,7 @@ def test_a_worker_of_a_coordinator_is_told_to_be_a_server(cluster, strategy_of):
     assert "is_coordinator=False" in text
 
 
-def test_tasks_that_have_no_part_in_it(strategy_of):
+def test_tasks_without_a_role(strategy_of):
     environ = {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'}
     resolver = TFConfigClusterResolver(environ=environ)
     message(
@@ -234,7 +234,7 @@ def test_tasks_that_have_no_part_in_it(strategy_of):
 
 
 def test_optimizers_of_all_update_the_same_variables(chief, worker):
-    """Slots, and what an optimizer shares, are made by the chief, beside what they belong to."""
+    """The chief creates slots, and an optimizer's shared state, beside their variables."""
     weights, steps = [], []
 
     def trained(strategy):
@@ -298,8 +298,8 @@ def counts():
 
 
 @pytest.mark.rest
-def test_workers_that_are_killed_and_started_again_go_on():
-    """The chief too. Each step counts once, wherever the kill hits it."""
+def test_restarted_workers_resume():
+    """The chief too. Each step counts once, no matter when the kill hits it."""
     with LocalCluster(2, num_ps=1, timeout_s=150) as cluster:
         cluster.start(counts)
         for index in (1, 0):
@@ -365,7 +365,8 @@ def trains():
 
 @pytest.mark.long
 def test_a_keras_model_is_trained_by_all():
-    """Its variables, in shards, begin with the chief's seed in both; slots, and what the optimizer shares, are found."""
+    """Its variables, in shards, start with the chief's seed in both; slots, and the optimizer's shared state, are
+    found."""
     environment = {"KERAS_BACKEND": "jax"}
     with LocalCluster(2, num_ps=2, environment=environment, timeout_s=150) as cluster:
         cluster.start(trains)

@@ -1,4 +1,4 @@
-"""Summaries in real processes: one of them writes. Of a trace each writes its own."""
+"""Summaries in real processes: one of them writes. Each process writes its own trace."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.rest]
 
 
 @pytest.mark.parametrize("chief", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_of_two_processes_the_chief_writes(reports_of, tmp_path, chief):
+def test_chief_of_two_processes_writes(reports_of, tmp_path, chief):
     first, second = reports_of(summaries, str(tmp_path), workers=1 if chief else 2, chief=chief)
     assert first == {"refused": True, "is_writing": [True, True]}
     assert second == {"refused": True, "is_writing": [False, False]}

@@ -1,4 +1,4 @@
-"""``TPUStrategy`` on several hosts, as virtual devices of several processes: they compute what one process does."""
+"""``TPUStrategy`` on several hosts, as virtual devices of several processes, equals one process."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
-"""A script for ``replicax launch --evaluator``: workers train, and the evaluator evaluates what the chief writes.
+"""A script for ``replicax launch --evaluator``: workers train, and the evaluator evaluates the chief's checkpoints.
 
-Its argument is a folder. Each task prints what it knows and sees as lines of JSON.
+Its argument is a folder. Each task prints its view as lines of JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A task that answers what it is sent, in a process of its own: ``python echo_task.py ADDRESS``, until stdin ends."""
+"""A task that answers its messages, in a separate process: ``python echo_task.py ADDRESS``, until stdin ends."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from replicax.errors import UnknownProgramError
 
 
 class Echo:
-    """Answers messages. ``op`` of a message, or what is asked: echo, fail, unknown, sleep, wait, make, statistics."""
+    """Answers messages. ``op`` of a message, or the question: echo, fail, unknown, sleep, wait, make, statistics."""
 
     def __init__(self):
         self.server = None
@@ -98,7 +98,7 @@ class EchoTask:
             self.process.send_signal(signal.SIGCONT)
 
     def memory(self, what="VmRSS"):
-        """Bytes; ``VmHWM`` is the most that it has had."""
+        """Bytes; ``VmHWM`` is the peak."""
         return int(self._status(what).split()[0]) * 1024
 
     def _status(self, what):

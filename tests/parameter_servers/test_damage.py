@@ -1,4 +1,5 @@
-"""A network that damages frames: what comes is exact, and damage is a task that cannot be reached for a moment."""
+"""A network that damages frames: messages arrive exact, and damage looks like a task that cannot be reached for a
+moment."""
 
 import itertools
 import random
@@ -27,7 +28,7 @@ def task():
 
 
 def sent_as(number):
-    """The message of a number: mostly small ones, some of which have a body."""
+    """The message of a number: mostly small ones, some with a body."""
     random_ = random.Random(number)
     size = random_.choice([0, 1, 10, 100, 1000, 10_000, 100_000] + [3_000_000] * (number % 50 == 0))
     arrays = [np.frombuffer(random_.randbytes(size), np.uint8), np.full(3, number)]
@@ -43,7 +44,7 @@ def assert_is_echo(answer, number):
 
 
 def retried(call):
-    """What ``call`` gives in the end, and how often it could not reach the task; no other error is allowed."""
+    """The final result of ``call``, and how often it could not reach the task; no other error is allowed."""
     for num_failed in itertools.count():
         assert num_failed < 100
         try:
@@ -53,7 +54,7 @@ def retried(call):
 
 
 def echoed(client, numbers, most_together):
-    """Sends messages in groups and checks their answers. A group that could not be answered is sent again."""
+    """Sends messages in groups and checks their answers. A group without an answer is sent again."""
     num_failed, link, numbers = 0, None, list(numbers)
 
     def answers_of(group):
@@ -104,7 +105,7 @@ def test_asks_through_a_network_that_damages_frames_are_answered(task):
 
 
 def test_without_checksums_damage_of_bodies_would_come_through(monkeypatch):
-    """So the checksums are what finds it, and the proxy does damage bodies."""
+    """This shows that the checksums detect the damage, and that the proxy does damage bodies."""
     monkeypatch.delenv("REPLICAX_CHECKSUMS", raising=False)
     with EchoTask() as task, DamagingProxy("127.0.0.1", task.port, every=5, in_headers=0) as proxy:
         with TaskClient(proxy.address, TOKEN, "ps 0") as client:

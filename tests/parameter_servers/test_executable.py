@@ -1,4 +1,4 @@
-"""Computations that came as StableHLO: the memory of large results that are given back is used again."""
+"""Computations that came as StableHLO: the memory of returned large results is reused."""
 
 import weakref
 
@@ -25,7 +25,7 @@ def pointers(results):
     return [result.unsafe_buffer_pointer() for result in results]
 
 
-def test_large_results_are_written_where_those_were_that_came_back(executable):
+def test_large_results_reuse_returned_memory(executable):
     results = executable([LARGE, SMALL])
     for number in range(1, 4):
         kept, before = results[0], pointers(results)
@@ -37,14 +37,14 @@ def test_large_results_are_written_where_those_were_that_came_back(executable):
             assert (np.asarray(result) == expected).all()
 
 
-def test_what_did_not_come_back_stays(executable):
+def test_unreturned_memory_stays(executable):
     results = executable([LARGE, SMALL])
     again = executable([LARGE + 5, SMALL])
     assert [float(result[0]) for result in results] == [1, 0, 0]
     assert [float(result[0]) for result in again] == [6, 10, 0]
 
 
-def test_a_view_that_somebody_still_has_shows_what_it_showed(executable):
+def test_held_view_keeps_its_values(executable):
     results = executable([LARGE + 4, SMALL])
     view = np.asarray(results[1])[7:9]
     executable.take_back(results)
@@ -52,7 +52,7 @@ def test_a_view_that_somebody_still_has_shows_what_it_showed(executable):
     assert view.tolist() == [8, 8]
 
 
-def test_memory_that_is_freed_is_gone(executable):
+def test_freed_memory_is_released(executable):
     results = executable([LARGE, SMALL])
     large = weakref.ref(results[1])
     executable.take_back(results)

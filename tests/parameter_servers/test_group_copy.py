@@ -1,4 +1,4 @@
-"""Two parameter servers with the same pieces, in this process: what the one does the other does, and goes on with."""
+"""Two parameter servers with the same pieces, in this process: both apply the same messages, and either can continue."""
 
 import contextlib
 import threading
@@ -26,14 +26,14 @@ def network(request):
 
 @pytest.fixture
 def add(network):
-    """The digest of what adds to x, which starts at 0."""
+    """The digest of a program that adds to x, which starts at 0."""
     network.create(x=np.zeros(3, np.float32))
     return network.add_program(
         update_program(lambda x, by: (x + by,), ["x"], [0], np.zeros(3, np.float32), ONE)
     )
 
 
-def test_the_backup_has_what_was_answered_and_goes_on(network, add):
+def test_backup_has_every_answered_update_and_continues(network, add):
     for number in range(5):
         network.step(0, add, number, [ONE])
     assert network.read(0) == 5.0
@@ -45,7 +45,7 @@ def test_the_backup_has_what_was_answered_and_goes_on(network, add):
     assert network.read(1) == 6.0
 
 
-def test_who_was_followed_answers_nobody(network, add):
+def test_replaced_primary_rejects_requests(network, add):
     network.step(0, add, 0, [ONE])
     network.view(2, 1, None, to=[1])
     network.step(1, add, 1, [ONE])
@@ -55,13 +55,13 @@ def test_who_was_followed_answers_nobody(network, add):
     assert network.read(1) == 2.0
 
 
-def test_a_reader_of_who_was_followed_is_told_before_anybody_has_written(network, add):
+def test_replaced_primary_rejects_reads_before_any_write(network, add):
     network.view(2, 1, None, to=[1])
     network.step(1, add, 0, [ONE])
     message(UnavailableError, lambda: network.read(0), "does not serve this group")
 
 
-def test_without_the_backup_nothing_is_answered_until_it_is_decided(network, add):
+def test_nothing_is_answered_without_the_backup_until_a_decision(network, add):
     network.is_cut = True
     answered = threading.Event()
     waiting = threading.Thread(target=lambda: (network.step(0, add, 0, [ONE]), answered.set()))
@@ -90,7 +90,7 @@ def test_errors_are_the_same_on_both_and_nothing_happens(network, add):
     assert network.read(1) == 1.0
 
 
-def test_what_reads_sends_no_arrays_and_what_is_read_is_not_read_twice(network, add):
+def test_reads_send_no_arrays_and_are_not_repeated(network, add):
     rows = [np.array([0], np.int32)]
     network.step(0, add, 0, [ONE, *rows], rows=["x"])
     copy = network.servers[1]._copies[GROUP]
@@ -101,7 +101,7 @@ def test_what_reads_sends_no_arrays_and_what_is_read_is_not_read_twice(network, 
     assert network.num_sent == before + 1  # it has asked whether it still is the primary
 
 
-def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
+def test_joining_backup_gets_the_state_while_updates_continue(network, add):
     large = np.arange(50_000, dtype=np.float32)
     network.create(large=large)
     network.step(0, add, 0, [ONE])
@@ -131,9 +131,7 @@ def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
     np.testing.assert_array_equal(network.step(1, pull=["large"]).arrays[0], large)
 
 
-def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there_is(
-    network, add, monkeypatch
-):
+def test_nothing_is_kept_for_a_backup_dropped_during_its_copy(network, add, monkeypatch):
     network.view(2, 0, None)
     network.is_silent = True  # stopped: its system takes what is sent
     before = threading.enumerate()  # of tests before this one some may be ending
@@ -155,7 +153,7 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
 
 @contextlib.contextmanager
 def bringing(network):
-    """Inside, the last part of what there is has not arrived."""
+    """Inside, the last part of the state has not arrived."""
     network.view(2, 0, None)
     with network.servers[1]._copies[GROUP]._state.order:
         joining = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
@@ -170,7 +168,7 @@ def bringing(network):
     joining.join()
 
 
-def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add, monkeypatch):
+def test_requests_are_answered_during_a_slow_copy(network, add, monkeypatch):
     size = group_entries.ENTRY_BYTES + ONE.nbytes
     monkeypatch.setattr(network.servers[0]._copies[GROUP]._state.log, "max_bytes", 3 * size)
     monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
@@ -188,7 +186,7 @@ def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add
     assert network.ask(0, "checksum").header["is_on_two"]
 
 
-def test_what_comes_while_all_is_brought_does_not_become_more_than_all(network, add, monkeypatch):
+def test_updates_during_a_copy_are_bounded(network, add, monkeypatch):
     copy = network.servers[0]._copies[GROUP]
     monkeypatch.setattr(copy._state.log, "max_bytes", 4 * group_entries.ENTRY_BYTES)
     monkeypatch.setattr(group_copy, "_ROOM_S", 0.0)
@@ -204,7 +202,7 @@ def test_what_comes_while_all_is_brought_does_not_become_more_than_all(network, 
     assert network.ask(0, "checksum").header["is_on_two"]
 
 
-def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add):
+def test_repeated_messages_during_a_copy_are_not_kept_again(network, add):
     with bringing(network):
         for _ in range(4):
             network.step(0, add, 0, [ONE])
@@ -226,13 +224,13 @@ def test_a_backup_that_cannot_be_reached_leaves_no_client_behind(network, monkey
     assert closed.wait(20.0)
 
 
-def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network, add):
+def test_copied_values_stay_if_the_view_waits_for_an_update(network, add):
     network.step(0, add, 0, [ONE])
     network.view(2, 0, None)
     joining, is_brought = network.servers[1]._copies[GROUP], threading.Event()
 
     class Order:
-        """The thread that takes the view gets it after those that bring."""
+        """The thread that takes the view gets it after the threads that send the state."""
 
         def __init__(self, inner):
             self.inner = inner
@@ -252,7 +250,7 @@ def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network
     while network.part(1)["epoch"] != 3:
         assert time.monotonic() < until
         time.sleep(0.005)
-    # The coordinator goes on: the other one has not said in time that it has taken it.
+    # The coordinator continues: the other server has not reported in time that it has taken the view.
     network.view(3, 0, 1, is_joining=True, to=[0])
     network.until_in_sync()
     is_brought.set()
@@ -261,7 +259,7 @@ def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network
     assert network.read(1) == 1.0
 
 
-def test_gradients_that_wait_for_their_round_are_brought_too(network, add):
+def test_waiting_gradients_are_copied_too(network, add):
     program = update_program(
         lambda x, g: (x + g,), ["x"], [0], np.zeros(3, np.float32), np.zeros(3, np.float32)
     )
@@ -278,7 +276,7 @@ def test_gradients_that_wait_for_their_round_are_brought_too(network, add):
     assert network.read(1) == 3.0
 
 
-def test_copies_that_differ_are_found(network, add, caplog):
+def test_differing_copies_are_detected(network, add, caplog):
     network.servers[1]._copies[GROUP]._state.store.put("x", 1, np.ones(3, np.float32))
     answers = []
     asking = threading.Thread(target=lambda: answers.append(network.ask(0, "checksum")))
@@ -293,7 +291,7 @@ def test_copies_that_differ_are_found(network, add, caplog):
     assert "are not the same" in caplog.text
 
 
-def test_one_that_has_not_all_is_not_made_the_primary(network, add):
+def test_incomplete_copy_is_not_made_the_primary(network, add):
     network.view(2, 0, None)
     network.is_cut = True
     network.view(3, 0, 1, is_joining=True)
@@ -301,7 +299,7 @@ def test_one_that_has_not_all_is_not_made_the_primary(network, add):
     message(InvalidArgumentError, lambda: network.servers[1].take(view, []), "does not have all of group 0")
 
 
-def test_who_asks_how_it_is_does_not_wait_for_an_update(network, add):
+def test_status_does_not_wait_for_an_update(network, add):
     server = network.servers[0]
     before = server.statistics()
     with server._copies[GROUP]._state.store._lock:  # an update lasts
@@ -319,7 +317,7 @@ def test_who_asks_how_it_is_does_not_wait_for_an_update(network, add):
     ],
 )
 @pytest.mark.parametrize("is_update", [True, False])
-def test_what_cannot_be_read_is_refused_by_both(network, add, what, expected, is_update):
+def test_unreadable_message_is_rejected_by_both(network, add, what, expected, is_update):
     network.create(scalar=np.zeros((), np.float32))
     program, number = (add, 0) if is_update else (None, None)
     operands = [*([ONE] if is_update else []), *what.get("operands", ())]
@@ -330,7 +328,7 @@ def test_what_cannot_be_read_is_refused_by_both(network, add, what, expected, is
     assert network.ask(0, "checksum").header["is_on_two"]
 
 
-def test_a_backup_is_not_lost_because_who_waits_for_it_has_waited_for_long(network, add, monkeypatch):
+def test_backup_is_not_lost_because_of_a_long_wait(network, add, monkeypatch):
     monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
     receive = Open.receive
 
@@ -387,7 +385,8 @@ def test_backup_that_lacks_more_than_log_bytes_gets_the_state(network, add, monk
 
 @pytest.mark.parametrize("has_more", [False, True])
 def test_primary_that_comes_back_gets_what_it_lacks(network, add, monkeypatch, has_more):
-    """Only updates, unless it has applied one that was never acknowledged: nobody else has that one."""
+    """Only updates are sent, unless the server has applied one that was never acknowledged: no other server has that
+    one."""
     parts = parts_of(network, monkeypatch)
     network.step(0, add, 0, [ONE])
     network.view(2, 1, None, to=[1])

@@ -1,4 +1,4 @@
-"""The rules of copies of groups: whatever is lost, late or comes twice, what was answered is there, and once."""
+"""The rules of copies of groups: for any loss, delay or repetition, an answered update exists exactly once."""
 
 import dataclasses
 
@@ -16,10 +16,10 @@ MAX_UPDATES = 6
 
 
 class Server:
-    """A process: the rules, and in place of a store what was applied, in order, and of which closures that was.
+    """A process: the rules, and in place of a store the applied updates, in order, with their closures.
 
     Args:
-      snapshot: With which it begins: a position, and what was applied until then.
+      snapshot: The snapshot that it starts from: a position, and the updates until then.
     """
 
     def __init__(self, task, snapshot=None):
@@ -50,7 +50,7 @@ class Sent:
 
 
 class World:
-    """Two servers with disks, a coordinator, clients, and a network that does what it likes. Group 0 is looked at."""
+    """Two servers with disks, a coordinator, clients, and an unreliable network. Only group 0 is checked."""
 
     def __init__(self):
         self.servers = [Server(0), Server(1)]
@@ -64,7 +64,7 @@ class World:
             server.is_known = True
             self.takes_view(server, self.groups.views[0])
 
-    # --- what happens; each is given a number, to choose by -----------------------------------------------
+    # --- events; each gets a number to choose by ------------------------------------------------------------
 
     def change(self, n):
         """A client sends a new closure, or an earlier one again."""
@@ -95,7 +95,7 @@ class World:
             self.network.append(Sent(other, "forward", (server, rules.epoch, rules.position, op)))
 
     def answer(self, n):
-        """A server answers what it may, in any order."""
+        """A server sends the answers that it may send, in any order."""
         server = self.servers[n % 2]
         if not server.asked:
             return
@@ -133,7 +133,7 @@ class World:
             getattr(self, f"takes_{sent.what}")(server, *sent.content)
 
     def hears(self, server):
-        """Somebody has said hello to it; or it began with a snapshot, and works for the coordinator of that."""
+        """True if it got a hello, or started from a snapshot and works for the coordinator of that."""
         return server.is_known or server.is_restored
 
     def takes_forward(self, server, sender, epoch, position, op):
@@ -162,7 +162,7 @@ class World:
             is_new = rules.take(view)
         except InvalidArgumentError:
             self.groups.refused(view)
-            # It began with a snapshot after this had been decided; or the coordinator knew less than all of it.
+            # It started from a snapshot after this was decided; or the coordinator did not know all of it.
             assert view.since is not None or (server.is_restored and rules.view is None), (
                 f"{view}: it has not all"
             )
@@ -181,7 +181,7 @@ class World:
             server.joining = view.epoch
             self.network.append(Sent(self.servers[view.backup], "where", (server, view.epoch)))
 
-    # What the primary brings to one that joins: the updates that it lacks, or the state and the updates after it.
+    # The data that the primary sends to a joining server: the missing updates, or the state and the updates after it.
 
     def takes_where(self, server, sender, epoch):
         if server.rules.takes_copy(epoch):
@@ -221,12 +221,12 @@ class World:
                 self.network.append(Sent(other, "forward", (server, epoch, place, op)))
 
     def gives_up(self, server):
-        """The backup lacks more than is kept."""
+        """The backup lacks more than the log keeps."""
         server.rules.lose(server.rules.epoch)
         server.joining = None
 
     def loses(self, n):
-        """A server finds that the other one cannot be reached."""
+        """A server finds that it cannot reach the other one."""
         server = self.servers[n % 2]
         server.rules.lose(server.rules.epoch)
         if server.rules.partner is Partner.FAILED:
@@ -238,7 +238,7 @@ class World:
             self.disks[server.task] = (server.rules.position, tuple(server.log))
 
     def die(self, n):
-        """It is started again at once, with what is on its disk."""
+        """It is restarted at once, with the data on its disk."""
         self.servers[n % 2] = Server(n % 2, self.disks[n % 2])
 
     def die_without_disk(self, n):
@@ -246,7 +246,8 @@ class World:
         self.die(n)
 
     def notice(self, n):
-        """The coordinator sees that a server is another process; without that, it may think it dead though it is not."""
+        """The coordinator sees that a server is another process; otherwise it may think the server dead although it is
+        not."""
         server = self.servers[n % 2]
         self.follow(self.groups.gone(server.task))
         self.said.pop(server.task, None)
@@ -256,7 +257,7 @@ class World:
             self.groups.returned(server.task, {"0": server.rules.described()})
 
     def both_die(self, n):
-        """Both are started again, and the coordinator sees it, in some order."""
+        """Both are restarted, and the coordinator sees it, in some order."""
         for task in (n, n + 1):
             self.die(task)
         for task in (n // 2, n // 2 + 1):
@@ -268,7 +269,7 @@ class World:
             self.deliver(0)
 
     def is_back(self, n):
-        """A server joins, and the coordinator hears of it."""
+        """A server joins, and the coordinator learns of it."""
         self.join(n)
         self.all_arrives(n)
         for task in range(2):
@@ -277,7 +278,7 @@ class World:
             self.hear(0)
 
     def restart(self, n):
-        """The coordinator uses what is there; without waiting for the other server, sometimes."""
+        """The coordinator uses the existing servers; sometimes without waiting for the other one."""
         views = self.groups.restart([0] if n % 2 else [])
         for view in views:
             if view.group == 0:
@@ -291,7 +292,7 @@ class World:
             self.reports.append((server, {"0": server.rules.described()}))
 
     def hear(self, n):
-        """A report arrives, late perhaps; of a process that another one has followed, too."""
+        """A report arrives, perhaps late, also from a process that has been replaced."""
         if self.reports:
             server, parts = self.reports.pop(n % len(self.reports))
             if server in self.servers:
@@ -314,7 +315,7 @@ class World:
                     ):  # at once, or never: the coordinator waits for the answer
                         self.network.append(Sent(self.servers[task], "view", (view,)))
 
-    # --- what has to hold -----------------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------------------
 
     def check(self):
         view = self.groups.views[0]
@@ -333,7 +334,7 @@ class World:
             assert first.log == second.log, "the same position, and other contents"
 
     def heal(self):
-        """All goes well from now on: until there are two copies again, and a client is answered."""
+        """From now on nothing fails: in the end there are two copies again, and a client gets its answer."""
         for _ in range(12):
             for task in range(2):
                 if not self.servers[task].is_known:
@@ -351,7 +352,7 @@ class World:
                 server.asked = [each for each in server.asked if each[0].tenure == server.rules._tenure]
 
     def settle(self):
-        """All arrives, and what may be answered is."""
+        """All messages arrive, and every allowed answer is sent."""
         for task in range(2):
             self.change(2 * self.num_ops + task)
         self.all_arrives(0)
@@ -385,7 +386,7 @@ ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 40))
 
 @examples(400, short=120)
 @given(st.lists(ACTION, max_size=20) | st.lists(ACTION, min_size=40, max_size=80))
-def test_what_was_answered_is_there_and_once(actions):
+def test_answered_updates_exist_exactly_once(actions):
     world = World()
     for name, number in actions:
         getattr(world, name)(number)
@@ -403,7 +404,7 @@ def test_what_was_answered_is_there_and_once(actions):
         assert len(world.acknowledged) > before
 
 
-# The rules one by one, where chance seldom comes.
+# The rules one by one, for cases that random events rarely reach.
 
 
 def rules_of(task, *views):
@@ -420,7 +421,7 @@ def part(epoch, backup="none", position=START):
     return {"epoch": epoch, "backup": backup, "position": position}
 
 
-def test_a_backup_that_leads_takes_nothing_of_the_one_before():
+def test_new_primary_accepts_nothing_from_the_previous_one():
     backup = rules_of(1, PAIR)
     assert backup.forwarded(1, 1) is True
     backup.applied(Position(1, 1))
@@ -437,8 +438,8 @@ def test_a_backup_that_leads_takes_nothing_of_the_one_before():
     assert joined.forwarded(3, 1) is True
 
 
-def test_what_was_ordered_before_is_not_answered_after_another_time():
-    """Who is the primary, is followed, and is the primary again, has not done what it was asked the first time."""
+def test_updates_of_an_earlier_epoch_are_not_answered_later():
+    """A server that is the primary, is replaced, and is the primary again has not carried out the earlier request."""
     rules = rules_of(0, PAIR)
     place = rules.order()
     rules.take(View(0, 3, 1, 0, is_joining=True))
@@ -449,7 +450,7 @@ def test_what_was_ordered_before_is_not_answered_after_another_time():
     assert rules.may_answer(rules.order())
 
 
-def test_the_backup_counts_once_it_has_said_that_it_has_what_was_answered_without_it():
+def test_backup_counts_once_it_confirmed_every_answered_update():
     rules = rules_of(0, PAIR, View(0, 2, 0, None), View(0, 3, 0, 1, is_joining=True))
     assert all(rules.may_answer(rules.order()) for _ in range(4))
     assert rules.synced(3, acked=2)
@@ -463,7 +464,7 @@ def test_the_backup_counts_once_it_has_said_that_it_has_what_was_answered_withou
     assert rules.described()["backup"] == Partner.LOST
 
 
-def test_nobody_is_made_what_it_cannot_be():
+def test_no_server_gets_an_impossible_role():
     joins = rules_of(1, PAIR, View(0, 2, 0, 1, is_joining=True))
     message(InvalidArgumentError, lambda: joins.take(View(0, 3, 1, None)), "does not have all of group 0")
     followed = rules_of(0, PAIR)
@@ -472,7 +473,7 @@ def test_nobody_is_made_what_it_cannot_be():
     message(InvalidArgumentError, lambda: followed.take(View(0, 3, 0, None)), "does not have all of group 0")
 
 
-def test_who_leads_is_decided_once_and_a_copy_that_is_behind_never_leads():
+def test_primary_is_decided_once_and_is_never_a_copy_that_is_behind():
     groups = Groups(3)
     assert [view.members for view in groups.views] == [(1, 0), (2, 1), (0, 2)]
     assert [(v.group, v.epoch, v.primary, v.backup) for v in groups.gone(1)] == [
@@ -496,8 +497,8 @@ def test_who_leads_is_decided_once_and_a_copy_that_is_behind_never_leads():
     assert groups.to_be_told(0, {"0": {"epoch": 3}}) == [View(0, 4, 0, None), View(2, 2, 0, None)]
 
 
-def test_one_with_a_snapshot_leads_only_if_that_is_taken_for_all():
-    """Who decided that it leads may not have known that it was started again."""
+def test_server_with_a_snapshot_leads_only_if_the_view_accepts_it():
+    """The coordinator that made it the primary may not have known that it was restarted."""
 
     def restored():
         rules = GroupRules(1)
@@ -518,7 +519,7 @@ def test_one_with_a_snapshot_leads_only_if_that_is_taken_for_all():
 
 
 def lost_group():
-    """Group 0: ps 0 led, then ps 1 alone, and that one does not answer."""
+    """Group 0: ps 0 led, then ps 1 alone, and ps 1 does not answer."""
     groups = Groups(2)
     groups.gone(0)
     groups.gone(1)
@@ -530,7 +531,7 @@ def has(seq, epoch=1):
     return {"0": part(epoch, position=Position(epoch, seq))}
 
 
-def test_lost_group_goes_on_with_the_newer_one_when_the_last_primary_is_another_process():
+def test_lost_group_resumes_from_the_newer_copy_when_the_last_primary_has_restarted():
     groups = lost_group()
     groups.returned(0, has(9))
     assert groups.restart() == []  # ps 1 may only be silent
@@ -569,7 +570,7 @@ def test_other_server_of_a_lost_group_is_waited_for():
     assert groups.restart() == [View(0, 4, 0, None, since=Position(2, 3))]
 
 
-def test_lost_group_of_which_nothing_is_left():
+def test_lost_group_without_any_copy():
     groups = lost_group()
     groups.returned(1, {})
     assert groups.restart() == groups.hopeless == []

@@ -1,4 +1,4 @@
-"""Snapshots of copies of a group: at which position they are, and what becomes of them when a server is started again."""
+"""Snapshots of copies of a group: their positions, and the restart of a server."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from replicax._src.parameter_servers.transport.messages import Message
 
 
 class Servers(Network):
-    """Two servers that write snapshots, and can be started again."""
+    """Two servers that write snapshots, and can be restarted."""
 
     def __init__(self, folder, interval_s=math.inf):
         self.folder, self.interval_s = folder, interval_s
@@ -42,12 +42,12 @@ class Servers(Network):
         return host._copies
 
     def end(self, task):
-        """As SIGTERM does."""
+        """As after SIGTERM."""
         self.hosts[task].close()
         self.servers[task].close()
 
     def restart(self, task):
-        """As after SIGKILL, where it was not ended."""
+        """As after SIGKILL, without an orderly end."""
         self.servers[task].close()
         self.servers[task] = self.server(task)
 
@@ -55,7 +55,7 @@ class Servers(Network):
         return self.servers[task]._copies[GROUP]._keeper
 
     def order_snapshot(self, number=1):
-        """Both have one more."""
+        """Both have one more update."""
         self.servers[0]._copies[GROUP].order_snapshot()
         for task in range(2):
             until(lambda task=task: self.keeper(task).statistics()["num_snapshots"] == number)
@@ -94,7 +94,7 @@ def network(tmp_path, monkeypatch):
 
 @pytest.fixture
 def add(network):
-    """The digest of what adds to x, which starts at 0."""
+    """The digest of a program that adds to x, which starts at 0."""
     network.create(x=np.zeros(3, np.float32))
     return network.add_program(ADD)
 
@@ -134,7 +134,7 @@ def test_a_snapshot_is_taken_every_interval_by_both(tmp_path, monkeypatch):
         assert network.position(0).seq == seq  # where nothing changes none is ordered
 
 
-def test_nobody_leads_with_a_snapshot_who_is_not_told_that_this_is_all(network, add):
+def test_server_with_a_snapshot_needs_a_view_that_accepts_it(network, add):
     network.step(0, add, 0, [ONE])
     network.order_snapshot()
     network.step(0, add, 1, [ONE])
@@ -150,8 +150,9 @@ def test_nobody_leads_with_a_snapshot_who_is_not_told_that_this_is_all(network, 
 
 
 @pytest.mark.parametrize("how", ["ended", "killed", "with gradients"])
-def test_one_that_comes_back_with_a_snapshot_gets_what_it_lacks(network, add, monkeypatch, how):
-    """Only the updates after its snapshot, where those are in the log: so after SIGTERM. A snapshot has no gradients that wait."""
+def test_server_that_returns_with_a_snapshot_gets_the_missing_updates(network, add, monkeypatch, how):
+    """Only the updates after its snapshot, if they are in the log, as after SIGTERM. A snapshot contains no waiting
+    gradients."""
     parts = network.parts_from(monkeypatch)
     network.step(0, add, 0, [ONE])
     network.order_snapshot()
@@ -179,7 +180,7 @@ def test_one_that_comes_back_with_a_snapshot_gets_what_it_lacks(network, add, mo
         assert network.read(1) == 6.0
 
 
-def test_one_that_comes_back_is_given_the_state_where_a_program_is_gone(network, add, monkeypatch):
+def test_returning_server_gets_the_state_if_a_program_is_gone(network, add, monkeypatch):
     parts = network.parts_from(monkeypatch)
     network.step(0, add, 0, [ONE])
     network.end(1)
@@ -193,8 +194,8 @@ def test_one_that_comes_back_is_given_the_state_where_a_program_is_gone(network,
     assert network.ask(0, "checksum").header["is_on_two"]
 
 
-def test_a_backup_that_writes_a_snapshot_may_say_nothing_for_longer(network, add, monkeypatch):
-    """An update may wait there until there is room beside what is written, and its disk may be the slower one."""
+def test_backup_may_be_silent_longer_while_writing_a_snapshot(network, add, monkeypatch):
+    """An update may wait there until there is room beside the snapshot, and the backup's disk may be the slower one."""
     goes_on, store, waited = threading.Event(), network.servers[1]._copies[GROUP]._state.store, []
     write, receive = store._snapshots.write, Open.receive
     monkeypatch.setattr(store._snapshots, "write", lambda *how: (goes_on.wait(20.0), write(*how))[1])
@@ -285,7 +286,7 @@ role, directory = sys.argv[1], Path(sys.argv[2])
 
 
 class Way:
-    # To a backup that has done at once what it is sent.
+    # A server sends updates to a backup that applies them at once.
     def open(self):
         return self
 
@@ -326,7 +327,7 @@ def send(fn, state, written, *avals):
 
 
 def work(rows, prefix):
-    # A table and a slot; rows are updated, and both are written while others are.
+    # A table and a slot; rows are updated, and both are written while other rows are updated.
     keys = (prefix + "t", prefix + "m")
     table, ids, g = (rows, 64), np.arange(4096, dtype=np.int32), np.ones((4096, 64), np.float32)
     like = jax.ShapeDtypeStruct(table, jnp.float32)
@@ -373,7 +374,7 @@ print(json.dumps([held, status("VmHWM") - empty]))
 @pytest.mark.rest
 @pytest.mark.parametrize("role", ["primary", "backup"])
 def test_memory_is_that_of_the_values(tmp_path, role):
-    """A snapshot while updates go on, of one that sends them on and of one that gets them."""
+    """A snapshot while updates continue, of a server that sends them and of one that receives them."""
     command = [sys.executable, "-c", MEMORY, role, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=220)
     assert run.returncode == 0, run.stderr

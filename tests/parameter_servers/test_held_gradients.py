@@ -1,4 +1,4 @@
-"""Gradients that a parameter server holds, and the mean of them that it applies."""
+"""Gradients that a parameter server holds, and the mean that it applies."""
 
 import dataclasses
 import threading
@@ -20,7 +20,7 @@ ZERO = np.zeros(4, np.float32)
 
 
 class Server:
-    """A store with a value "w" from which the mean of gradients is subtracted, and a value "count"."""
+    """A store with a value "w", from which the mean of gradients is subtracted, and a value "count"."""
 
     def __init__(self, store=None):
         self.store = Store() if store is None else store
@@ -61,7 +61,7 @@ class Server:
         return [float(array[0]) for array in answer.arrays]
 
 
-def test_the_mean_of_those_that_are_named_is_applied_once_and_the_rest_at_once():
+def test_mean_of_named_gradients_is_applied_once_and_the_rest_at_once():
     server = Server()
     server.push(0, 0, 2)
     server.push(1, 0, 100)
@@ -74,7 +74,7 @@ def test_the_mean_of_those_that_are_named_is_applied_once_and_the_rest_at_once()
     assert server.store.statistics()["gradient_bytes"] == 0
 
 
-def test_what_comes_late_is_dropped_and_what_comes_again_counts_once():
+def test_late_gradients_are_dropped_and_repeated_ones_count_once():
     server = Server()
     server.push(0, 0, 2)
     server.push(0, 0, 50)  # of a closure that is run again: other data
@@ -98,7 +98,7 @@ def test_rounds_that_ended_elsewhere_are_forgotten():
     assert server.values()[0] == -4
 
 
-def test_gradients_of_what_is_dropped_are_too():
+def test_gradients_of_dropped_variables_are_dropped():
     server = Server()
     server.push(0, 0, 2)
     server.ask("drop", keys=["w"])
@@ -106,7 +106,7 @@ def test_gradients_of_what_is_dropped_are_too():
     assert not server.apply(0, [0])  # no error: nobody waits for it
 
 
-def test_a_server_that_comes_back_applies_those_that_it_has(tmp_path):
+def test_returning_server_applies_the_gradients_it_has(tmp_path):
     server = Server()
     server.push(0, 0, 2)
     server.store.snapshot(tmp_path)
@@ -125,7 +125,7 @@ def test_a_server_that_comes_back_applies_those_that_it_has(tmp_path):
     assert server.values() == [-6, 2]
 
 
-def test_a_round_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch):
+def test_round_waits_if_too_much_memory_would_be_doubled(tmp_path, monkeypatch):
     monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
     server = Server()
     server.push(0, 0, 2)
@@ -148,7 +148,7 @@ def test_a_round_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch
     assert server.values() == [-2, 1]
 
 
-def test_what_does_not_fit_is_refused_when_it_comes():
+def test_gradients_that_do_not_fit_are_rejected_on_arrival():
     server = Server()
     gradients = {"round": 0, "program": server.down, "operands": 1}
     with pytest.raises(InvalidArgumentError, match=r"takes .*\(4,\).*, got .*\(5,\)"):
@@ -165,21 +165,21 @@ def test_what_does_not_fit_is_refused_when_it_comes():
 # --- means ----------------------------------------------------------------------------------------------
 
 
-def test_half_precision_is_summed_in_more():
+def test_half_precision_is_summed_in_higher_precision():
     parts = [np.full(2, value, jnp.bfloat16) for value in [256, *[1] * 63]]
     (mean,) = averaged(["mean"], [((2,), jnp.bfloat16)], [[part] for part in parts])
     assert mean.dtype == jnp.bfloat16
     np.testing.assert_array_equal(mean, np.full(2, (256 + 63) / 64, jnp.bfloat16))
 
 
-def test_a_condition_holds_if_it_does_for_all():
+def test_condition_holds_if_it_holds_for_all():
     spec = ((), np.dtype(bool))
     assert averaged(["all"], [spec], [[np.array(True)], [np.array(True)]])[0]
     assert not averaged(["all"], [spec], [[np.array(True)], [np.array(False)]])[0]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_are_averaged_as_whole_tables_would_be(seed):
+def test_rows_are_averaged_like_full_tables(seed):
     rng = np.random.default_rng(seed)
     num_rows, room = 7, 18
     dense, sent = np.zeros((num_rows, 3)), []
@@ -201,7 +201,7 @@ def test_rows_are_averaged_as_whole_tables_would_be(seed):
     np.testing.assert_allclose(found, dense, rtol=0, atol=1e-6)
 
 
-def test_rows_for_which_there_is_no_room():
+def test_too_many_rows():
     specs = [((2,), np.dtype(np.int32)), ((2, 1), np.dtype(np.float32))]
     sent = [[np.int32([n]), np.float32([[n]])] for n in range(3)]
     with pytest.raises(InvalidArgumentError, match=r"3 rows of a table .* room for 2"):

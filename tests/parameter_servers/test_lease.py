@@ -1,4 +1,4 @@
-"""``Lease``: whose messages a task answers, without a clock or threads."""
+"""``Lease``: the rule for whose messages a task answers, without a clock or threads."""
 
 import functools
 
@@ -14,7 +14,7 @@ def lease():
     return Lease("ps 0", silence_timeout_s=60.0, now=0.0)
 
 
-def test_hello_begins_it_once(lease):
+def test_hello_starts_a_lease_once(lease):
     assert lease.incarnation is None
     assert lease.hello("a", now=1.0)
     assert not lease.hello("a", now=2.0)
@@ -22,7 +22,7 @@ def test_hello_begins_it_once(lease):
     lease.check("a")
 
 
-def test_the_next_one_takes_over_for_good(lease):
+def test_next_coordinator_takes_over_for_good(lease):
     lease.hello("a", now=1.0)
     assert lease.hello("b", now=2.0)
     lease.check("b")
@@ -35,7 +35,7 @@ def test_the_next_one_takes_over_for_good(lease):
     assert lease.incarnation == "b"
 
 
-def test_who_has_left_does_not_come_back(lease):
+def test_coordinator_that_left_does_not_come_back(lease):
     lease.hello("a", now=1.0)
     lease.leave("b", now=1.5)
     assert lease.incarnation == "a"
@@ -44,8 +44,9 @@ def test_who_has_left_does_not_come_back(lease):
     message(StaleCoordinatorError, lambda: lease.hello("a", now=3.0), "it has left")
 
 
-def test_a_task_that_was_started_again_knows_nobody(lease):
-    """A beat tells nothing then: the instance in its answer does. Other messages need what is gone."""
+def test_restarted_task_knows_no_coordinator(lease):
+    """A heartbeat has no further effect then: the instance in its answer shows the restart. Other messages need data
+    that are gone."""
     lease.beat("a", now=1.0)
     assert lease.incarnation is None
     text = message(UnavailableError, lambda: lease.check("a"), "ps 0", "it was started again since")
@@ -53,13 +54,13 @@ def test_a_task_that_was_started_again_knows_nobody(lease):
     assert lease.hello("a", now=2.0)
 
 
-def test_a_stranger_is_not_answered_while_there_is_another(lease):
+def test_unknown_coordinator_is_not_answered_during_a_lease(lease):
     lease.hello("a", now=1.0)
     for call in (lambda: lease.check("b"), lambda: lease.beat("b", now=2.0)):
         message(StaleCoordinatorError, call, "works for the coordinator a, not for b")
 
 
-def test_silence_ends_it(lease):
+def test_silence_ends_a_lease(lease):
     lease.hello("a", now=0.0)
     lease.beat("a", now=50.0)
     assert not lease.is_silent(now=110.0)
@@ -69,7 +70,7 @@ def test_silence_ends_it(lease):
     message(StaleCoordinatorError, lambda: lease.beat("a", now=111.0), "nothing was heard of it for 60 s")
 
 
-def test_who_was_silent_and_knows_begins_anew_unless_another_one_has_come(lease):
+def test_silent_coordinator_restarts_unless_another_one_came(lease):
     lease.hello("a", now=0.0)
     lease.give_up(now=100.0)
     message(StaleCoordinatorError, lambda: lease.hello("a", now=101.0), "nothing was heard")
@@ -85,7 +86,7 @@ def test_who_was_silent_and_knows_begins_anew_unless_another_one_has_come(lease)
         message(StaleCoordinatorError, again, f"coordinator {name}")
 
 
-def test_how_long_it_has_waited(lease):
+def test_time_since_the_last_lease(lease):
     assert lease.waited_s(now=5.0) == 5.0
     lease.hello("a", now=6.0)
     assert lease.waited_s(now=100.0) == 0.0
@@ -93,20 +94,20 @@ def test_how_long_it_has_waited(lease):
     assert lease.waited_s(now=12.0) == 2.0
 
 
-def test_a_hello_that_led_to_nothing_may_be_said_again(lease):
+def test_failed_hello_may_be_repeated(lease):
     lease.hello("a", now=1.0)
     lease.withdraw()
     assert lease.incarnation is None
     assert lease.hello("a", now=2.0)
 
 
-def test_what_is_remembered_is_bounded(lease):
+def test_remembered_incarnations_are_bounded(lease):
     for number in range(2000):
         lease.hello(str(number), now=0.0)
     assert len(lease._past) == 1000
 
 
-def test_a_time_that_several_share_ends_with_the_last_of_them(lease):
+def test_shared_lease_ends_with_its_last_member(lease):
     lease.hello("a", now=1.0, member="chief 0")
     lease.hello("a", now=1.0, member="worker 0")
     members = ("chief 0", "worker 0", "worker 1")
@@ -119,7 +120,7 @@ def test_a_time_that_several_share_ends_with_the_last_of_them(lease):
     message(StaleCoordinatorError, lambda: lease.hello("a", now=7.0, member="worker 0"), "it has left")
 
 
-def test_who_left_before_is_not_counted_for_the_next_one(lease):
+def test_earlier_member_does_not_count_for_the_next_lease(lease):
     members = ("worker 0", "worker 1")
     lease.hello("a", now=1.0, member="worker 0")
     lease.leave("a", now=2.0, member="worker 0", members=members)

@@ -1,4 +1,4 @@
-"""The log of a store: a random world of stores that lead, follow, go, come back, and get what they lack."""
+"""The log of a store: a random sequence of stores that lead, follow, leave, come back, and get the missing updates."""
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,7 +10,7 @@ MAX_BYTES = 100
 
 
 class Store:
-    """What was applied, in order, and where that is."""
+    """The applied updates, in order, and the position."""
 
     def __init__(self):
         self.updates, self.position = [], START
@@ -25,7 +25,7 @@ class Store:
 
 
 class Stores(RuleBasedStateMachine):
-    """Two stores, one of which leads. The other one may be away, lack updates, or have some that nobody else has."""
+    """Two stores, one of which leads. The other one may be away, lack updates, or have some that no other store has."""
 
     @initialize()
     def begin(self):
@@ -44,7 +44,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(0, 60))
     def update(self, num_bytes):
-        """The leader applies an update; one that follows at once has it before the log forgets it."""
+        """The leader applies an update; a direct follower has it before the log forgets it."""
         self.num_updates += 1
         position = Position(self.epoch, self.lead.position.seq + 1)
         self.lead.apply(position, self.num_updates)
@@ -53,7 +53,8 @@ class Stores(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_away)
     @rule(data=st.data())
     def follow(self, data):
-        """It gets some updates that it lacks, and says so; or the state, where the log does not reach it."""
+        """It gets some missing updates, and reports them; or it gets the state, if the log does not reach its
+        position."""
         follower = self.follower
         if not self.log.reaches(follower.position):
             self.num_states += 1
@@ -72,20 +73,21 @@ class Stores(RuleBasedStateMachine):
 
     @rule()
     def die(self):
-        """It is another process, with nothing."""
+        """It restarts without data."""
         self.stores[1 - self.leader] = Store()
 
     @precondition(lambda self: not self.is_away)
     @rule()
     def lead_instead(self):
-        """The one that follows leads, with what it has. The one before may have more, which nobody follows."""
+        """The follower becomes the leader, with the data that it has. The previous leader may have more updates, which
+        no store follows."""
         self.leader, self.epoch = 1 - self.leader, self.epoch + 1
         self.log = UpdateLog(MAX_BYTES)
         self.log.begin(self.lead.position)
 
     @rule()
     def lead_unheard(self):
-        """The one that was followed does not know it yet, and orders one more."""
+        """The replaced leader does not know it yet, and orders one more update."""
         if self.epoch > 1 and self.follower.position.epoch == self.epoch - 1:
             self.num_updates += 1
             self.follower.apply(Position(self.epoch - 1, self.follower.position.seq + 1), self.num_updates)
@@ -118,7 +120,7 @@ def log_of(*sizes):
     return log
 
 
-def test_log_keeps_what_is_not_acknowledged():
+def test_log_keeps_unacknowledged_updates():
     log = log_of(10, 20, 30)
     assert log.num_bytes == 60
     log.acknowledge(12)

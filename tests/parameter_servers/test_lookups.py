@@ -1,4 +1,4 @@
-"""Which rows a lookup needs, where they are, and what is sent back."""
+"""The rows that a lookup needs, their places, and the data that is sent back."""
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +10,7 @@ from replicax._src.parameter_servers.programs.programs import Piece
 
 @st.composite
 def tables(draw):
-    """Pieces of a table, which may have no rows."""
+    """Shards of a table, which may have no rows."""
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     if len(sizes) == 1:
         return [Piece(0, "t")], sizes[0]
@@ -40,7 +40,7 @@ def test_rows_come_back_where_the_ids_were(table_of, ids):
 
 
 @given(tables(), st.lists(st.integers(-3, 25), min_size=1, max_size=12))
-def test_gradients_arrive_at_the_rows_they_are_of(table_of, ids):
+def test_gradients_arrive_at_their_rows(table_of, ids):
     pieces, num_rows = table_of
     ids = np.array(ids, np.int32)
     wanted = RowsWanted.of(ids, pieces, num_rows)

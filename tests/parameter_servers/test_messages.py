@@ -1,4 +1,4 @@
-"""Messages become bytes and come back; what is no message is refused, before memory is allocated for it."""
+"""Messages become bytes and back; invalid messages are rejected before memory is allocated for them."""
 
 import gc
 import itertools
@@ -90,14 +90,14 @@ def test_one_decoder_takes_messages_after_each_other():
         assert_same(decoded(encode(sent), decoder), sent)
 
 
-def test_small_messages_are_a_head_alone_and_no_longer_than_64_kb():
+def test_small_messages_are_only_a_head_of_at_most_64_kb():
     sizes = [0, 1, 1000, 60_000, 61_440, 61_441, 70_000]
     encoded = [encode(Message({}, [np.zeros(size, np.uint8)])) for size in sizes]
     assert [not e.body for e in encoded] == [True, True, True, True, True, False, False]
     assert all(len(e.head) <= 64 * 1024 for e in encoded)
 
 
-def test_large_arrays_are_not_copied_and_stand_in_the_body_in_order():
+def test_large_arrays_are_not_copied_and_lie_in_the_body_in_order():
     large = [np.full(10**6 + extra, extra, np.uint8) for extra in (0, 1, 64)]
     body = encode(Message({}, large)).body
     arrays = [part for part in body if len(part) >= 10**6]
@@ -105,7 +105,7 @@ def test_large_arrays_are_not_copied_and_stand_in_the_body_in_order():
     assert [len(part) for part in body if len(part) < 10**6] == [63]  # so that the next one is aligned
 
 
-def test_what_is_small_beside_a_large_array_stands_in_the_head():
+def test_small_arrays_beside_a_large_one_lie_in_the_head():
     sent = Message({}, [np.full(1000, 1.0), np.full(10**6, 2.0), np.full(100, 3.0)])
     encoded = encode(sent)
     assert [np.shares_memory(part, sent.arrays[1]) for part in encoded.body] == [True]
@@ -120,7 +120,7 @@ def test_scalars_stay_scalars():
     assert [array.shape for array in decoded(encode(sent)).arrays] == [(), (), ()]
 
 
-def test_arrays_that_are_not_contiguous_and_of_another_byte_order_travel():
+def test_non_contiguous_and_byte_swapped_arrays_are_sent():
     strided = np.arange(12.0).reshape(3, 4).T
     foreign = np.arange(5, dtype=">i4")
     ours, theirs = decoded(encode(Message({}, [strided, foreign]))).arrays
@@ -131,27 +131,27 @@ def test_arrays_that_are_not_contiguous_and_of_another_byte_order_travel():
 @pytest.mark.parametrize(
     "array", [np.array(["a"]), np.array([{}]), np.zeros(2, "M8[s]"), np.zeros(1, "i4,f4")]
 )
-def test_what_does_not_travel_is_refused(array):
+def test_unsupported_values_raise(array):
     message(MessageError, lambda: encode(Message({}, [array])), "does not travel", "float32")
 
 
 @pytest.mark.parametrize("header", [{"a": np.float32(1)}, {"a": {1, 2}}, {(1, 2): 3}])
-def test_a_header_that_is_not_json_is_refused(header):
+def test_header_that_is_not_json_raises(header):
     message(MessageError, lambda: encode(Message(header)), "not JSON")
 
 
-# --- from strangers -----------------------------------------------------------------------------------
+# --- from unauthenticated peers -------------------------------------------------------------------------
 
 
 class NoMemory:
-    """Buffers of which nothing is taken."""
+    """Buffers from which nothing is taken."""
 
     def take(self, num_bytes):
         raise AssertionError(f"{num_bytes} bytes were allocated")
 
 
 def head(header=b"{}", arrays=b"[]", *, sizes=None, behind=b""):
-    """A head as bytes; ``sizes`` are the two lengths that it has."""
+    """A head as bytes; ``sizes`` are the two lengths in it."""
     header, arrays = (
         given if isinstance(given, bytes) else json.dumps(given).encode() for given in (header, arrays)
     )
@@ -159,7 +159,7 @@ def head(header=b"{}", arrays=b"[]", *, sizes=None, behind=b""):
 
 
 def refused(data, *says, body_bytes=0):
-    """Checks that a frame of this head, and a body of so many bytes, is refused before memory is taken for it."""
+    """Checks that a frame with this head, and a body of this size, is rejected before memory is allocated for it."""
     decoder = Decoder(NoMemory())
     if body_bytes:
         message(MessageError, lambda: decoder.room(data, body_bytes), *says)
@@ -215,7 +215,7 @@ def test_arrays_that_are_wrong(array, says):
     refused(head(arrays=[array]), says)
 
 
-def test_what_is_announced_is_checked_before_memory_is_allocated():
+def test_announced_sizes_are_checked_before_allocation():
     refused(head(arrays=[["float32", [100]]]), "Arrays of 448 and 0 bytes", body_bytes=2**39)
     refused(head(arrays=[["float32", [2**37, 2**37]]]), "bytes were announced", body_bytes=2**30)
     for shape in ([2**20], [2**28]):
@@ -237,7 +237,7 @@ def test_a_body_is_as_many_bytes_as_were_announced():
     refused(announced, "0 are to come after it")
 
 
-def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
+def test_message_without_memory_for_it_is_rejected(monkeypatch):
     def take(self, num_bytes):
         raise MemoryError
 
@@ -256,7 +256,7 @@ LARGE_HEAD = encode(Message({"op": "step"}, [np.zeros(100_000, np.uint8), np.flo
     st.sampled_from([b"", struct.pack("<II", 2, 2), head(), SMALL_HEAD[:20]]),
     st.integers(0, 2**21),
 )
-def test_random_bytes_are_refused_as_no_message(data, start, body_bytes):
+def test_random_bytes_are_rejected(data, start, body_bytes):
     decoder = Decoder(Buffers())
     try:
         decoder.room(start + data, body_bytes) if body_bytes else decoder.decode(start + data)
@@ -268,7 +268,7 @@ def test_random_bytes_are_refused_as_no_message(data, start, body_bytes):
 
 @settings(max_examples=200)
 @given(st.sampled_from([(SMALL_HEAD, 0), (LARGE_HEAD, 100_032)]), st.data())
-def test_messages_that_are_damaged_are_refused_or_are_other_messages(whole, data):
+def test_damaged_messages_are_rejected_or_are_other_messages(whole, data):
     sent, body_bytes = bytearray(whole[0]), whole[1]
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(sent) - 1))
@@ -305,7 +305,7 @@ def received(decoder, value, size=10**6):
     return decoded(encode(Message({}, [np.full(size, value, np.uint8)])), decoder).arrays[0]
 
 
-def test_memory_is_used_again_when_nobody_has_an_array_in_it():
+def test_memory_is_reused_when_no_array_uses_it():
     decoder = Decoder(Buffers())
     addresses = set()
     for value in range(10):
@@ -318,14 +318,14 @@ def test_memory_is_used_again_when_nobody_has_an_array_in_it():
 @pytest.mark.parametrize(
     "kept", [lambda a: a, lambda a: a[10:20], lambda a: memoryview(a), lambda a: a.view(np.int16)[::2]]
 )
-def test_memory_is_not_used_again_while_something_of_it_is_kept(kept):
+def test_memory_is_not_reused_while_a_part_is_held(kept):
     decoder = Decoder(Buffers())
     keeps = [kept(received(decoder, value)) for value in range(6)]
     for value, keep in enumerate(keeps):
         assert set(np.asarray(keep).tobytes()) == {value}
 
 
-def test_memory_that_jax_adopted_is_not_used_again_before_jax_is_done_with_it():
+def test_memory_adopted_by_jax_is_not_reused_before_jax_releases_it():
     import jax
 
     decoder = Decoder(Buffers())

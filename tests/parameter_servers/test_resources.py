@@ -1,4 +1,4 @@
-"""Datasets and values of a worker: made of what the coordinator sent, read ahead, told apart by their spec."""
+"""Datasets and values of a worker: made from the coordinator's message, read ahead, distinguished by their spec."""
 
 import builtins
 import collections
@@ -40,7 +40,7 @@ class Batch:
 
 @pytest.fixture
 def made():
-    """Makes resources on a worker, of what travels, and closes them."""
+    """Makes resources on a worker from a message, and closes them."""
     resources = []
 
     def make_one(what, kind="dataset"):
@@ -53,7 +53,7 @@ def made():
 
 
 def rest_of(resource):
-    """All elements that are left."""
+    """All remaining elements."""
     elements = []
     while not isinstance(leaves := resource.next(), End):
         elements.append(leaves)
@@ -107,7 +107,7 @@ def test_a_distributed_dataset_is_a_dataset(made):
     assert [leaves[0].tolist() for leaves in rest_of(made(dataset_fn))] == [[0, 1], [2, 3]]
 
 
-def test_the_end_is_told_each_time(made):
+def test_end_is_reported_each_time(made):
     dataset = made([np.zeros(2)] * 3)
     assert len(rest_of(dataset)) == 3
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_a_dataset_function_may_take_an_input_context(made):
         ]
 
     assert made(dataset_fn).next()[0].tolist() == [3, 2, 4]
-    # One that has a default is not asked for.
+    # An argument with a default is not passed.
     assert made(lambda size=7: [np.zeros(size)]).next()[0].shape == (7,)
 
 
@@ -157,12 +157,12 @@ def test_variables_cannot_be_made_in_a_dataset_function(made):
         (lambda: [np.array(["text"])], Exception, "text"),
     ],
 )
-def test_what_goes_wrong_when_a_dataset_is_made(made, what, error, text):
+def test_errors_while_making_a_dataset(made, what, error, text):
     with pytest.raises(error, match=text):
         made(what)
 
 
-def test_what_goes_wrong_later_is_raised_where_its_element_would_come(made):
+def test_later_errors_replace_their_element(made):
     def generate():
         yield np.zeros(1)
         yield np.ones(1)
@@ -174,14 +174,14 @@ def test_what_goes_wrong_later_is_raised_where_its_element_would_come(made):
         dataset.next()
 
 
-def test_elements_of_another_structure_are_refused(made):
+def test_elements_of_another_structure_raise(made):
     dataset = made([{"x": np.zeros(1)}, {"y": np.zeros(1)}])
     dataset.next()
     with pytest.raises(InvalidArgumentError, match="same structure"):
         dataset.next()
 
 
-def test_elements_are_read_ahead_but_not_all(made):
+def test_only_some_elements_are_read_ahead(made):
     taken = []
 
     def generate():
@@ -210,7 +210,7 @@ _HERE = {}
 
 
 def _by_reference(function):
-    """What ``dump`` gives of something of this process that is to stay in it."""
+    """The result of ``dump`` for an object of this process that must not leave it."""
     _HERE["it"] = function
     return dump(_Reference())
 
@@ -223,7 +223,7 @@ class _Reference:
         return _Reference, ()
 
 
-def test_elements_are_copied_from_a_dataset_that_writes_into_them_again(made):
+def test_elements_of_a_dataset_that_reuses_arrays_are_copied(made):
     def generate():
         array = np.zeros(2, np.float32)
         for number in range(4):
@@ -234,7 +234,7 @@ def test_elements_are_copied_from_a_dataset_that_writes_into_them_again(made):
     assert [leaves[0].tolist() for leaves in elements] == [[0, 0], [1, 1], [2, 2], [3, 3]]
 
 
-def test_what_was_narrowed_is_not_copied_again(made, monkeypatch):
+def test_narrowed_arrays_are_not_copied_again(made, monkeypatch):
     copied = []
     copy = resources.memory.copy
     monkeypatch.setattr(
@@ -261,12 +261,12 @@ def test_a_value_is_the_same_each_time(made):
     assert made(np.arange(3), kind="value").next()[0].tolist() == [0, 1, 2]
 
 
-def test_there_are_two_kinds():
+def test_unknown_kinds_raise():
     with pytest.raises(InvalidArgumentError, match="dataset, value; got 'table'"):
         make("table", dump(1), PLACE)
 
 
-def test_what_cannot_be_sent_is_told_at_once():
+def test_unsendable_objects_raise_at_once():
     lock = threading.Lock()
     with pytest.raises(InvalidArgumentError, match=r"TypeError: .*lock"):
         dump(lambda: lock)
@@ -300,7 +300,7 @@ NESTS = [
 
 
 @pytest.mark.parametrize("nest", NESTS, ids=repr)
-def test_a_structure_travels_as_json(nest):
+def test_structure_is_sent_as_json(nest):
     import jax
 
     structure = json.loads(json.dumps(structures.described(nest)))
@@ -316,7 +316,7 @@ def test_elements_that_are_dataclasses_are_rebuilt(made):
     assert (element.x.shape, element.y.shape) == ((2,), (1,))
 
 
-def test_a_class_that_is_not_here_is_named():
+def test_missing_class_is_named():
     with pytest.raises(InvalidArgumentError, match=r"nowhere\.Batch"):
         structures.rebuilt(["dataclass", "nowhere", "Batch", [0]], [1.0])
 
@@ -324,24 +324,24 @@ def test_a_class_that_is_not_here_is_named():
 @pytest.mark.parametrize(
     ("module", "name"), [("os", "system"), ("builtins", "dict"), ("subprocess", "Popen")]
 )
-def test_a_worker_cannot_have_other_classes_called(module, name):
+def test_worker_cannot_make_the_coordinator_call_other_classes(module, name):
     with pytest.raises(InvalidArgumentError, match="does not have"):
         structures.rebuilt(["named", module, name, [0]], ["true"])
 
 
-def test_a_class_inside_of_a_function_is_refused():
+def test_class_inside_a_function_raises():
     Inner = collections.namedtuple("Inner", "x")
     Inner.__qualname__ = "f.<locals>.Inner"
     with pytest.raises(InvalidArgumentError, match="at the top of a module"):
         structures.described(Inner(1.0))
 
 
-def test_keys_that_json_does_not_keep_are_refused():
+def test_keys_that_json_changes_raise():
     with pytest.raises(InvalidArgumentError, match=r"the key \(1, 2\)"):
         structures.described({(1, 2): 1.0})
 
 
-def test_flags_of_absl_travel_by_value(monkeypatch):
+def test_flags_of_absl_are_sent_by_value(monkeypatch):
     flags = pytest.importorskip("absl.flags")
     values = flags.FlagValues()
     flags.DEFINE_integer("rows", 3, "", flag_values=values)

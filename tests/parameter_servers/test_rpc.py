@@ -68,13 +68,13 @@ def test_a_client_has_methods_for_the_functions(client):
     assert client.call("call").get_value() == 7  # its own `call` is kept
 
 
-def test_nests_travel(client):
+def test_pytrees_are_sent(client):
     result = client.nests_blocking({"a": np.ones(2), "b": (np.full(2, 3.0),)}, 2.0)
     assert result["none"] is None
     np.testing.assert_array_equal(result["sum"], [7.0, 7.0])
 
 
-def test_large_arrays_travel(client):
+def test_large_arrays_are_sent(client):
     large = np.arange(2_000_000, dtype=np.float32)
     np.testing.assert_array_equal(client.multiply_blocking(large, 2), 2 * large)
 
@@ -86,7 +86,7 @@ def test_calls_run_at_the_same_time(client, server):
     assert all(bool(each.get_value()) for each in waits)
 
 
-def test_what_a_function_raises_is_the_error_of_its_call(client):
+def test_error_of_a_function_is_the_error_of_its_call(client):
     result = client.failing(5)
     assert not result.is_ok()
     assert isinstance(result.get_error(), RemoteError)
@@ -106,17 +106,17 @@ def test_a_call_that_takes_too_long_is_an_error(client):
 
 
 @pytest.mark.parametrize("argument", ["text", object(), {1.5: 2}])
-def test_what_does_not_travel_is_refused(client, argument):
+def test_unsupported_values_raise(client, argument):
     with pytest.raises((MessageError, InvalidArgumentError), match="does not travel"):
         client.call("multiply", [argument, 2]).get_value()
 
 
-def test_another_token_is_refused(server, monkeypatch):
+def test_another_token_is_rejected(server, monkeypatch):
     monkeypatch.setenv("REPLICAX_TOKEN", "another")
     message(UnauthenticatedError, lambda: rpc.Client.create("grpc", server.address), "REPLICAX_TOKEN")
 
 
-def test_nobody_is_there():
+def test_no_server():
     message(UnavailableError, lambda: rpc.Client.create("grpc", "127.0.0.1:1"), "127.0.0.1:1")
 
 
@@ -134,7 +134,7 @@ def test_a_client_that_was_closed_is_an_error_of_the_call(client):
     message(UnavailableError, lambda: client.call("multiply", [1, 2]), "closed")
 
 
-def test_what_is_refused_when_a_server_is_made(server):
+def test_invalid_servers_raise(server):
     message(InvalidArgumentError, lambda: rpc.Server.create("http", "localhost:0"), "'http'", "'grpc'")
     message(InvalidArgumentError, lambda: rpc.Client.create("http", "localhost:1"), "'http'")
     message(ContextError, lambda: server.register("late", abs), "'late'", "start()")

@@ -1,4 +1,4 @@
-"""What runs closures: against real stores in this process, whose answers are overwritten by the next one."""
+"""The runner of closures, with real stores in this process, whose answers are overwritten by the next one."""
 
 import threading
 import time
@@ -41,7 +41,8 @@ NO_ELEMENTS = signature_of([])
 
 
 class Overwritten:
-    """A client of a store whose arrays are no good any more when the next answer comes: who needs them later copies them."""
+    """A client of a store whose arrays become invalid with the next answer: a caller that needs them later must copy
+    them."""
 
     def __init__(self, store, task):
         self.store, self.task = store, task
@@ -136,9 +137,9 @@ def add_to(servers, piece, value=0.0):
 
 @pytest.fixture
 def counting(servers, runner):
-    """A program that adds its argument to a counter, and returns what the counter was, and half of that.
+    """A program that adds its argument to a counter, and returns the old counter and half of it.
 
-    The counter is beside another variable, which is only read.
+    The counter lies beside another variable, which is only read.
     """
     (counter,), (other,) = create(servers, [Piece(0, "n")], 10), create(servers, [Piece(0, "other")], 5)
     push = Push(0, add_to(runner.servers, counter), (Operand(2),))
@@ -152,21 +153,21 @@ def counting(servers, runner):
     return runner.add_program(program)
 
 
-def test_a_closure_computes_of_variables_and_pushes(servers, runner, counting):
+def test_closure_computes_from_variables_and_pushes(servers, runner, counting):
     results = runner.run(call(0, counting, np.float32(3))).results
     assert [type(result) for result in results] == [np.ndarray, np.ndarray]
     assert [float(result) for result in results] == [10, 10]
     assert servers.read([[Piece(0, "n")]])[0] == 13
 
 
-def test_what_the_next_closure_needs_comes_with_the_push(runner, counting):
+def test_values_for_the_next_closure_come_with_the_push(runner, counting):
     first = [float(runner.run(call(i, counting, np.float32(1))).results[0]) for i in range(5)]
     assert first == [10, 11, 12, 13, 14]
     assert runner.statistics()["num_pulls"] == 1
     assert runner.servers.statistics()["ps 0"]["num_messages"] == 1 + 1 + 5  # a pull, the program, five steps
 
 
-def test_what_was_pulled_in_another_epoch_is_pulled_again(servers, runner, counting):
+def test_values_of_another_epoch_are_pulled_again(servers, runner, counting):
     runner.run(call(0, counting, np.float32(1)))
     ServerContents(servers).assign([([Piece(0, "n")], np.float32(100)), ([Piece(0, "other")], np.float32(1))])
     assert (
@@ -176,7 +177,7 @@ def test_what_was_pulled_in_another_epoch_is_pulled_again(servers, runner, count
     assert [float(result) for result in results] == [101, 2]
 
 
-def test_a_variable_that_is_not_written_does_not_travel_again(stores, runner, counting):
+def test_unwritten_variable_is_not_sent_again(stores, runner, counting):
     for number in range(2):
         runner.run(call(number, counting, np.float32(1)))
     before = stores[0].statistics()["pieces_sent"]
@@ -195,7 +196,7 @@ def test_a_kept_variable_that_is_written_after_all_is_seen(servers, runner, coun
         assert [float(result) for result in results] == [10 + number, 100]
 
 
-def test_programs_that_take_turns_see_the_variables_as_they_are(servers, runner, counting):
+def test_alternating_programs_see_current_variables(servers, runner, counting):
     (third,) = create(servers, [Piece(0, "third")], 7)
     read = worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])
     reading = runner.add_program(read)
@@ -237,14 +238,14 @@ def test_staleness_is_measured_by_the_server(stores, servers, runner, counting):
     assert (before["max"], after["max"]) == (0, 3)
 
 
-def test_a_closure_that_comes_again_pushes_once(servers, runner, counting):
+def test_repeated_closure_pushes_once(servers, runner, counting):
     for _ in range(3):
         runner.run(call(4, counting, np.float32(3)))
     assert servers.read([[Piece(0, "n")]])[0] == 13
 
 
 @pytest.mark.rest
-def test_a_variable_in_shards_is_taken_whole_and_pushed_in_parts(servers, runner):
+def test_sharded_variable_is_pulled_in_full_and_pushed_in_shards(servers, runner):
     shards = create(servers, [Piece(0, "t/0", (0, 2)), Piece(1, "t/1", (2, 3))], [[1, 2], [3, 4], [5, 6]])
     pushes = [
         Push(p.ps, add_to(runner.servers, p, np.zeros((p.rows[1] - p.rows[0], 2))), (Operand(1, p.rows),))
@@ -303,7 +304,7 @@ def summing(name, size, counts=(2, 1)):
 
 
 def signature(*shapes):
-    """Of elements of one leaf; None for one that is missing."""
+    """Elements of one leaf; None for a missing one."""
     return signature_of([None if shape is None else [(shape, np.dtype(np.float32))] for shape in shapes])
 
 
@@ -324,7 +325,7 @@ def test_elements_without_a_program_are_held_for_the_closure(runner):
     first = call(0, small, iterators=iterators, signature=SMALL)
     needed = runner.run(first).need
     assert needed == signature((3,), (3,), ())
-    # Another closure runs meanwhile, with elements of its own.
+    # Another closure runs meanwhile, with its own elements.
     assert float(
         runner.run(call(1, small, iterators=iterators, signature=SMALL)).results[0]
     ) == pytest.approx(2200)
@@ -344,7 +345,7 @@ def test_held_elements_of_a_closure_that_has_ended_are_dropped(runner):
     assert runner.statistics()["num_held"] == 0
 
 
-def test_a_program_that_is_not_known_is_asked_for_before_elements_are_taken(runner):
+def test_unknown_program_is_requested_before_elements_are_taken(runner):
     iterators = [Elements([1, 1], [2, 2]), Elements(10)]
     program = summing("total", 2)
     with pytest.raises(UnknownProgramError) as error:
@@ -387,7 +388,7 @@ def test_elements_are_held_when_a_server_lacks_the_program_of_the_push(servers, 
     assert servers.read([[counter]])[0] == 1
 
 
-def test_elements_that_the_program_for_their_shapes_does_not_use_go_back(runner):
+def test_elements_unused_by_their_program_are_returned(runner):
     two, one = runner.add_program(summing("two", 2)), runner.add_program(summing("one", 3, (1, 1)))
     iterators = [Elements([1, 1, 1], [2, 2, 2], [3, 3, 3]), Elements(10, 100)]
     large = signature((3,), (3,), ())
@@ -397,7 +398,7 @@ def test_elements_that_the_program_for_their_shapes_does_not_use_go_back(runner)
         assert float(result.results[0]) == expected
 
 
-def test_a_program_for_a_missing_element_uses_the_others_or_gives_them_back(runner):
+def test_program_for_a_missing_element_uses_or_returns_the_others(runner):
     two = runner.add_program(summing("two", 2))
     short = signature((2,), None, ())
     first, none = [Input("element", 0)], []
@@ -441,7 +442,7 @@ def lookup_step(w, first, where_first, second, where_second):
 
 
 def one_step(w, table, ids, other_ids):
-    """What ``lookup_step`` does, of the whole table, and how it changes."""
+    """The result of ``lookup_step`` on the full table, and the resulting change."""
 
     def loss(w, table):
         a = jnp.take(table, ids, axis=0, mode="fill", fill_value=0)
@@ -454,7 +455,7 @@ def one_step(w, table, ids, other_ids):
 
 @pytest.fixture(params=PLACES)
 def looking_up(request, servers, runner):
-    """The program of ``lookup_step``, which looks up [2, 2] ids and 3 more, on a table in pieces."""
+    """The program of ``lookup_step``, which looks up [2, 2] ids and 3 more, on a sharded table."""
     pieces = PLACES[request.param]
     table = np.arange(NUM_ROWS * DIM, dtype=np.float32).reshape(NUM_ROWS, DIM)
     create(servers, pieces, table)
@@ -530,7 +531,7 @@ def test_rows_are_pulled_and_their_gradients_pushed(servers, runner, looking_up)
     for number, (ids, others) in enumerate(IDS):
         ids, others = np.array(ids, np.int32), np.array(others, np.int32)
         loss = runner.run(call(number, digest, ids + 1, others + 1)).results[0]
-        # (JAX counts negative ids from the end; a program of ids that a lookup has gives what is out of range.)
+        # (JAX counts negative ids from the end; a program for a lookup's ids gives NaN for ids out of range.)
         expected, w, table = one_step(w, table, ids, np.where(others < 0, 99, others))
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
         values = servers.read(variables)
@@ -539,7 +540,7 @@ def test_rows_are_pulled_and_their_gradients_pushed(servers, runner, looking_up)
 
 
 @pytest.mark.rest
-def test_each_row_travels_once_for_a_lookup(stores, runner, looking_up):
+def test_each_row_is_sent_once_per_lookup(stores, runner, looking_up):
     digest, _variables, _ = looking_up
     runner.run(call(0, digest, np.array([[6, 6], [2, 6]], np.int32) + 1, np.array([6, 6, 6], np.int32) + 1))
     assert sum(store.statistics()["rows_sent"] for store in stores) == 2 + 1
@@ -573,7 +574,7 @@ def test_a_program_of_several_replicas_runs_on_as_many_devices(servers, runner):
     assert servers.read([[w]])[0] == 14
 
 
-def test_a_program_of_more_replicas_than_there_are_devices_is_refused(runner):
+def test_program_with_more_replicas_than_devices_raises(runner):
     program = worker_program(lambda x: x, [Input("argument", 0)], [np.float32(0)], num_replicas=99)
     with pytest.raises(InvalidArgumentError, match=r"99 replicas.*8 devices"):
         runner.add_program(program)
@@ -582,7 +583,7 @@ def test_a_program_of_more_replicas_than_there_are_devices_is_refused(runner):
 # --- failures -----------------------------------------------------------------------------------------
 
 
-def test_after_a_server_was_gone_all_is_pulled_again(stores, servers, runner, counting, monkeypatch):
+def test_everything_is_pulled_again_after_a_server_was_gone(stores, servers, runner, counting, monkeypatch):
     monkeypatch.setattr(server_client, "_PAUSES_S", (0.0,))
     runner.run(call(0, counting, np.float32(1)))
     answer, stores[0].answer = stores[0].answer, gone
@@ -597,9 +598,7 @@ def gone(message):
     raise UnavailableError("gone", "ps 0")
 
 
-def test_after_a_closure_that_failed_nothing_is_used_that_others_have_overwritten(
-    servers, runner, new_clients, counting
-):
+def test_overwritten_values_are_not_used_after_a_failed_closure(servers, runner, new_clients, counting):
     runner.run(call(0, counting, np.float32(1)))  # so that the server has the push's program
     shared = new_clients()
     rare = Runner(shared, pulls_ahead=False)
@@ -611,7 +610,7 @@ def test_after_a_closure_that_failed_nothing_is_used_that_others_have_overwritte
     assert [float(result) for result in results] == [11, 10]
 
 
-def test_what_a_program_does_not_fit_is_an_error_and_the_next_one_runs(servers, runner, counting):
+def test_mismatched_arguments_raise_and_the_next_closure_runs(servers, runner, counting):
     with pytest.raises(ValueError):
         runner.run(call(0, counting, np.zeros((2, 2), np.float32)))
     assert float(runner.run(call(1, counting, np.float32(1))).results[0]) == 10
@@ -621,7 +620,7 @@ def test_what_a_program_does_not_fit_is_an_error_and_the_next_one_runs(servers, 
 # --- what is kept -------------------------------------------------------------------------------------
 
 
-def test_programs_that_were_not_used_for_longest_are_forgotten(runner, monkeypatch):
+def test_least_recently_used_programs_are_forgotten(runner, monkeypatch):
     monkeypatch.setattr(runner_module, "_MOST_PROGRAMS", 2)
     programs = [
         worker_program(lambda x, n=n: x + n, [Input("argument", 0)], [np.float32(0)]) for n in range(3)
@@ -636,7 +635,7 @@ def test_programs_that_were_not_used_for_longest_are_forgotten(runner, monkeypat
     assert error.value.digest == digests[1]
 
 
-def test_values_that_no_closure_takes_any_more_are_dropped(runner, counting, servers, monkeypatch):
+def test_unused_values_are_dropped(runner, counting, servers, monkeypatch):
     monkeypatch.setattr(pulls_module, "_CLOSURES_PER_SWEEP", 5)
     (third,) = create(servers, [Piece(0, "third")], 7)
     reading = runner.add_program(
@@ -651,7 +650,7 @@ def test_values_that_no_closure_takes_any_more_are_dropped(runner, counting, ser
     assert float(runner.run(call(16, reading)).results[0]) == 7
 
 
-def test_shared_clients_are_held_while_a_closure_takes_from_them(new_clients, servers, counting, runner):
+def test_shared_clients_are_locked_while_a_closure_uses_them(new_clients, servers, counting, runner):
     shared = new_clients()
     rare = Runner(shared, pulls_ahead=False)
     program = runner._programs[counting].program
@@ -721,7 +720,7 @@ PAIR = signature((2,))
 
 
 def sums(batches):
-    """What ``bagging`` gives of one batch after the other."""
+    """The results of ``bagging`` for one batch after the other."""
     table = np.arange(NUM_ROWS * DIM, dtype=np.float32).reshape(NUM_ROWS, DIM)
     for ids in batches:
         yield table[ids].sum()
@@ -744,7 +743,7 @@ def test_rows_for_the_next_elements_come_with_the_push(runner, bagging):
 
 
 @pytest.mark.rest
-def test_rows_that_came_ahead_are_not_used_when_they_are_old(servers, runner, bagging):
+def test_stale_prefetched_rows_are_not_used(servers, runner, bagging):
     digest, pieces = bagging
     iterators = [Elements(*BATCHES)]
     runner.run(call(0, digest, iterators=iterators, signature=PAIR))
@@ -766,7 +765,7 @@ def test_another_closure_between_two_of_a_table(servers, runner, bagging, counti
 
 
 @pytest.mark.rest
-def test_elements_that_were_looked_at_are_given_to_whoever_comes(runner, bagging):
+def test_peeked_elements_go_to_the_next_closure(runner, bagging):
     digest, _ = bagging
     total = runner.add_program(
         worker_program(
@@ -784,7 +783,7 @@ def test_elements_that_were_looked_at_are_given_to_whoever_comes(runner, bagging
 
 
 @pytest.mark.rest
-def test_other_elements_than_those_that_were_looked_at(runner, bagging):
+def test_elements_other_than_the_peeked_ones(runner, bagging):
     digest, _ = bagging
     iterators, others = [Elements(*BATCHES)], [Elements([5, 1], [1, 5])]
     batches = [BATCHES[0], [5, 1], [1, 5], BATCHES[1]]
@@ -796,7 +795,7 @@ def test_other_elements_than_those_that_were_looked_at(runner, bagging):
 
 
 @pytest.mark.rest
-def test_an_iterator_that_a_closure_has_twice_is_not_looked_at():
+def test_iterator_used_twice_is_not_peeked():
     iterator = Elements(1, 2, 3)
     queue = ElementQueue()
     assert queue.look_ahead([iterator, iterator], [1, 1]) is None
@@ -804,7 +803,7 @@ def test_an_iterator_that_a_closure_has_twice_is_not_looked_at():
 
 
 @pytest.mark.rest
-def test_nobody_waits_for_an_element_of_a_closure_that_may_not_come(runner, bagging):
+def test_no_wait_for_an_element_of_a_closure_that_may_not_come(runner, bagging):
     digest, _ = bagging
     iterators = [Elements(*BATCHES)]
     iterators[0].is_ready = False
@@ -849,7 +848,7 @@ def test_the_next_element_may_have_another_shape(runner, bagging):
     assert float(runner.run(call(2, digest, iterators=iterators, signature=PAIR)).results[0]) == expected[1]
 
 
-def test_nothing_that_was_pulled_is_alive_when_a_server_updates_it(stores, monkeypatch):
+def test_pulled_values_are_released_before_a_server_updates_them(stores, monkeypatch):
     servers = server_clients(stores, ME)
     large = np.ones(1_500_000, np.float32)
     (piece,) = create(servers, [Piece(0, "large")], large)

@@ -1,4 +1,4 @@
-"""A server's streams: answers that are held, how streams end, and what they leave."""
+"""A server's streams: held answers, how streams end, and that they leave nothing."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def wait_until(condition, limit_s=30.0):
 
 
 class Blocked:
-    """A connection whose peer takes nothing until ``go`` is set; then one write may fail."""
+    """A connection whose peer reads nothing until ``go`` is set; then one write may fail."""
 
     bytes_in = bytes_out = 0
 
@@ -67,7 +67,7 @@ def answer_of(number, size=0):
     return encode(Message({"n": number, "pad": "x" * size}))
 
 
-def test_a_peer_that_takes_nothing_does_not_hold_up_answers_to_others():
+def test_peer_that_reads_nothing_does_not_delay_answers_to_others():
     stuck, other = Blocked(), Blocked()
     other.go.set()
     streams = [stream_on(stuck), stream_on(other)]
@@ -81,7 +81,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_answers_to_others():
         each.end()
 
 
-def test_a_stream_ends_when_a_held_answer_could_not_be_sent():
+def test_stream_ends_if_a_held_answer_cannot_be_sent():
     connection = Blocked(OSError(errno.ENOBUFS, "No buffer space available"))
     stream = stream_on(connection)
     stream._hold(answer_of(0))
@@ -93,7 +93,7 @@ def test_a_stream_ends_when_a_held_answer_could_not_be_sent():
     stream.end()
 
 
-def test_held_answers_travel_in_order_and_together():
+def test_held_answers_are_sent_in_order_and_together():
     connection = Blocked()
     connection.go.set()
     stream = stream_on(connection)
@@ -136,8 +136,8 @@ def test_an_ended_stream_sends_nothing():
 
 
 @pytest.mark.parametrize("last_words_s", [0.0, 2.0])
-def test_a_refusal_is_read_although_the_client_is_still_writing(last_words_s, monkeypatch):
-    """If the server takes what is still written. Otherwise it is an end without a reason at worst."""
+def test_rejection_is_read_while_the_client_is_still_writing(last_words_s, monkeypatch):
+    """This works if the server reads the rest of the message. Otherwise the worst case is an end without a reason."""
     monkeypatch.setattr(connections, "_LAST_WORDS_S", last_words_s)
     allowed = (MessageError,) if last_words_s else (MessageError, UnavailableError)
     with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
@@ -151,7 +151,7 @@ def test_a_refusal_is_read_although_the_client_is_still_writing(last_words_s, mo
             link.send(Message({}))
 
 
-def test_a_stream_that_waits_for_a_stopped_task_to_take_a_message_can_be_closed(task):
+def test_stream_blocked_by_a_stopped_task_can_be_closed(task):
     with TaskClient(task.address, TOKEN, "ps 0") as client:
         link = client.open()
         link.call(Message({}), 30)
@@ -164,7 +164,7 @@ def test_a_stream_that_waits_for_a_stopped_task_to_take_a_message_can_be_closed(
 
 
 @pytest.mark.parametrize("kind", [Kind.END, Kind.REFUSAL])
-def test_a_frame_of_another_kind_ends_the_stream_and_no_other(kind):
+def test_frame_of_another_kind_ends_only_its_stream(kind):
     with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
         link, other = client.open(), client.open()
         link._connection.send([(kind, b"{}", ())], time.monotonic() + 10)
@@ -174,7 +174,7 @@ def test_a_frame_of_another_kind_ends_the_stream_and_no_other(kind):
         wait_until(lambda: server.statistics()["streams"] == 1)
 
 
-def test_a_damaged_frame_ends_the_stream_and_no_other():
+def test_damaged_frame_ends_only_its_stream():
     with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
         link, other = client.open(), client.open()
         frame = bytearray(b"".join(frame_parts(Kind.MESSAGE, encode(Message({"op": "echo"})).head)))
@@ -246,8 +246,8 @@ def test_threads_of_streams_end_with_them():
         wait_until(lambda: not num())
 
 
-def test_a_large_message_is_announced_and_does_not_come(task):
-    """Its memory is not touched, and goes with the stream."""
+def test_large_message_is_announced_but_not_sent(task):
+    """Its memory is not touched, and is freed with the stream."""
     with TaskClient(task.address, TOKEN, "ps 0") as client:
         assert client.ask("hello", {}, 10)
         before = task.memory()

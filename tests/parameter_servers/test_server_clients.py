@@ -27,7 +27,7 @@ WHOLE = [Piece(1, "w")]
 
 
 class BreakableConnection:
-    """A connection that can be made to break."""
+    """A connection that the test can break."""
 
     def __init__(self, client):
         self.client = client
@@ -47,7 +47,7 @@ class BreakableConnection:
 
 
 class Client:
-    """Opens connections to a store. ``breaks``: at which of its next operations a connection breaks, in order."""
+    """Opens connections to a store. ``breaks``: the operations at which a connection breaks, in order."""
 
     def __init__(self, store, task):
         self.store, self.task = store, task
@@ -108,7 +108,7 @@ def add_one(servers, key="w", ps=1):
     )
 
 
-def test_whole_values_are_read_of_their_pieces(servers):
+def test_full_values_are_read_from_their_shards(servers):
     table, whole = servers.read([SHARDS, WHOLE])
     np.testing.assert_array_equal(table, TABLE)
     assert whole.shape == ()
@@ -117,7 +117,7 @@ def test_whole_values_are_read_of_their_pieces(servers):
     np.testing.assert_array_equal(servers.read([SHARDS])[0], TABLE)
 
 
-def test_what_is_assigned_is_cut_to_the_pieces(servers, contents):
+def test_assigned_values_are_split_into_shards(servers, contents):
     contents.assign([(SHARDS, TABLE * 2), (WHOLE, np.float32(3))])
     table, whole = servers.read([SHARDS, WHOLE])
     np.testing.assert_array_equal(table, TABLE * 2)
@@ -138,21 +138,21 @@ def test_ctrl_c_while_answers_are_awaited_does_not_mix_them_up(servers, monkeypa
     np.testing.assert_array_equal(servers.read([SHARDS])[0], TABLE)
 
 
-def test_rows_are_read_where_they_are(servers):
+def test_rows_are_read_from_their_servers(servers):
     np.testing.assert_array_equal(servers.read_rows(SHARDS, np.array([4, 0, 4]), 5), TABLE[[4, 0, 4]])
     assert servers.read_rows(SHARDS, np.array([], np.int32), 5).shape == (0, 2)
     with pytest.raises(InvalidArgumentError, match="from -1 to 2 of a table of 5 rows"):
         servers.read_rows(SHARDS, np.array([-1, 2]), 5)
 
 
-def test_pieces_are_made_by_a_program_there(servers, contents):
+def test_pieces_are_created_by_a_program_on_the_server(servers, contents):
     ones = update_program(lambda: (jnp.ones((4, 2)),), [], [])
     pieces = [Piece(0, "made/0", (0, 4)), Piece(1, "made/1", (4, 8))]
     contents.create([NewPiece(piece, (4, 2), np.float32, ones) for piece in pieces])
     np.testing.assert_array_equal(servers.read([pieces])[0], np.ones((8, 2)))
 
 
-def test_pieces_that_are_there_stay_only_if_that_is_allowed(servers, contents):
+def test_existing_pieces_stay_only_if_allowed(servers, contents):
     again = NewPiece(WHOLE[0], (), np.float32, np.float32(1))
     with pytest.raises(InvalidArgumentError, match="is there already"):
         contents.create([again])
@@ -160,7 +160,7 @@ def test_pieces_that_are_there_stay_only_if_that_is_allowed(servers, contents):
     assert servers.read([WHOLE])[0] == 7
 
 
-def test_what_was_dropped_is_not_there(servers, contents):
+def test_dropped_pieces_are_gone(servers, contents):
     contents.drop(SHARDS)
     contents.drop(SHARDS)
     with pytest.raises(InvalidArgumentError, match='no piece "t/0"'):
@@ -193,7 +193,7 @@ def test_a_closure_is_applied_once(servers):
     assert second.values["w"][1] == 8
 
 
-def test_all_servers_are_asked_before_any_answer_is_awaited(stores):
+def test_all_requests_are_sent_before_any_answer_is_awaited(stores):
     asked, others = threading.Event(), []
 
     class First(Client):
@@ -216,7 +216,7 @@ def test_all_servers_are_asked_before_any_answer_is_awaited(stores):
 
 
 @pytest.mark.parametrize("where", ["send", "receive"])
-def test_a_connection_that_broke_is_opened_again_and_nothing_happens_twice(servers, clients, where):
+def test_broken_connection_is_reopened_and_nothing_happens_twice(servers, clients, where):
     program = add_one(servers)
     servers.step((ME, 0), 0, {1: Ask(program)})
     clients[1].breaks = [where]
@@ -227,7 +227,7 @@ def test_a_connection_that_broke_is_opened_again_and_nothing_happens_twice(serve
     assert clients[1].num_closed == 1
 
 
-def test_a_server_that_comes_back_is_waited_for(servers, clients, monkeypatch):
+def test_returning_server_is_waited_for(servers, clients, monkeypatch):
     monkeypatch.setattr(server_client, "_PAUSES_S", (0.0, 0.01))
     servers[1].returns = True
     clients[1].breaks = ["receive"] + ["open"] * 10
@@ -240,7 +240,7 @@ def test_a_server_that_comes_back_is_waited_for(servers, clients, monkeypatch):
         servers.step(None, 0, {1: Ask(program)})
 
 
-def test_a_server_that_was_started_anew_is_given_all_programs(servers, clients, stores, contents):
+def test_restarted_server_gets_all_programs(servers, clients, stores, contents):
     program = add_one(servers)
     servers.step((ME, 0), 0, {1: Ask(program)})
     assert (contents.has_program(program), contents.has_program("another")) == (True, False)
@@ -251,7 +251,7 @@ def test_a_server_that_was_started_anew_is_given_all_programs(servers, clients, 
     assert clients[1].store.statistics()["programs"] == stores[1].statistics()["programs"] == 1
 
 
-def test_a_server_that_is_gone_is_named_after_a_few_tries(servers, clients):
+def test_lost_server_is_named_after_a_few_tries(servers, clients):
     clients[1].breaks = ["receive"] + ["open"] * 10
     with pytest.raises(UnavailableError, match="broke at open") as error:
         servers.read([SHARDS])
@@ -263,7 +263,7 @@ def test_a_server_that_is_gone_is_named_after_a_few_tries(servers, clients):
     )  # neither connection has an answer left in it
 
 
-def test_what_might_happen_twice_is_not_tried_again(servers, clients):
+def test_non_idempotent_requests_are_not_retried(servers, clients):
     program = add_one(servers)
     servers.step((ME, 0), 0, {1: Ask(program)})
     clients[1].breaks = ["receive"]
@@ -276,13 +276,13 @@ def views(*primaries, epoch=1):
     return [View(group, epoch, primary, None) for group, primary in enumerate(primaries)]
 
 
-def test_what_is_assigned_again_does_not_undo_what_came_between(servers, clients, contents):
+def test_repeated_assignment_does_not_undo_later_updates(servers, clients, contents):
     program = add_one(servers)
     step = lambda number: servers.step((ME, number), 0, {1: Ask(program)})  # noqa: E731
     step(0)
 
     class Between(list):
-        """The answer is lost, and before it is asked for again another client has its turn."""
+        """The answer is lost, and before the client repeats the request another client has its turn."""
 
         def __delitem__(self, at):
             super().__delitem__(at)
@@ -297,7 +297,7 @@ def test_what_is_assigned_again_does_not_undo_what_came_between(servers, clients
 
 
 @pytest.mark.parametrize("where", ["send", "receive"])
-def test_pieces_are_made_once_where_the_connection_breaks(servers, clients, stores, where, contents):
+def test_pieces_are_created_once_if_the_connection_breaks(servers, clients, stores, where, contents):
     clients[1].breaks = [where]
     value = np.arange(2, dtype=np.float32)
     contents.create([NewPiece(Piece(1, "new"), (2,), np.float32, value)])
@@ -307,9 +307,7 @@ def test_pieces_are_made_once_where_the_connection_breaks(servers, clients, stor
         contents.create([NewPiece(Piece(1, "new"), (2,), np.float32, value)])
 
 
-def test_what_is_not_tried_again_goes_to_the_server_that_was_named_meanwhile(
-    servers, clients, stores, contents
-):
+def test_request_without_retry_goes_to_the_new_primary(servers, clients, stores, contents):
     servers.use_primaries(views(0, 1))
     servers.read([WHOLE, SHARDS])
     servers.use_primaries(views(1, 1, epoch=3))  # nobody waits for an answer
@@ -318,9 +316,7 @@ def test_what_is_not_tried_again_goes_to_the_server_that_was_named_meanwhile(
     assert [store.statistics()["pieces"] for store in stores] == [1, 3]
 
 
-def test_a_primary_that_is_named_while_a_connection_opens_gets_the_request(
-    servers, contents, clients, stores
-):
+def test_new_primary_named_while_connecting_gets_the_request(servers, contents, clients, stores):
     servers.use_primaries(views(0, 1))
     servers[0].disconnect()
     opens = clients[0].open
@@ -335,7 +331,7 @@ def test_a_primary_that_is_named_while_a_connection_opens_gets_the_request(
     assert [store.statistics()["pieces"] for store in stores] == [1, 3]
 
 
-def test_the_arrays_of_a_request_are_free_after_its_answer(servers):
+def test_arrays_of_a_request_are_released_after_its_answer(servers):
     numbers = np.array([2, 0], np.int32)
     is_kept = weakref.ref(numbers)
     servers.step(None, 0, {0: Ask(rows=[("t/0", numbers)])})
@@ -343,9 +339,7 @@ def test_the_arrays_of_a_request_are_free_after_its_answer(servers):
     assert is_kept() is None
 
 
-def test_a_server_that_has_given_the_coordinator_up_is_passed_over_while_the_other_one_serves(
-    servers, stores
-):
+def test_server_that_gave_up_the_coordinator_is_skipped_while_the_other_serves(servers, stores):
     stores[1].hello("another")
     servers.use_primaries(views(1, 1))
     np.testing.assert_array_equal(servers.read([SHARDS[:1]])[0], TABLE[:3])
@@ -354,7 +348,7 @@ def test_a_server_that_has_given_the_coordinator_up_is_passed_over_while_the_oth
     message(UnavailableError, lambda: servers.read([SHARDS[:1]]), "another")
 
 
-def test_an_error_of_one_server_leaves_no_answer_in_the_connection_of_another(servers, clients):
+def test_error_of_one_server_leaves_no_answer_in_another_connection(servers, clients):
     with pytest.raises(InvalidArgumentError, match='no piece "nothing"'):
         servers.step(None, 0, {0: Ask(pull=[("nothing", None)]), 1: Ask(pull=[("w", None)])})
     clients[0].open = lambda: pytest.fail("the connection stays")
@@ -363,7 +357,7 @@ def test_an_error_of_one_server_leaves_no_answer_in_the_connection_of_another(se
     assert whole == 7
 
 
-def test_what_cannot_be_sent_leaves_no_answer_in_the_connection_of_another(servers, monkeypatch):
+def test_unsendable_request_leaves_no_answer_in_another_connection(servers, monkeypatch):
     send = StoreConnection.send
 
     def refuse(link, message):
@@ -378,7 +372,7 @@ def test_what_cannot_be_sent_leaves_no_answer_in_the_connection_of_another(serve
     np.testing.assert_array_equal(servers.read([SHARDS])[0], TABLE)
 
 
-def test_programs_are_sent_again_to_a_server_that_has_started_anew(servers, clients, contents):
+def test_programs_are_sent_again_to_a_restarted_server(servers, clients, contents):
     program = add_one(servers)
     servers.step((ME, 0), 0, {1: Ask(program)})
     anew = clients[1].store = Store()
@@ -388,13 +382,13 @@ def test_programs_are_sent_again_to_a_server_that_has_started_anew(servers, clie
     assert servers.step((ME, 1), 0, {1: Ask(program, pull=[("w", None)])})[1].values["w"][1] == 2
 
 
-def test_a_program_that_was_never_given_is_an_error(servers):
+def test_unknown_program_is_an_error(servers):
     with pytest.raises(UnknownProgramError) as error:
         servers.step((ME, 0), 0, {1: Ask("0123")})
     assert error.value.digest == "0123"
 
 
-def test_a_coordinator_that_was_followed_by_another_is_told(servers, stores):
+def test_replaced_coordinator_gets_a_stale_coordinator_error(servers, stores):
     stores[1].hello("the next")
     with pytest.raises(UnavailableError, match="the next"):
         servers.read([WHOLE])
@@ -408,7 +402,7 @@ def test_clients_that_were_closed_stay_closed(stores):
         servers.step(None, 0, {0: Ask()})
 
 
-def test_clients_that_are_closed_between_a_request_and_its_answer_tell_so(servers, monkeypatch):
+def test_clients_closed_between_request_and_answer_raise(servers, monkeypatch):
     send = BreakableConnection.send
 
     def send_and_close(connection, message):

@@ -58,7 +58,7 @@ def new_clients(servers):
 
 @pytest.fixture
 def halving(new_clients):
-    """A runner, and its program that halves a variable in two shards, and returns its sum times a frozen one."""
+    """A runner, and a program that halves a variable in two shards, and returns its sum times a frozen one."""
     servers = new_clients()
     contents = ServerContents(servers)
     contents.create(
@@ -98,7 +98,7 @@ def test_closures_and_reads_by_another_client(halving, new_clients):
 
 @pytest.mark.rest
 @pytest.mark.timeout(120)
-def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, new_clients, servers):
+def test_ended_server_is_named_and_a_returning_one_is_used(halving, new_clients, servers):
     run(halving, 0)
     service, address = servers[1]._make_answer, servers[1].address
     servers[1].shutdown()
@@ -123,7 +123,7 @@ def test_a_connection_that_was_cut_is_opened_again(halving, new_clients, servers
     np.testing.assert_array_equal(new_clients().read([SHARDS])[0], WHOLE / 16)
 
 
-def test_what_was_read_stays_what_it_was(new_clients):
+def test_read_values_do_not_change(new_clients):
     servers = new_clients()
     contents = ServerContents(servers)
     piece = Piece(0, "large")
@@ -142,7 +142,7 @@ def test_what_was_read_stays_what_it_was(new_clients):
     np.testing.assert_array_equal(taken_over, first)
 
 
-def test_what_is_read_stays_and_jax_takes_its_memory_over(new_clients):
+def test_read_values_do_not_change_and_jax_adopts_their_memory(new_clients):
     servers, one, other = new_clients(), Piece(0, "one"), Piece(0, "other")
     contents = ServerContents(servers)
     contents.create(

@@ -1,4 +1,4 @@
-"""What a client knows of the parameter servers while one of its threads waits for one of them."""
+"""A session's knowledge of the parameter servers while one of its threads waits for a server."""
 
 import threading
 
@@ -24,7 +24,7 @@ from store_connections import server_clients
         "a server has come back",
     ],
 )
-def test_a_call_does_not_wait_for_the_thread_that_makes_variables(call):
+def test_call_does_not_wait_for_the_thread_that_creates_variables(call):
     """That thread may wait for a parameter server, which waits for the coordinator to name a primary."""
     store = Store()
     store.hello("me")

@@ -1,4 +1,4 @@
-"""Programs that share parameter servers: one makes the arrays, the others find them. In one process."""
+"""Programs that share parameter servers: one creates the arrays, the others find them. All run in one process."""
 
 import threading
 
@@ -46,7 +46,7 @@ def value_of(session, array):
     return session.read([array])[0].tolist()
 
 
-def test_the_first_values_are_the_chiefs_whatever_the_order_of_use(session):
+def test_initial_values_are_the_chiefs_in_any_order_of_use(session):
     chief, worker = session("chief 0"), session("worker 0")
     ours = [new(chief, name, [number]) for number, name in enumerate("aba")]
     theirs = [new(worker, name, [10]) for name in "aba"]
@@ -58,7 +58,7 @@ def test_the_first_values_are_the_chiefs_whatever_the_order_of_use(session):
     assert value_of(chief, ours[2]) == [5]
 
 
-def test_others_wait_until_the_chief_has_made_it(session):
+def test_others_wait_until_the_chief_has_created_it(session):
     chief, worker = session("chief 0"), session("worker 0", limit_s=60)
     found = []
     theirs = new(worker, "w", [0])
@@ -71,7 +71,7 @@ def test_others_wait_until_the_chief_has_made_it(session):
     assert found == [[7]]
 
 
-def test_who_waits_in_vain_says_for_whom_and_what(session):
+def test_wait_timeout_names_the_chief_and_the_variable(session):
     worker = session("worker 0")
     text = message(
         UnavailableError, lambda: value_of(worker, new(worker, "only here", [0])), "worker 0 waited 0.3 s"
@@ -79,7 +79,7 @@ def test_who_waits_in_vain_says_for_whom_and_what(session):
     assert "for chief 0 to make the variable 'only here'" in text
 
 
-def test_what_others_do_not_use_is_not_waited_for(session):
+def test_variables_unused_by_others_are_not_waited_for(session):
     chief, worker = session("chief 0"), session("worker 0")
     kept = new(worker, "only here", [0])
     value_of(chief, new(chief, "w", [7]))
@@ -107,7 +107,7 @@ def test_programs_that_differ_are_named(session, at_chief, value, shards, says):
     assert "where chief 0 has made it" in text
 
 
-def test_shards_and_what_stands_beside_them(session):
+def test_shards_and_their_slots(session):
     chief, worker = session("chief 0"), session("worker 0")
     tables = []
     for each in (chief, worker):
@@ -121,7 +121,7 @@ def test_shards_and_what_stands_beside_them(session):
     assert [piece.ps for piece in tables[1][1].pieces] == [0, 1]
 
 
-def test_an_array_is_moved_once_and_found_where_it_is(session):
+def test_array_is_moved_once_and_found_there(session):
     chief, worker = session("chief 0"), session("worker 0")
     pairs = [(new(each, "w", [1]), new(each, "slot", [2])) for each in (chief, worker)]
     (ours, slot), (theirs, their_slot) = pairs
@@ -136,7 +136,7 @@ def test_an_array_is_moved_once_and_found_where_it_is(session):
     assert value_of(worker, their_slot) == [2]
 
 
-def test_copies_are_made_once_and_assigned_by_all(session):
+def test_copies_are_created_once_and_assigned_by_all(session):
     chief, worker = session("chief 0"), session("worker 0")
     ours, theirs = new(chief, "rate", [1]), new(worker, "rate", [0])
     chief.copy_to(ours, 1)
@@ -147,7 +147,7 @@ def test_copies_are_made_once_and_assigned_by_all(session):
     assert worker.servers.read([[Piece(1, "0:rate:@1")]])[0].tolist() == [3]
 
 
-def test_a_chief_that_starts_again_goes_on_with_what_is_there(session, stores):
+def test_restarted_chief_resumes_with_the_existing_variables(session, stores):
     first = session("chief 0")
     array = new(first, "w", [[1.0], [2.0]], [(0, 1), (1, 2)])
     value_of(first, array)
@@ -159,7 +159,7 @@ def test_a_chief_that_starts_again_goes_on_with_what_is_there(session, stores):
     assert again.bytes_on == [8, 4]
 
 
-def test_half_of_an_array_is_made_whole(session, stores):
+def test_half_created_array_is_completed(session, stores):
     """The chief died between two servers."""
     first = session("chief 0")
     array = new(first, "w", [[1.0], [2.0]], [(0, 1), (1, 2)])
@@ -169,7 +169,7 @@ def test_half_of_an_array_is_made_whole(session, stores):
     assert value_of(again, new(again, "w", [[5.0], [6.0]], [(0, 1), (1, 2)])) == [[5.0], [2.0]]
 
 
-def test_what_is_gone_in_one_program_stays_for_the_others(session, stores):
+def test_variable_deleted_in_one_program_stays_for_the_others(session, stores):
     chief, worker = session("chief 0"), session("worker 0")
     value_of(chief, new(chief, "w", [7]))
     value_of(chief, new(chief, "other", [0]))  # those that are gone are dropped when others are made

@@ -1,4 +1,4 @@
-"""Snapshots that go on from others: they write what has changed, and all of them together are what the store was, bit by bit."""
+"""Snapshots that build on earlier ones: each writes the changes, and together they equal the store bit for bit."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def small_blocks(monkeypatch):
 
 
 def new_store():
-    """A table, its slot, and something small."""
+    """A table, its slot, and a small value."""
     store = Store()
     store.hello(ME)
     table = np.random.default_rng(0).standard_normal((ROWS, COLUMNS)).astype(np.float32)
@@ -70,7 +70,7 @@ def new_store():
 
 
 def update(store, *ids, seed=1):
-    """Rows of the table and the slot; numbers that are none are padding."""
+    """Rows of the table and the slot; invalid numbers are padding."""
     padded = np.full(NUM_IDS, ROWS, np.int32)
     padded[: len(ids)] = ids
     gradients = np.random.default_rng(seed).standard_normal((NUM_IDS, COLUMNS)).astype(np.float32)
@@ -102,7 +102,7 @@ def numbers(directory):
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
-def test_bytes_are_those_of_what_has_changed(tmp_path, monkeypatch, is_copied):
+def test_snapshot_has_the_bytes_of_the_changes(tmp_path, monkeypatch, is_copied):
     if not is_copied:
         monkeypatch.setattr(snapshot_entries, "_MAX_COPIED_BYTES", 0)
     store = new_store()
@@ -130,7 +130,7 @@ def test_bytes_are_those_of_what_has_changed(tmp_path, monkeypatch, is_copied):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_it_goes_on_after_restoring(tmp_path):
+def test_chain_continues_after_restoring(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     update(store, 1, 2, 3)
@@ -144,7 +144,7 @@ def test_it_goes_on_after_restoring(tmp_path):
     assert_same(restored(tmp_path)[0], values(again))
 
 
-def test_where_much_has_changed_all_of_it_is_written(tmp_path):
+def test_piece_with_many_changes_is_written_in_full(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     table, _, _ = values(store)
@@ -161,7 +161,7 @@ def test_where_much_has_changed_all_of_it_is_written(tmp_path):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_pieces_that_are_dropped_and_made_again_are_others(tmp_path):
+def test_recreated_pieces_are_new_ones(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     table, _, _ = values(store)
@@ -187,13 +187,13 @@ def test_bounds_of_a_chain(tmp_path, monkeypatch):
     for number in range(60):
         update(store, *range(number, ROWS, 400))
         store.snapshot(tmp_path)
-        # Two chains, and what they say of themselves, which is much for so small a table.
+        # Two chains, and their descriptions, which are large for so small a table.
         held = sum(path.stat().st_size for path in tmp_path.iterdir())
         assert held <= (2 * snapshot_manifest.GROWTH + 0.5) * store.statistics()["bytes"]
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_snapshots_that_a_store_has_gone_back_from_are_removed(tmp_path, monkeypatch):
+def test_snapshots_after_a_rewind_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 3)
     store = new_store()
     for epoch in range(1, 5):
@@ -234,7 +234,7 @@ def test_a_snapshot_that_fails_is_in_the_next_one(tmp_path, monkeypatch):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_files_that_somebody_removed_are_not_gone_on_from(tmp_path):
+def test_chain_does_not_continue_from_removed_files(tmp_path):
     for breaks in (os.unlink, lambda path: os.truncate(path, 100)):
         store = new_store()
         first = store.snapshot(tmp_path)["file"]
@@ -263,7 +263,7 @@ def chains(tmp_path_factory):
 @pytest.mark.parametrize("number", range(1, 7))
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing", "header"])
 def test_each_file_that_is_broken(chains, tmp_path, number, how):
-    """The newest snapshot is taken that does not need it; what is wrong is said of those that do."""
+    """The newest snapshot that does not need the file is taken; the log names the damage of those that do."""
     directory, states = chains
     folder = tmp_path / "copy"
     shutil.copytree(directory, folder)
@@ -277,7 +277,7 @@ def test_each_file_that_is_broken(chains, tmp_path, number, how):
         content[-60 if how == "header" else 64] ^= 4
         path.write_bytes(content)
     again, what = restored(folder)
-    # A header says nothing of the bytes: others know where they are.
+    # A header does not list the bytes: other files know their positions.
     lost = [number] if how == "header" else [n for n in states if number <= n <= (number + 2) // 3 * 3]
     if lost == [n for n in states if n >= min(lost)] and min(lost) > 1:
         newest = min(lost) - 1
@@ -295,7 +295,7 @@ def test_each_file_that_is_broken(chains, tmp_path, number, how):
 
 
 def of_format_1(path, store_values):
-    """A file as earlier versions wrote it."""
+    """A file in the format of earlier versions."""
     content, pieces = b"rx-ps-01", []
     for key, value in store_values.items():
         content += bytes(-len(content) % 64)
@@ -338,8 +338,8 @@ class Killed(BaseException):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.rest
-def test_what_comes_back_is_what_the_last_whole_snapshot_was_of(tmp_path, data):
-    """Any sequence of updates, snapshots, snapshots that fail, crashes, and bits that flip in the last file."""
+def test_restore_gives_the_last_intact_snapshot(tmp_path, data):
+    """Any sequence of updates, snapshots, failing snapshots, crashes, and flipped bits in the last file."""
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
     store, states, is_flipped = new_store(), [], False
     row = st.integers(-2, ROWS + 1)
@@ -398,7 +398,7 @@ def _flip(path):
 
 
 def work(directory, until=1_000_000):
-    """Updates that follow from how many there have been, and a snapshot after every few; goes on from the last one."""
+    """Updates that depend on their number, and a snapshot after every few; resumes from the last one."""
     store, told = restored(directory)
     if told is None:
         store = new_store()
@@ -418,7 +418,8 @@ def work(directory, until=1_000_000):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_process_that_is_killed_while_it_writes(tmp_path):
-    """By `kill -9`, ten times, at random moments: what comes back is what a store has after as many updates, bit by bit."""
+    """The process is killed by `kill -9` ten times, at random moments: the restored state equals a store after as many
+    updates, bit for bit."""
     chance = random.Random(0)
     command = [sys.executable, "-c", f"import test_snapshot_chains as t; t.work({str(tmp_path / 'ps')!r})"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

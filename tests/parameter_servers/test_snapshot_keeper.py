@@ -1,4 +1,4 @@
-"""When snapshots of a store are taken, and when not."""
+"""The times at which snapshots of a store are taken."""
 
 import math
 import shutil
@@ -27,7 +27,7 @@ def store():
 
 @pytest.fixture
 def keeping(store, tmp_path):
-    """Makes the keeper of the store; it is closed afterwards."""
+    """Makes the snapshot writer of the store; it is closed afterwards."""
     made = []
 
     def keep(interval_s):
@@ -59,7 +59,7 @@ def until_count(keeper, number):
         time.sleep(0.01)
 
 
-def test_what_was_made_is_kept_soon_and_what_changes_is_not(store, keeping):
+def test_new_pieces_are_saved_soon_and_changes_are_not(store, keeping):
     keeper = keeping(1000.0)
     create(store, "w")
     until_count(keeper, 1)
@@ -70,7 +70,7 @@ def test_what_was_made_is_kept_soon_and_what_changes_is_not(store, keeping):
     until_count(keeper, 2)
 
 
-def test_a_change_of_what_was_made_first_is_one(store, keeping):
+def test_change_of_the_first_piece_counts(store, keeping):
     keeper = keeping(math.inf)
     create(store, "w")
     for number in range(3):
@@ -81,7 +81,7 @@ def test_a_change_of_what_was_made_first_is_one(store, keeping):
     assert count(keeper) == 2
 
 
-def test_without_an_interval_there_is_one_at_the_end(store, keeping):
+def test_without_an_interval_one_snapshot_is_taken_at_the_end(store, keeping):
     keeper = keeping(math.inf)
     create(store, "w")
     time.sleep(0.3)
@@ -90,7 +90,7 @@ def test_without_an_interval_there_is_one_at_the_end(store, keeping):
     assert count(keeper) == 1
 
 
-def test_who_asks_for_an_epoch_is_the_only_one_who_asks(store, keeping):
+def test_snapshots_are_only_taken_on_request_after_the_first_epoch(store, keeping):
     keeper = keeping(0.05)
     create(store, "w")
     until_count(keeper, 1)
@@ -103,7 +103,7 @@ def test_who_asks_for_an_epoch_is_the_only_one_who_asks(store, keeping):
     until_count(keeper, 3)
 
 
-def test_failures_are_one_warning_until_there_is_room_again(store, keeping, tmp_path, caplog):
+def test_failures_warn_once_until_there_is_room_again(store, keeping, tmp_path, caplog):
     keeper = keeping(0.05)
     for number in range(2):
         (tmp_path / "ps-0").write_text("in its way")
@@ -120,7 +120,7 @@ def test_failures_are_one_warning_until_there_is_room_again(store, keeping, tmp_
         shutil.rmtree(tmp_path / "ps-0")
 
 
-def test_what_is_asked_while_a_snapshot_is_written_is_not_forgotten(store, keeping, monkeypatch):
+def test_request_during_a_snapshot_is_not_forgotten(store, keeping, monkeypatch):
     keeper = keeping(math.inf)
     create(store, "w")
     snapshot = store.snapshot

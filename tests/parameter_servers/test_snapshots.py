@@ -1,4 +1,4 @@
-"""Snapshots of a store: what is written is read again, or said to be broken; what was written before stays."""
+"""Snapshots of a store: they are read again, or reported as broken; earlier ones stay."""
 
 import contextlib
 import json
@@ -61,7 +61,7 @@ def restored(directory, **how):
     return store, store.restore(directory, **how)
 
 
-def test_all_comes_back(tmp_path):
+def test_all_values_are_restored(tmp_path):
     rows = BYTES_PER_BLOCK // 400 * 2 + 7
     values = {
         "w": np.zeros(4, np.float32),
@@ -119,7 +119,7 @@ def test_all_comes_back(tmp_path):
         read(again, "w")
 
 
-def test_a_new_version_after_restoring_is_none_from_before(tmp_path, monkeypatch):
+def test_versions_after_restoring_are_new(tmp_path, monkeypatch):
     store = new_store(w=np.zeros(4, np.float32))
     step(store)
     store.snapshot(tmp_path)
@@ -179,7 +179,7 @@ def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ends", ["written", "failed", "late"])
-def test_an_update_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch, ends):
+def test_update_waits_if_too_much_memory_would_be_doubled(tmp_path, monkeypatch, ends):
     store = new_store(w=np.zeros(4, np.float32), v=np.zeros(4, np.float32))
     monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
     monkeypatch.setattr(
@@ -210,7 +210,7 @@ def test_an_update_waits_where_too_much_would_be_there_twice(tmp_path, monkeypat
         assert read(restored(tmp_path)[0], "w")[0].max() == 0.0
 
 
-def test_snapshots_among_updates_are_whole(tmp_path):
+def test_snapshots_during_updates_are_consistent(tmp_path):
     like = np.zeros(1 << 16, np.float32)
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (like, like, like)]
     blob = export.export(jax.jit(lambda w, v, by: (w + by, v + by)), platforms=["cpu"])(*avals).serialize()
@@ -247,7 +247,7 @@ def test_snapshots_among_updates_are_whole(tmp_path):
     assert [step(again, n, both, like).header["duplicate"] for n in numbers] == [True, False]
 
 
-def test_the_last_two_are_kept(tmp_path):
+def test_last_two_snapshots_are_kept(tmp_path):
     store = new_store(w=np.zeros(4, np.float32))
     (tmp_path / "snapshot.partial").write_bytes(b"left by a process that died")
     (tmp_path / "mine.txt").write_text("not a snapshot")
@@ -268,7 +268,7 @@ def test_the_last_two_are_kept(tmp_path):
     assert read(again, "w")[0].max() == 4.0
 
 
-def test_there_is_none(tmp_path):
+def test_no_snapshot(tmp_path):
     store = new_store(w=np.zeros(4, np.float32))
     assert store.restore(tmp_path) is None
     assert store.restore(tmp_path / "no folder") is None
@@ -294,7 +294,7 @@ def two(tmp_path_factory):
 
 
 def broken(two, tmp_path, how):
-    """Breaks a copy of the newer one, and says what is restored then."""
+    """Breaks a copy of the newer one, and returns what is restored then."""
     directory, newer = two
     folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)
@@ -309,14 +309,14 @@ def broken(two, tmp_path, how):
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_bit_that_flips(two, tmp_path, data):
+def test_flipped_bit(two, tmp_path, data):
     at, bit = data.draw(st.integers(0, two[1].stat().st_size - 1)), data.draw(st.integers(0, 7))
     value, what = broken(two, tmp_path, lambda path: flip(path, at, bit))
     assert (value == 1.0) == bool(what["refused"])  # else it was a byte between the pieces
     assert value in (1.0, 2.0)
 
 
-def test_a_bit_that_flips_in_what_says_where_the_header_is(two, tmp_path):
+def test_flipped_bit_in_the_position_of_the_header(two, tmp_path):
     for at in range(-32, -12):  # offset, length, checksum
         for bit in (0, 7):
             value, what = broken(two, tmp_path, lambda path, at=at, bit=bit: flip(path, at, bit))
@@ -325,7 +325,7 @@ def test_a_bit_that_flips_in_what_says_where_the_header_is(two, tmp_path):
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_file_that_is_cut_off(two, tmp_path, data):
+def test_truncated_file(two, tmp_path, data):
     size = data.draw(st.integers(0, two[1].stat().st_size - 1))
 
     def cut(path):
@@ -341,13 +341,13 @@ def test_a_file_that_is_cut_off(two, tmp_path, data):
     ("where", "text"),
     [(64, "checksum of piece"), (-60, "checksum of its header"), (-1, "does not end as a snapshot")],
 )
-def test_what_is_wrong_is_said(two, tmp_path, caplog, where, text):
+def test_errors_name_the_damage(two, tmp_path, caplog, where, text):
     _, what = broken(two, tmp_path, lambda path: flip(path, where % path.stat().st_size))
     assert text in what["refused"][0]
     assert text in caplog.text
 
 
-def test_none_is_whole(two, tmp_path):
+def test_no_intact_snapshot(two, tmp_path):
     shutil.copytree(two[0], tmp_path / "copy")
     for path in (tmp_path / "copy").iterdir():
         flip(path, 64)
@@ -357,7 +357,7 @@ def test_none_is_whole(two, tmp_path):
     assert read(store, "w")[0].max() == 0.0  # nothing has changed
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path):
+def test_unwritable_folder(tmp_path):
     store = new_store(w=np.zeros(4, np.float32))
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -417,7 +417,7 @@ except SnapshotError as error:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("limit", ["file", "disk"])
-def test_a_disk_that_is_full(tmp_path, limit):
+def test_full_disk(tmp_path, limit):
     command = [sys.executable, "-c", NO_ROOM, str(tmp_path), limit]
     if limit == "disk":
         mount = [

@@ -1,4 +1,4 @@
-"""A parameter server's store: what is asked of it, in one process, without a transport."""
+"""A parameter server's store and its requests, in one process, without a transport."""
 
 import threading
 
@@ -30,7 +30,7 @@ def program_of(fn, keys, written, *inputs):
 
 
 class Client:
-    """Says to a store what a worker would."""
+    """Sends a store the message of a worker."""
 
     def __init__(self, store, incarnation=ME):
         self.store = store
@@ -105,7 +105,7 @@ def adder(client, key="w", like=ZERO):
     ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "bool", "int64", "float64", "complex64"],
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)], ids=str)
-def test_values_come_back_as_they_were(client, dtype, shape):
+def test_values_are_returned_unchanged(client, dtype, shape):
     value = np.arange(np.prod(shape)).reshape(shape).astype(jnp.dtype(dtype))
     client.create(w=value)
     (read,) = client.read("w")
@@ -116,7 +116,7 @@ def test_values_come_back_as_they_were(client, dtype, shape):
 
 
 @pytest.mark.parametrize("num_bytes", [256, MAX_COPIED_BYTES * 2, BYTES_PER_BLOCK * 2 + 4096], ids=str)
-def test_what_is_given_is_copied(client, num_bytes):
+def test_arguments_are_copied(client, num_bytes):
     value = aligned((num_bytes // 256, 64), 1.0)
     client.create(w=value)
     value[:] = 2.0  # the transport receives the next message
@@ -151,13 +151,13 @@ def test_a_program_makes_the_initial_value(client, store):
     assert [read.min() for read in client.read("w", "m")] == [8.0, 7.0]
 
 
-def test_a_program_that_makes_a_piece_has_to_be_there(client):
+def test_program_that_creates_a_piece_must_exist(client):
     piece = {"key": "w", "shape": [5], "dtype": "float32", "initial": "abc"}
     with pytest.raises(UnknownProgramError):
         client.ask("create", pieces=[piece])
 
 
-def test_creating_what_is_there(client):
+def test_creating_existing_pieces(client):
     client.create(w=ZERO)
     client.step(adder(client), [ONE])
     piece = {"key": "w", "shape": [4], "dtype": "float32", "initial": "array"}
@@ -219,7 +219,7 @@ def test_updates_are_in_place(client, store, size):
     assert client.read("w")[0].max() == -(1 + 1.5 + 1.75)
 
 
-def test_a_value_that_is_written_but_not_read_is_in_place_too(client, store):
+def test_write_only_value_is_updated_in_place(client, store):
     client.create(w=ZERO)
     digest = client.add(lambda old, new: new, ["w"], [0], ZERO, ZERO)
     before = pointer(store, "w")
@@ -237,7 +237,7 @@ def test_one_result_for_two_pieces_is_two_values(client):
     client.step(both, [ONE])
 
 
-def test_only_what_is_written_is_given_up(client, store):
+def test_only_written_values_are_donated(client, store):
     client.create(rate=ONE, w=ZERO)
     digest = client.add(lambda rate, w, g: w - rate * g, ["rate", "w"], [1], ZERO, ZERO, ZERO)
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_only_what_is_written_is_given_up(client, store):
 
 
 @pytest.mark.parametrize("how", ["step", "assign"])
-def test_a_view_keeps_its_bytes_and_costs_memory_while_it_is_alive(client, store, how):
+def test_view_keeps_its_bytes_and_memory_while_alive(client, store, how):
     like = np.zeros((MAX_COPIED_BYTES // 4, 2), np.float32)
     client.create(w=like)
     digest = adder(client, like=like)
@@ -297,7 +297,7 @@ def test_a_failed_step_keeps_no_views(client, store):
 # Versions and rows.
 
 
-def test_what_has_not_changed_is_not_sent_again(client, store):
+def test_unchanged_values_are_not_sent_again(client, store):
     client.create(w=ZERO, v=ZERO)
     first = client.step(pull=[["w", None], ["v", None]])
     known = [["w", first.header["versions"][0]], ["v", first.header["versions"][1]]]
@@ -334,7 +334,7 @@ def test_rows_are_those_after_the_update(client):
     np.testing.assert_array_equal(answer.arrays[0][:, 0], [0, -1, 0, 0, -1, 0, 0, 0, 0, 0])
 
 
-def test_rows_of_what_has_none(client):
+def test_rows_of_a_scalar(client):
     client.create(s=np.float32(1.0).reshape(()), e=np.zeros((0, 2), np.float32))
     for key in ("s", "e"):
         with pytest.raises(InvalidArgumentError, match=f'Piece "{key}" has the shape'):
@@ -379,7 +379,7 @@ def test_closures_of_several_clients(client, monkeypatch):
     ]
 
 
-def test_what_failed_was_not_applied(client, store):
+def test_failed_steps_are_not_applied(client, store):
     client.create(w=ZERO, v=np.zeros(5, np.float32))
     digest = adder(client)
     before = client.step(pull=[["w", None]]).header
@@ -403,7 +403,7 @@ def test_what_failed_was_not_applied(client, store):
 
 
 def greedy(client):
-    """A program that needs terabytes in between, and a piece for it."""
+    """A program that needs terabytes for intermediate values, and a piece for it."""
 
     def update(value, by):
         large = jax.lax.sort(value[:, None] * by[0] + jnp.arange(1 << 33, dtype=jnp.float32))
@@ -422,7 +422,7 @@ def test_an_update_that_cannot_run_changes_nothing(client):
     assert (client.read("g")[0] == 2.0).all()
 
 
-def test_a_value_lost_in_a_failing_update_is_not_read_again(client, monkeypatch):
+def test_value_lost_in_a_failed_update_is_not_read_again(client, monkeypatch):
     digest = greedy(client)
     monkeypatch.setattr(updates_module, "_MIN_CHECKED_BYTES", 1 << 60)  # it looked as if there were room
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
@@ -437,7 +437,7 @@ def test_a_value_lost_in_a_failing_update_is_not_read_again(client, monkeypatch)
 # Programs.
 
 
-def test_a_program_is_compiled_when_it_comes_and_once(client, store, monkeypatch):
+def test_program_is_compiled_once_on_arrival(client, store, monkeypatch):
     made = []
 
     class Counted(updates_module.CompiledUpdate):
@@ -459,7 +459,7 @@ def test_a_program_is_compiled_when_it_comes_and_once(client, store, monkeypatch
     assert client.read("w")[0].max() == 1.0
 
 
-def test_programs_that_are_refused(client):
+def test_rejected_programs(client):
     good = program_of(lambda w, by: w + by, ["w"], [0], ZERO, ONE)
     bad = {
         "are no program": UpdateProgram(b"\x10\x00\x00\x00 nothing", ("w",), (0,)),
@@ -513,7 +513,7 @@ def test_a_new_coordinator_takes_over(client, store):
     assert store.statistics()["updates"] == 1
 
 
-def test_leaving_and_starting_anew(client, store):
+def test_leaving_and_restarting(client, store):
     client.create(w=ZERO)
     store.leave()
     assert store.statistics()["pieces"] == 0
@@ -525,7 +525,7 @@ def test_leaving_and_starting_anew(client, store):
         client.read("w")
 
 
-def test_a_coordinator_that_takes_over_while_a_piece_is_made(client, store, monkeypatch):
+def test_new_coordinator_takes_over_while_a_piece_is_created(client, store, monkeypatch):
     def late(value, device):
         store.hello("next")
         return copied(value, device)
@@ -551,7 +551,7 @@ def test_a_coordinator_that_takes_over_while_a_piece_is_made(client, store, monk
         ("drop", {}),
     ],
 )
-def test_headers_that_are_none(client, op, header):
+def test_invalid_headers(client, op, header):
     with pytest.raises(MessageError):
         client.ask(op, **header)
 
@@ -580,7 +580,7 @@ def test_statistics(client, store):
     assert (statistics["pieces_sent"], statistics["rows_sent"]) == (1, 3)
 
 
-def test_staleness_is_by_how_many_updates_of_others_a_value_was_older(client, store):
+def test_staleness_counts_updates_of_others_since_the_read(client, store):
     client.create(w=ZERO)
     digest = adder(client)
     known = client.step(pull=[["w", None]]).header["versions"][0]
@@ -604,7 +604,7 @@ def test_staleness_is_by_how_many_updates_of_others_a_value_was_older(client, st
 
 
 @pytest.mark.parametrize("size", [1024, MAX_COPIED_BYTES // 4], ids=["copied", "views"])
-def test_reads_among_updates_are_whole(client, size):
+def test_reads_during_updates_are_consistent(client, size):
     like = np.zeros((size, 1), np.float32)
     client.create(w=like, n=np.zeros((), np.int32), t=like)
     digest = client.add(

@@ -1,4 +1,5 @@
-"""``Server`` in this process: a worker and a parameter server that are asked, stopped, taken over and left alone."""
+"""``Server`` in this process: a worker and a parameter server that get questions, are stopped, taken over and left
+alone."""
 
 import json
 import math
@@ -85,7 +86,7 @@ def pull(incarnation, key):
 # --- which task it is ---------------------------------------------------------------------------------
 
 
-def test_what_is_left_out_follows_where_it_can():
+def test_omitted_options_follow_from_others():
     def definition(*args, **more):
         return rx.Server(*args, **more, start=False).server_def
 
@@ -113,7 +114,7 @@ def test_what_is_left_out_follows_where_it_can():
         (InvalidArgumentError, {"job_name": "ps", "config": object()}, ["rx.ServerOptions", "got object"]),
     ],
 )
-def test_what_does_not_make_a_server(error, arguments, says):
+def test_invalid_arguments_of_a_server(error, arguments, says):
     message(error, lambda: rx.Server(CLUSTER, **arguments), *says)
 
 
@@ -134,7 +135,7 @@ def test_a_cluster_without_this_task():
         ({"log_bytes": 1e9}, "log_bytes=1000000000.0"),
     ],
 )
-def test_options_that_are_not_allowed(arguments, says):
+def test_invalid_options(arguments, says):
     message(InvalidArgumentError, lambda: rx.ServerOptions(**arguments), says)
 
 
@@ -189,14 +190,14 @@ def test_a_worker_answers_what_a_worker_does(started):
     assert client.ask("beat", {"incarnation": "a"}, 60.0)["statistics"]["num_closures"] == 0
 
 
-def test_who_has_another_token_is_told(started):
+def test_client_with_another_token_is_told(started):
     server, _ = started("ps")
     with TaskClient(server.server_def.address, Credentials(token="wrong"), "ps 0") as client:
         message(UnauthenticatedError, lambda: client.ask("stop", {}, 60.0), "ps 0", "wrong token")
     until(lambda: server.statistics()["rejected"] == 1, "the refusal is counted")
 
 
-def test_a_question_that_is_none(started):
+def test_unknown_question(started):
     _, client = started("ps")
     message(InvalidArgumentError, lambda: client.ask("dance", {}, 60.0), "'dance'", "hello, beat, leave")
 
@@ -221,7 +222,7 @@ def test_the_next_coordinator_takes_over(started):
             link.call(pull("b", "w"), 60.0)
 
 
-def test_who_leaves_takes_everything_with_it(started):
+def test_leaving_drops_everything(started):
     _, client = started("ps")
     hello(client, "a")
     with client.open() as link:
@@ -274,7 +275,7 @@ def service(host):
     return TaskService(Task("worker", 0), host, {}, Lease("worker 0", 60.0, time.monotonic()))
 
 
-def test_one_work_for_each_coordinator(service, host):
+def test_one_session_per_coordinator(service, host):
     for incarnation in ("a", "a", "b"):
         service.ask("hello", {"incarnation": incarnation, "ps": ["p:1"]})
     first, second = host.works
@@ -282,7 +283,7 @@ def test_one_work_for_each_coordinator(service, host):
     assert (second.incarnation, second.is_closed) == ("b", False)
 
 
-def test_messages_say_whose_they_are(service):
+def test_messages_name_their_coordinator(service):
     service.ask("hello", {"incarnation": "a", "ps": []})
     of_a = Message({"op": "program", "incarnation": "a"})
     assert service.answer(of_a).header == {"for": "a"}
@@ -295,7 +296,7 @@ def test_messages_before_any_hello(service):
     message(UnavailableError, lambda: service.answer(Message({"op": "program"})), "hello")
 
 
-def test_a_hello_that_fails_can_be_said_again(service):
+def test_failed_hello_can_be_repeated(service):
     with pytest.raises(OSError, match="no such ps"):
         service.ask("hello", {"incarnation": "a", "ps": ["broken"]})
     assert service.incarnation is None
@@ -303,7 +304,7 @@ def test_a_hello_that_fails_can_be_said_again(service):
     assert service.incarnation == "a"
 
 
-def test_what_only_the_coordinator_may_ask(service):
+def test_questions_only_for_the_coordinator(service):
     message(UnavailableError, lambda: service.ask("dance", {"incarnation": "a"}), "does not know", "a")
     service.ask("hello", {"incarnation": "a", "ps": []})
     assert service.ask("dance", {"incarnation": "a"}) == {"danced": True}
@@ -312,7 +313,7 @@ def test_what_only_the_coordinator_may_ask(service):
 # --- snapshots ----------------------------------------------------------------------------------------
 
 
-def test_a_parameter_server_that_was_ended_goes_on_where_it_was(started, tmp_path):
+def test_terminated_parameter_server_resumes_where_it_was(started, tmp_path):
     server, client = started("ps", snapshot_dir=tmp_path, snapshot_interval_s=math.inf)
     assert hello(client, "a")["restored"] is None
     value = np.arange(6, dtype=np.float32)
@@ -334,7 +335,7 @@ def test_a_parameter_server_that_was_ended_goes_on_where_it_was(started, tmp_pat
     assert client.ask("beat", {"incarnation": "b"}, 60.0)["statistics"]["pieces"] == 0
 
 
-def test_snapshots_are_taken_from_time_to_time_and_failures_are_told(started, tmp_path):
+def test_snapshots_are_taken_at_intervals_and_failures_are_logged(started, tmp_path):
     _, client = started("ps", snapshot_dir=tmp_path, snapshot_interval_s=0.05)
     hello(client, "a")
 
@@ -355,7 +356,7 @@ def test_snapshots_are_taken_from_time_to_time_and_failures_are_told(started, tm
         assert statistics()["snapshot_error"] == ""
 
 
-def test_the_coordinator_asks_for_snapshots_and_goes_back(started, tmp_path):
+def test_coordinator_requests_snapshots_and_rewinds(started, tmp_path):
     _, client = started("ps", snapshot_dir=tmp_path, snapshot_interval_s=math.inf)
     instance = hello(client, "a")["instance"]
     with client.open() as link:
@@ -406,7 +407,7 @@ def test_join_returns_when_it_is_stopped_also_with_open_streams(started, how):
     server.stop()  # twice is nothing
 
 
-def test_a_silent_coordinator_is_given_up_and_the_next_one_waited_for(started):
+def test_silent_coordinator_is_given_up_and_the_next_one_is_awaited(started):
     server, client = started("ps", silence_timeout_s=0.3)
     hello(client, "a")
     until(lambda: server.statistics()["incarnation"] is None, "it is given up")
@@ -415,7 +416,7 @@ def test_a_silent_coordinator_is_given_up_and_the_next_one_waited_for(started):
 
 
 @pytest.mark.parametrize("is_asked_to_leave", [False, True])
-def test_it_ends_with_its_coordinator_where_that_is_wanted(started, is_asked_to_leave):
+def test_server_ends_with_its_coordinator_if_configured(started, is_asked_to_leave):
     silence_s = 60.0 if is_asked_to_leave else 0.3
     server, client = started("ps", silence_timeout_s=silence_s, on_coordinator_loss="exit")
     has_returned = joined_by(server)
@@ -426,7 +427,7 @@ def test_it_ends_with_its_coordinator_where_that_is_wanted(started, is_asked_to_
     assert has_returned.wait(60.0)
 
 
-def test_it_does_not_wait_for_ever_for_a_coordinator(started):
+def test_server_does_not_wait_forever_for_a_coordinator(started):
     server, _ = started("ps", wait_timeout_s=0.2)
     assert joined_by(server).wait(60.0)
 
@@ -440,7 +441,7 @@ def test_a_local_server_finds_a_port():
         assert client.ask("status", {}, 60.0)["task"] == "worker 0"
 
 
-def test_a_port_that_is_taken(started):
+def test_used_port(started):
     server, _ = started("ps")
     message(
         UnavailableError,
@@ -453,7 +454,7 @@ def test_a_port_that_is_taken(started):
 
 
 def test_a_script_that_makes_its_server_itself(tmp_path):
-    """TensorFlow's way. JAX is set up for the task that TF_CONFIG says the process is; SIGTERM ends join."""
+    """TensorFlow's form. JAX is set up for the task that TF_CONFIG names; SIGTERM ends join."""
     ports = free_ports(2)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     config = {"cluster": {"worker": addresses[:1], "ps": addresses[1:]}, "task": {"type": "ps", "index": 0}}

@@ -1,4 +1,4 @@
-"""Servers and clients in one process: answers, errors, bounds, credentials, TLS, and how it ends."""
+"""Servers and clients in one process: answers, errors, limits, credentials, TLS, and how they end."""
 
 import gc
 import logging
@@ -92,7 +92,7 @@ def test_messages_are_answered(link, arrays):
             assert ours.size == 0 or ours.ctypes.data % 64 == 0
 
 
-def test_messages_that_travel_together_are_answered_each_on_its_own(client, server):
+def test_grouped_messages_are_answered_separately(client, server):
     link = client.open()
     ops = ["echo", "fail", "echo", "unknown", "echo"]
     link.send_all([Message({"op": op, "n": n}, [np.arange(n)]) for n, op in enumerate(ops)], 30)
@@ -115,7 +115,7 @@ def test_messages_that_travel_together_are_answered_each_on_its_own(client, serv
     assert client.statistics()["messages"] == server.statistics()["messages"] == 7
 
 
-def test_answers_do_not_wait_for_one_that_takes_long(link, server):
+def test_answers_do_not_wait_for_a_slow_one(link, server):
     ops = ["echo", "echo", "wait", "echo"]
     link.send_all([Message({"op": op}) for op in ops], 30)
     assert server.echo.waits.wait(30)
@@ -138,7 +138,7 @@ def test_large_answers_do_not_wait_for_others(link, server):
     assert link.receive(30).header["op"] == "wait"
 
 
-def test_of_messages_that_travel_together_none_is_sent_if_one_cannot(link):
+def test_message_group_is_not_sent_if_one_message_cannot_be(link):
     with pytest.raises(MessageError, match="does not travel"):
         link.send_all([Message({"op": "echo"}), Message({"op": "echo"}, [np.array(["a"])])], 30)
     assert link.call(Message({"op": "echo"}), 30).header["answered"] == 1
@@ -171,7 +171,7 @@ def test_streams_are_answered_at_the_same_time(server, client):
     slow.receive(30)
 
 
-def test_what_was_received_stays_as_it_was(link):
+def test_received_arrays_do_not_change(link):
     answers = [link.call(Message({}, [np.full(10**6, n, np.uint8)]), 30).arrays[0] for n in range(6)]
     assert [set(answer.tobytes()) for answer in answers] == [{n} for n in range(6)]
 
@@ -181,14 +181,14 @@ def test_a_server_keeps_no_array_of_a_message_that_it_has_answered(server, clien
     link = client.open()
     gc.collect()  # of what other tests have left
     link.call(Message({}, [np.zeros(10**6, np.uint8)]), 30)
-    # The client has its answer before the thread of the stream has left the function that gave it.
+    # The client has its answer before the thread of the stream has left the answering function.
     wait_until(lambda: not [held for held in gc.get_objects() if type(held) is _Lease])
 
 
 # --- errors -------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_service_is_raised_and_the_stream_goes_on(link, caplog):
+def test_error_of_the_service_is_raised_and_the_stream_continues(link, caplog):
     with pytest.raises(RemoteError, match="ps 0 failed: ValueError: as it was asked") as caught:
         link.call(Message({"op": "fail"}), 30)
     assert (caught.value.type, caught.value.task) == ("ValueError", "ps 0")
@@ -204,14 +204,14 @@ def test_an_error_of_an_ask_is_raised(client):
         client.ask("fail", {}, 30)
 
 
-def test_what_cannot_be_sent_does_not_end_the_stream(link):
+def test_unsendable_message_does_not_end_the_stream(link):
     with pytest.raises(MessageError, match="does not travel"):
         link.send(Message({}, [np.array(["a"])]))
     link.call(Message({"op": "echo"}), 30)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 2**27])
-def test_a_message_that_is_none_is_refused_and_ends_the_stream(client, link, num_bytes, monkeypatch):
+def test_invalid_message_is_rejected_and_ends_the_stream(client, link, num_bytes, monkeypatch):
     body = [bytes(num_bytes)] if num_bytes else ()
     with monkeypatch.context() as patch:
         patch.setattr(transport, "encode", lambda message: Encoded(b"wrong", body))
@@ -222,7 +222,7 @@ def test_a_message_that_is_none_is_refused_and_ends_the_stream(client, link, num
     client.open().call(Message({"op": "echo"}), 30)
 
 
-def test_there_are_no_more_streams_than_allowed(server, client):
+def test_number_of_streams_is_limited(server, client):
     links = [client.open() for _ in range(8)]
     for link in links:
         link.call(Message({}), 30)
@@ -251,7 +251,7 @@ def test_an_ask_that_takes_too_long(client):
         client.ask("wait", {}, 0.3)
 
 
-def test_nobody_is_there():
+def test_no_server():
     with TaskClient("127.0.0.1:1", TOKEN, "ps 1") as client:
         message(UnavailableError, lambda: client.ask("hello", {}, 30), "ps 1 at 127.0.0.1:1", "refused")
         message(UnavailableError, client.open, "ps 1 at 127.0.0.1:1")
@@ -291,7 +291,7 @@ def test_ctrl_c_in_the_middle_of_a_message_closes_the_link(client, link, what):
 # --- the end ------------------------------------------------------------------------------------------
 
 
-def test_closing_a_link_wakes_who_waits(client, link):
+def test_closing_a_link_wakes_waiting_threads(client, link):
     threading.Timer(0.2, link.close).start()
     with pytest.raises(UnavailableError, match="was closed"):
         link.receive(20)
@@ -305,7 +305,7 @@ def test_closing_a_client_closes_its_links(server, client, link):
     wait_until(lambda: server.statistics()["streams"] == 0)
 
 
-def test_a_link_that_is_opened_while_its_client_is_closed_is_none(client, monkeypatch):
+def test_link_opened_while_its_client_closes_is_closed(client, monkeypatch):
     connected = client._connected
 
     def closed_meanwhile(*arguments):
@@ -433,7 +433,7 @@ def test_clients_leave_no_threads_and_no_descriptors(server):
 @pytest.mark.parametrize(
     ("token", "says"), [(None, "no token"), ("wrong", "a wrong token"), ("secre", "a wrong token")]
 )
-def test_who_does_not_have_the_token_is_refused(server, token, says):
+def test_client_without_the_token_is_rejected(server, token, says):
     with TaskClient(server.address, Credentials(token=token), "ps 0") as client:
         message(UnauthenticatedError, lambda: client.ask("hello", {}, 30), "ps 0 at", says, "REPLICAX_TOKEN")
         message(UnauthenticatedError, client.open, says)
@@ -449,13 +449,13 @@ def test_a_server_without_credentials_warns_once_and_serves_clients_without(capl
     assert len([r for r in caplog.records if "has no credentials" in r.getMessage()]) == 1
 
 
-def test_a_client_with_a_token_refuses_a_server_that_does_not_know_it():
+def test_client_with_a_token_rejects_a_server_without_it():
     with echo_server(credentials=Credentials()) as server:
         with TaskClient(server.address, TOKEN, "ps 0") as client:
             message(UnauthenticatedError, lambda: client.ask("hello", {}, 30), "ps 0 at", "token")
 
 
-def test_it_does_not_listen_for_everybody_without_credentials():
+def test_server_without_credentials_does_not_listen_on_all_interfaces():
     message(InvalidArgumentError, lambda: echo_server("0.0.0.0:0", Credentials()), "open to everybody")
 
 
@@ -490,7 +490,7 @@ def test_mutual_tls(pki, host):
 
 
 @pytest.mark.parametrize("who", ["no certificate", "of another CA", "no TLS"])
-def test_who_has_no_certificate_of_the_ca_is_refused_by_mutual_tls(pki, who):
+def test_mutual_tls_rejects_a_client_without_a_certificate(pki, who):
     shown = {
         "no certificate": Credentials(ca_file=pki["a"].ca_file),
         "of another CA": Credentials(
@@ -507,7 +507,7 @@ def test_who_has_no_certificate_of_the_ca_is_refused_by_mutual_tls(pki, who):
             client.open().call(Message({}), 30)
 
 
-def test_a_client_does_not_speak_to_a_server_of_another_ca(pki):
+def test_client_rejects_a_server_of_another_ca(pki):
     with echo_server(credentials=pki["b"]) as server, TaskClient(server.address, pki["a"], "ps 0") as client:
         message(UnavailableError, lambda: client.ask("hello", {}, 30), "ps 0 at")
 

@@ -1,4 +1,4 @@
-"""A task in a process of its own that is killed, stopped and started again."""
+"""A task in a separate process that is killed, stopped and restarted."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ LARGE = [np.zeros(64 * 2**20, np.uint8)]
 
 @pytest.fixture(scope="module")
 def task():
-    """One that lives for all tests of this file."""
+    """One process that lives for all tests of this file."""
     with EchoTask() as task:
         yield task
 
@@ -38,7 +38,7 @@ def seconds_until_unavailable(call):
     return time.monotonic() - started
 
 
-def test_messages_travel_between_processes(client):
+def test_messages_are_sent_between_processes(client):
     link = client.open()
     sent = [np.random.default_rng(0).random(10**6), np.float32(2)]
     got = link.call(Message({"op": "echo"}, sent), 60).arrays
@@ -47,7 +47,7 @@ def test_messages_travel_between_processes(client):
 
 
 @pytest.mark.rest
-def test_who_waits_for_a_stopped_task_gets_an_error_in_time(task, client):
+def test_wait_for_a_stopped_task_raises_in_time(task, client):
     link, other = client.open(), client.open()
     with task.stopped():
         assert 0.9 < seconds_until_unavailable(lambda: link.call(Message({}), 1.0)) < SOON_S
@@ -58,7 +58,7 @@ def test_who_waits_for_a_stopped_task_gets_an_error_in_time(task, client):
     client.open().call(Message({}), 60)
 
 
-def test_who_sends_to_a_stopped_task_gets_an_error_in_time(task, client):
+def test_send_to_a_stopped_task_raises_in_time(task, client):
     link = client.open()
     link.call(Message({}), 60)
     with task.stopped():
@@ -70,7 +70,7 @@ def test_who_sends_to_a_stopped_task_gets_an_error_in_time(task, client):
 
 
 @pytest.mark.rest
-def test_a_client_that_was_never_connected_finds_a_stopped_task_in_time(task):
+def test_new_client_notices_a_stopped_task_in_time(task):
     with task.stopped(), TaskClient(task.address, TOKEN, "ps 0") as client:
         assert seconds_until_unavailable(lambda: client.ask("hello", {}, 1.0)) < SOON_S
         assert seconds_until_unavailable(lambda: client.open(1.0)) < SOON_S
@@ -91,7 +91,7 @@ def test_clients_of_a_stopped_task_can_be_closed(task):
         assert not waiting.is_alive()
 
 
-def test_a_task_goes_on_when_a_client_was_killed_in_the_middle_of_a_message(task, client):
+def test_task_continues_if_a_client_is_killed_in_the_middle_of_a_message(task, client):
     before = client.ask("statistics", {}, 60)["streams"]
     with TaskClient(task.address, TOKEN, "ps 0") as other:
         link = other.open()
@@ -107,7 +107,7 @@ def test_a_task_goes_on_when_a_client_was_killed_in_the_middle_of_a_message(task
 
 
 @pytest.mark.rest
-def test_a_killed_task_is_noticed_at_once_and_found_again_at_its_address():
+def test_killed_task_is_noticed_at_once_and_found_again_at_its_address():
     with EchoTask() as task, TaskClient(task.address, TOKEN, "ps 0") as client:
         link, idle = client.open(), client.open()
         link.send(Message({"op": "sleep", "s": 60}))

@@ -1,4 +1,5 @@
-"""What strangers, and peers whose bytes are damaged, send to a live task: its memory returns, and it goes on serving."""
+"""Unauthenticated peers, and peers with damaged bytes, at a live task: its memory returns to normal, and it continues
+to serve."""
 
 import contextlib
 import os
@@ -37,7 +38,7 @@ def task():
 
 
 def assert_serves(task, credentials=TOKEN, within_s=30):
-    """Checks that the task serves who has the token."""
+    """Checks that the task serves a client with the token."""
     started = time.monotonic()
     with TaskClient(task.address, credentials, "ps 0") as client:
         sent = np.arange(10**6)
@@ -48,7 +49,7 @@ def assert_serves(task, credentials=TOKEN, within_s=30):
 
 
 def statistics_at_rest(task):
-    """The task's statistics when it has seen the end of all streams but the one that asks."""
+    """The task's statistics after it has seen the end of all other streams."""
     with TaskClient(task.address, TOKEN, "ps 0") as client:
         until = time.monotonic() + 60
         while (statistics := client.ask("statistics", {}, 30))["streams"] > 1:
@@ -61,7 +62,7 @@ def statistics_at_rest(task):
 
 
 def damaged(random_, data):
-    """Bytes of which some are changed, or cut off."""
+    """Bytes of which some are changed or cut off."""
     data = bytearray(data)
     for _ in range(random_.randrange(4)):
         if data:
@@ -70,7 +71,7 @@ def damaged(random_, data):
 
 
 def some_head(random_):
-    """The head of a frame: of a message or an ask, damaged mostly; or anything."""
+    """The head of a frame: of a message or an ask, usually damaged; or random bytes."""
     array = np.zeros(random_.choice([3, 30_000]), np.uint8)
     return random_.choice(
         [
@@ -85,7 +86,7 @@ def some_head(random_):
 
 
 def some_frame(random_):
-    """Bytes like those of a frame: whole, with a head that is wrong; of lengths that are wrong; damaged; or anything."""
+    """Bytes like those of a frame: complete, with a wrong head; of wrong lengths; damaged; or random."""
     kind = random_.choice([Kind.MESSAGE, Kind.MESSAGE, Kind.MESSAGE, Kind.END, Kind.REFUSAL])
     head = some_head(random_)
     body = [bytes(random_.choice([1, 64, 100_000]))] if random_.random() < 0.3 else []
@@ -103,7 +104,7 @@ def some_frame(random_):
 
 
 def header_of(random_):
-    """A header with a good checksum and lengths that are small, too large, or just allowed."""
+    """A header with a good checksum and lengths that are small, too large, or at the limit."""
     sizes = [0, 10, 10**6, LARGEST_HEAD, 2**32 - 1]
     header = struct.pack(
         "<2sBxIQI",
@@ -117,7 +118,7 @@ def header_of(random_):
 
 
 def say(connection, data):
-    """Says it, ends, and takes what comes back."""
+    """Sends the bytes, ends, and reads the answer."""
     try:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
@@ -129,7 +130,7 @@ def say(connection, data):
 
 
 def say_as_peer(task, random_):
-    """A peer with the token says one frame, or several, after one that is well."""
+    """A peer with the token sends one frame, or several, after a good one."""
     connection = connect("127.0.0.1", task.port, WITH_TOKEN, time.monotonic() + 30)
     try:
         connection._socket.settimeout(30)
@@ -139,7 +140,7 @@ def say_as_peer(task, random_):
 
 
 def say_as_stranger(task, random_):
-    """A stranger says a frame, or a hello with what may come after one."""
+    """An unauthenticated peer sends a frame, or a hello and a possible continuation."""
     hello = b"RPLX" + struct.pack("<HH", 2, random_.randrange(4)) + bytes(48)
     hello += struct.pack("<I", zlib.crc32(hello))
     start = random_.choice([b"", hello, damaged(random_, hello), hello + random_.randbytes(36)])
@@ -148,9 +149,9 @@ def say_as_stranger(task, random_):
 
 
 def attacked(task, num_frames, seed):
-    """Half of the frames come from a peer with the token, the others from strangers."""
+    """Half of the frames come from a peer with the token, the others from unauthenticated peers."""
     with TaskClient(task.address, TOKEN, "ps 0") as friend, friend.open() as link:
-        # The first ones make threads and arenas.
+        # The first peers create threads and arenas.
         before = 0
         random_ = random.Random(seed)
         warm_up = min(200, num_frames // 4)
@@ -182,7 +183,7 @@ def test_a_hundred_thousand_random_frames(task):
 
 @pytest.mark.rest
 def test_random_frames_under_tls(tmp_path):
-    """Well encrypted, by a peer."""
+    """A peer sends them, correctly encrypted."""
     credentials = credentials_of_ca(tmp_path, "a")
     security, random_ = credentials.security(), random.Random(2)
     with EchoTask(credentials=credentials) as task:
@@ -194,11 +195,11 @@ def test_random_frames_under_tls(tmp_path):
         assert_serves(task, credentials)
 
 
-# --- strangers ----------------------------------------------------------------------------------------
+# --- unauthenticated peers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_a_stranger_costs_no_memory(task, token):
+def test_unauthenticated_peer_costs_no_memory(task, token):
     assert_serves(task)
     before = task.memory("VmHWM")
     with TaskClient(task.address, Credentials(token=token), "ps 0") as client:
@@ -212,7 +213,7 @@ def test_a_stranger_costs_no_memory(task, token):
     assert statistics_at_rest(task)["rejected"] >= 100
 
 
-def test_a_task_without_descriptors_waits_and_goes_on():
+def test_task_without_descriptors_waits_and_continues():
     with EchoTask() as task, contextlib.ExitStack() as strangers:
         assert_serves(task)
         num_open = len(os.listdir(f"/proc/{task.process.pid}/fd"))
@@ -234,7 +235,7 @@ def processor_s(task):
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_300_idle_strangers_keep_nobody_out_of_a_task(task):
+def test_300_idle_unauthenticated_peers_do_not_block_a_task(task):
     assert_serves(task)
     before = task.memory()
     with TaskClient(task.address, TOKEN, "ps 0") as friend, friend.open() as link:

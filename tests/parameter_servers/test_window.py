@@ -1,4 +1,4 @@
-"""Which closures have been applied, compared with a plain set of numbers."""
+"""The window of applied closures, compared with a plain set of numbers."""
 
 import json
 
@@ -13,7 +13,7 @@ EVENTS = st.lists(ADDED | ADDED | ADDED | LOW, max_size=40)
 
 
 @given(EVENTS)
-def test_as_a_plain_set(events):
+def test_window_equals_a_set(events):
     window, applied, low = Window(), set(), 0
     for what, number in events:
         if what == "add":
@@ -32,7 +32,7 @@ def test_as_a_plain_set(events):
 
 
 @given(EVENTS)
-def test_comes_back_from_json(events):
+def test_window_round_trips_through_json(events):
     window = Window()
     for what, number in events:
         (window.add if what == "add" else window.raise_low)(number)
@@ -52,7 +52,7 @@ def test_a_slow_closure_costs_one_run():
     assert 0 not in window
 
 
-def test_the_low_water_mark_frees_what_is_below():
+def test_low_water_mark_frees_lower_numbers():
     window = Window()
     for number in range(0, 1000, 2):
         window.add(number)

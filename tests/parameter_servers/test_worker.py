@@ -1,4 +1,4 @@
-"""What a worker answers its coordinator, message by message."""
+"""A worker's answers to its coordinator, message by message."""
 
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ def store():
 
 @pytest.fixture
 def servers(store):
-    """The coordinator's: it has made a counter, and given the program that adds to it."""
+    """The coordinator's client: it has made a counter, and sent the program that adds to it."""
     made = server_clients([store], ME)
     ServerContents(made).create([NewPiece(COUNTER, (), np.float32, np.zeros((), np.float32))])
     return made
@@ -48,7 +48,7 @@ def ask(worker, op, arrays=(), **header):
 
 
 def counting(servers):
-    """A program that adds what it takes of a dataset, times a constant and an argument, to the counter."""
+    """A program that adds to the counter an element of a dataset, times a constant and an argument."""
     update = update_program(lambda n, x: (n + x,), ["n"], [0], np.float32(0), np.float32(0))
     servers.step(None, 0, {0: ask_of(servers, update)})
     inputs = [Input("element", 0), Input("constant", name="c"), Input("argument", 0)]
@@ -111,7 +111,7 @@ def test_a_closure_of_a_dataset_and_a_constant(worker, servers):
     assert worker.statistics()["num_closures"] == 2
 
 
-def test_a_resource_that_is_not_there_aborts_the_closure(worker, servers):
+def test_missing_resource_aborts_the_closure(worker, servers):
     program = counting(servers)
     send_program(worker, program)
     with pytest.raises(ClosureAbortedError, match="resource d"):
@@ -123,7 +123,7 @@ def test_a_resource_that_is_not_there_aborts_the_closure(worker, servers):
     assert worker.statistics()["num_resources"] == 0
 
 
-def test_a_resource_that_is_made_again_starts_anew(worker, servers):
+def test_recreated_resource_restarts(worker, servers):
     program = counting(servers)
     send_program(worker, program)
     ask(worker, "constant", [np.float32(1)], name="c")
@@ -154,6 +154,6 @@ def test_resources_are_closed_when_they_are_replaced_and_released(worker, monkey
     assert closed == [0, 1, 2]
 
 
-def test_it_knows_these_operations(worker):
+def test_worker_answers_these_operations(worker):
     with pytest.raises(MessageError, match=r"'step'.*program, constant, resource"):
         ask(worker, "step")

@@ -1,4 +1,4 @@
-"""Lets the tests here import ``parity_cases``, which lies beside them and is shared with ``record.py``."""
+"""Lets the tests here import ``parity_cases`` from this folder, which ``record.py`` uses too."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs every case with TensorFlow and writes what it gave to ``recorded.json``.
+"""Runs every case with TensorFlow and writes the results to ``recorded.json``.
 
 Run it with a Python that has TensorFlow 2.21 and Keras; the project itself never needs it:
 ``python tests/parity/record.py``. ``--only TEXT`` prints the cases whose id begins with TEXT instead.
@@ -23,7 +23,7 @@ RECORDED = Path(__file__).with_name("recorded.json")
 
 
 def record_group(ids: list[str], results: Any) -> None:
-    """Runs cases in a process of their own: one strategy each.
+    """Runs cases in separate processes: one strategy each.
 
     Collectives of two strategies of different sizes, or a failed collective, break all later ones in a
     TensorFlow process.

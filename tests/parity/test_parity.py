@@ -1,4 +1,4 @@
-"""replicax gives what TensorFlow gave, case by case; on purpose something else where the design says so."""
+"""replicax gives TensorFlow's results, case by case; it differs on purpose where the design says so."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def explain(name, seen, wanted):
 
 
 def is_long(name):
-    """Trainings on one replica, where those on two are here too."""
+    """Trainings on one replica, if those on two run here too."""
     case, _, on = name.rpartition("@")
     return case.startswith("training.") and on == "S1" and f"{case}@S2" in CASES
 

@@ -1,4 +1,4 @@
-"""The recording is whole and up to date with the cases, and the comparison tells what it should."""
+"""The recording is complete and up to date with the cases, and the comparison works."""
 
 import json
 import re
@@ -47,13 +47,13 @@ def test_spec_case_has_a_program(number):
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENCES))
-def test_difference_is_one(name):
+def test_recorded_difference_is_a_difference(name):
     difference = DIFFERENCES[name]
     gives = GAVE[difference.like] if difference.like else difference.gives
     assert not same(gives, GAVE[name], CASES[name].rtol), "TensorFlow gave the same: no difference"
 
 
-def test_open_cases_exist_and_are_no_differences():
+def test_open_cases_exist_and_are_not_differences():
     assert set(OPEN) <= set(CASES)
     assert not set(OPEN) & set(DIFFERENCES)
 

@@ -30,7 +30,7 @@ np.savez(sys.argv[1], **train(lib, tf.distribute.OneDeviceStrategy("CPU:0"), bat
 """
 
 
-def test_the_tutorial_gives_what_it_gives_with_tensorflow(strategy, tmp_path):
+def test_tutorial_equals_tensorflow(strategy, tmp_path):
     path = tmp_path / "found.npz"
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Models of Keras and functions of TensorFlow that run in datasets of tf.data, also on workers."""
+"""Keras models and TensorFlow functions that run in datasets of tf.data, also on workers."""
 
 import cloudpickle
 import keras

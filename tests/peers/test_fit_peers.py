@@ -1,4 +1,4 @@
-"""``fit``, ``evaluate`` and ``predict`` with what comes from TensorFlow and torch, beside Keras on one device."""
+"""``fit``, ``evaluate`` and ``predict`` with data from TensorFlow and torch, compared with Keras on one device."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import replicax as rx
 
 pytestmark = [
-    # torch says this of itself.
+    # A warning of torch itself.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     # Keras's own Variable does not yet take the `copy` argument of NumPy 2.
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
@@ -122,10 +122,10 @@ def trained(model, name):
     return history, evaluated, predicted, [np.asarray(variable.value) for variable in model.variables]
 
 
-# Keras and TensorFlow say so of datasets whose length is not known.
+# Warnings of Keras and TensorFlow for datasets of unknown length.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("name", DATA)
-def test_datasets_of_others_equal_one_device(three, name):
+def test_datasets_of_other_libraries_equal_one_device(three, name):
     expected = trained(make_model(), name)
     with three.scope():
         model = make_model()
@@ -145,8 +145,8 @@ def test_datasets_of_others_equal_one_device(three, name):
 @pytest.mark.parametrize(
     "make", [lambda: DATA["tf_data"]()[0], lambda: DATA["torch"]()[0]], ids=["tf_data", "torch"]
 )
-def test_distributed_datasets_made_of_them(three, make):
-    """Given to Keras by way of ``experimental_distribute_dataset``."""
+def test_distributed_datasets_of_other_libraries(three, make):
+    """Given to Keras through ``experimental_distribute_dataset``."""
     with three.scope():
         model = make_model()
     dataset = three.experimental_distribute_dataset(make())
@@ -167,7 +167,7 @@ def test_distributed_datasets_made_of_them(three, make):
 
 
 def events(folder):
-    """(run, step, tag) → value of everything that was written, but for what says how fast it was."""
+    """(run, step, tag) → value of everything that was written, except speeds."""
     found = {}
     for path in sorted(folder.rglob("*tfevents*")):
         for record in tf.data.TFRecordDataset(str(path)):

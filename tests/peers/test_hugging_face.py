@@ -36,7 +36,7 @@ def ys(elements):
 
 
 @pytest.mark.parametrize("format", [None, "numpy", "torch", "pandas", "arrow"])
-def test_values_order_and_partial_batches_whatever_the_format(format):
+def test_values_order_and_partial_batches_in_every_format(format):
     dataset = rows_of(5).batch(2).with_format(format)
     elements = open_elements(dataset)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_a_position_is_resumed_in_a_new_dataset():
         open_elements(rows_of(20).batch(2)).iterate().set_state(state)
 
 
-def test_text_is_refused_with_its_column():
+def test_text_raises_with_its_column():
     for dataset in (
         datasets.Dataset.from_dict({"y": [1, 2], "title": ["a", "b"]}).batch(2),
         datasets.Dataset.from_dict({"y": [1, 2], "title": ["a", "b"]}).to_iterable_dataset().batch(2),
@@ -105,7 +105,7 @@ def test_lists_of_different_lengths_in_a_batch():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_rows_are_refused(is_stream):
+def test_rows_raise(is_stream):
     dataset = rows_of(4).to_iterable_dataset() if is_stream else rows_of(4)
     with pytest.raises(UnbatchedDatasetError, match="Call the `batch` method"):
         next(open_source(dataset).iterate())
@@ -113,7 +113,7 @@ def test_rows_are_refused(is_stream):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("lengths", [[3, 5, 4], [3, 2, 3]])
-def test_rows_that_are_lists_are_not_taken_for_batches(lengths, is_stream):
+def test_rows_that_are_lists_are_not_mistaken_for_batches(lengths, is_stream):
     tokens = {name: [list(range(n)) for n in lengths] for name in ("input_ids", "attention_mask")}
     dataset = datasets.Dataset.from_dict(tokens)
     dataset = dataset.to_iterable_dataset() if is_stream else dataset
@@ -121,7 +121,7 @@ def test_rows_that_are_lists_are_not_taken_for_batches(lengths, is_stream):
         list(open_elements(dataset).iterate())
 
 
-def test_rows_of_one_length_are_said_to_be_a_batch(caplog):
+def test_rows_of_one_length_count_as_a_batch(caplog):
     caplog.set_level(logging.INFO, "replicax")
     tokens = {"input_ids": [[1, 2, 3]] * 4}
     elements = open_elements(datasets.Dataset.from_dict(tokens))
@@ -184,7 +184,7 @@ def test_streams_from_generators():
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_files_are_dealt_out(num_workers, tmp_path):
+def test_files_are_distributed(num_workers, tmp_path):
     paths = []
     for index in range(3):
         paths.append(str(tmp_path / f"{index}.parquet"))
@@ -221,7 +221,7 @@ def test_a_stream_is_resumed_in_a_new_dataset(num_taken):
     assert ys(elements.iterate()) == [[0, 1], [2, 3], [4, 5], [6]]
 
 
-def test_two_passes_at_once_have_a_position_each():
+def test_simultaneous_passes_have_separate_positions():
     def make():
         return open_elements(stream_of(24).batch(2))
 
@@ -278,7 +278,7 @@ def test_a_state_of_something_else():
     ],
 )
 @pytest.mark.parametrize("num_taken", [0, 2])
-def test_the_state_of_another_stream_is_refused(make, differs, num_taken):
+def test_state_of_another_stream_raises(make, differs, num_taken):
     before = open_elements(stream_of(7).batch(2)).iterate()
     for _ in range(num_taken):
         next(before)

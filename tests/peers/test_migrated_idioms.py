@@ -1,4 +1,4 @@
-"""Programs of TensorFlow, and what `replicax migrate` makes of them, print the same."""
+"""TensorFlow programs, and their translations by `replicax migrate`, print the same."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The table of names knows TensorFlow: its names and signatures are TensorFlow's, and its recording is up to date."""
+"""The table of names matches TensorFlow: names and signatures are TensorFlow's, and the recording is up to date."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ import tensorflow as tf
 from replicax._src.migrate import table
 
 MIGRATE = Path(__file__).parents[1] / "migrate"
-# TensorFlow 2.21 no longer has these, or has them under a condition; programs still use them.
+# TensorFlow 2.21 no longer has these, or has them only in some cases; programs still use them.
 OLDER = (
     "tf.estimator",
     "tf.feature_column",
@@ -63,7 +63,7 @@ def test_signature_is_that_of_tensorflow(name, row):
 OVERLOADS = {"tf.range": {"start", "limit"}}
 
 
-def test_recording_is_what_tensorflow_gives():
+def test_recording_equals_tensorflow():
     again = runpy.run_path(str(MIGRATE / "table_examples.py"))["record"]()
     recorded = json.loads((MIGRATE / "recorded.json").read_text())
     assert rounded(again) == rounded(recorded)

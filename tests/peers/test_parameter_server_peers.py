@@ -1,4 +1,4 @@
-"""Parameter servers beside TensorFlow's: one worker, two parameter servers, the same steps on the same data."""
+"""Parameter servers compared with TensorFlow's: one worker, two parameter servers, the same steps on the same data."""
 
 import socket
 import subprocess
@@ -14,7 +14,7 @@ from in_memory_servers import in_memory_strategy
 NUM_STEPS = 12
 pytestmark = pytest.mark.timeout(180)
 
-# In a process of its own: servers of TensorFlow cannot be stopped.
+# In a separate process, because TensorFlow's servers cannot be stopped.
 TENSORFLOW = """
 import os, sys
 import numpy as np
@@ -125,7 +125,7 @@ def free_ports(count):
             each.close()
 
 
-def test_one_worker_computes_what_tensorflow_computes(tmp_path):
+def test_one_worker_equals_tensorflow(tmp_path):
     data, path = made(), str(tmp_path / "data.npz")
     np.savez(path, **data)
     done = subprocess.run(

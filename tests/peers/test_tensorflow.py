@@ -39,7 +39,7 @@ def write_files(folder, num_files):
 
 
 def rows_of_workers(make, num_workers, policy=None):
-    """The rows that each worker gets, each with a dataset of its own."""
+    """The rows of each worker, each with its own dataset."""
     rows = []
     for index in range(num_workers):
         share = WorkerShare(num_workers=num_workers, worker_index=index, num_replicas=num_workers)
@@ -49,7 +49,7 @@ def rows_of_workers(make, num_workers, policy=None):
 
 
 def policy_of(dataset, num_workers=2):
-    """The policy that is chosen, from what is shown to people."""
+    """The chosen policy, from the text for people."""
     share = WorkerShare(num_workers=num_workers, worker_index=0, num_replicas=num_workers)
     return open_source(dataset, share=share).describe()["policy"]
 
@@ -98,7 +98,7 @@ def test_cardinalities():
     assert open_elements(Dataset.range(5).filter(lambda x: x > 1).batch(2)).cardinality is None
 
 
-def test_reshuffling_goes_on():
+def test_reshuffling_continues():
     elements = open_elements(Dataset.range(50).shuffle(50, seed=1).batch(50))
     first, second = lists(elements.iterate()), lists(elements.iterate())
     assert first != second
@@ -132,19 +132,19 @@ def test_elements_are_kept_and_never_written_to(strategy):
         (lambda: Dataset.range(4).window(2), "is no tensor"),
     ],
 )
-def test_what_devices_cannot_hold(make, text):
+def test_dtypes_unsupported_by_devices(make, text):
     with pytest.raises(UnsupportedElementError, match=text):
         open_elements(make())
 
 
-def test_rows_are_refused():
+def test_rows_raise():
     with pytest.raises(UnbatchedDatasetError):
         open_source(Dataset.range(3)).element_spec()
     with pytest.raises(UnbatchedDatasetError):
         next(open_source(Dataset.range(3)).iterate())
 
 
-def test_positions_are_refused_with_what_to_do():
+def test_positions_raise_and_say_what_to_do():
     batches = open_elements(Dataset.range(5).batch(2)).iterate()
     with pytest.raises(NotResumableError, match=r"dataset.skip\(num_steps\)"):
         batches.get_state()
@@ -173,7 +173,7 @@ READERS = {
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("reader", READERS)
-def test_files_are_dealt_out(reader, num_workers, paths):
+def test_files_are_distributed(reader, num_workers, paths):
     rows = rows_of_workers(lambda: READERS[reader](paths).batch(3), num_workers)
     assert sorted(itertools.chain(*rows)) == [10 * file + row for file in range(3) for row in range(4)]
     for index, of_worker in enumerate(rows):
@@ -182,7 +182,7 @@ def test_files_are_dealt_out(reader, num_workers, paths):
         assert len(files) == len(range(index, 3, num_workers))
 
 
-def test_tfrecords_are_dealt_out(tmp_path):
+def test_tfrecords_are_distributed(tmp_path):
     paths = [str(tmp_path / f"{index}.tfrecord") for index in range(3)]
     for index, path in enumerate(paths):
         with tf.io.TFRecordWriter(path) as writer:
@@ -235,7 +235,7 @@ def test_the_policy_of_the_dataset(name, paths):
     assert policy_of(dataset).split(":")[0] == ("FILE" if name == "AUTO" else name)
 
 
-def test_the_policy_that_is_given_wins(paths):
+def test_given_policy_wins(paths):
     def make():
         return with_policy(numbers(tf.data.TextLineDataset(paths)).batch(2), "DATA")
 
@@ -271,7 +271,7 @@ def test_hints():
             rows_of_workers(make, num_workers)
 
 
-def test_opening_uses_up_no_order(paths):
+def test_opening_consumes_no_shuffle(paths):
     def make():
         return numbers(tf.data.TextLineDataset(paths)).shuffle(12, seed=1).batch(12)
 

@@ -212,7 +212,7 @@ def test_fit(strategy):
     )
 
 
-def test_errors_of_tf_data_stay_as_they_are(strategy):
+def test_errors_of_tf_data_are_unchanged(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

@@ -42,19 +42,19 @@ def test_bfloat16_stays(tensor):
 
 
 @pytest.mark.parametrize("tensor", [tf.constant([1, 2**40]), torch.tensor([1, 2**40])], ids=["tf", "torch"])
-def test_ids_of_64_bits_are_refused(strategy, tensor):
+def test_ids_of_64_bits_raise(strategy, tensor):
     message(NarrowingError, lambda: strategy.run(lambda ids: ids, args=(tensor,)), "args[0]", "1099511627776")
     dataset = strategy.experimental_distribute_dataset([{"ids": tensor}])
     message(NarrowingError, lambda: next(iter(dataset)), "batch['ids']", "1099511627776")
 
 
-def test_ids_of_tf_data_are_refused(strategy):
+def test_ids_of_tf_data_raise(strategy):
     dataset = tf.data.Dataset.from_tensor_slices({"ids": [1, 2**40, 5, 2**31 + 7]}).batch(4)
     distributed = strategy.experimental_distribute_dataset(dataset)
     message(NarrowingError, lambda: next(iter(distributed)), "batch['ids']", "1099511627776")
 
 
-def test_parameters_files_and_frames_are_refused(strategy, tmp_path):
+def test_parameters_files_and_frames_raise(strategy, tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         refused = {
             "dataset[start:stop]": file.create_dataset("rows", data=np.ones(3)),
@@ -85,6 +85,6 @@ def test_dtypes_are_accepted(dtype):
     assert partitioner(shape=(4, 1), dtype=dtype) == [2, 1]
 
 
-def test_a_variable_is_made_of_a_tensor_and_a_tf_variable():
+def test_variable_is_created_from_a_tensor_and_a_tf_variable():
     assert rx.Variable(tf.Variable([1.0, 2.0])).value.tolist() == [1, 2]
     assert rx.Variable(torch.ones(2), dtype=torch.float16).dtype == jnp.float16

@@ -19,7 +19,7 @@ from replicax._src.input.opening import open_elements
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
 
 pytestmark = [
-    # torchdata and torch say this of themselves.
+    # Warnings of torchdata and torch.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
@@ -62,7 +62,7 @@ def ys(elements):
 
 
 def loader_of(values, **options):
-    """A loader of whatever ``values`` are, one element each."""
+    """A loader of ``values``, one element each."""
     return DataLoader(values, batch_size=None, collate_fn=lambda value: value, **options)
 
 
@@ -84,7 +84,7 @@ def test_values_order_and_partial_batches():
     assert element["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
-def test_lists_stay_nests():
+def test_lists_stay_pytrees():
     dataset = TensorDataset(torch.arange(4), torch.ones(4, 2))
     elements = open_elements(DataLoader(dataset, batch_size=2))
     element = next(elements.iterate())
@@ -158,7 +158,7 @@ def test_tensors_with_a_gradient_or_a_lazy_conjugate():
         (lambda: ["a", "b"], "text"),
     ],
 )
-def test_what_devices_cannot_hold(make, text):
+def test_dtypes_unsupported_by_devices(make, text):
     value = {"x": torch.ones(2), "bad": make()}
     with pytest.raises(UnsupportedElementError, match=text):
         first_of(value)
@@ -184,7 +184,7 @@ def test_cardinalities():
     assert open_elements(DataLoader(Rows(5), batch_size=2, drop_last=True)).cardinality == 2
     assert open_elements(DataLoader(Stream(5), batch_size=2)).cardinality is None
     assert open_elements(DataLoader(SizedStream(5), batch_size=2)).cardinality == 3
-    # Two processes yield all rows twice, each with a last batch of its own.
+    # Two processes yield all rows twice, each with its own last batch.
     parallel = DataLoader(SizedStream(5), batch_size=2, num_workers=2, multiprocessing_context="spawn")
     assert open_elements(parallel).cardinality is None
 
@@ -203,7 +203,7 @@ def test_workers_of_a_cluster():
 # --- positions ----------------------------------------------------------------------------------------
 
 
-def test_a_plain_loader_is_not_resumable():
+def test_plain_loader_is_not_resumable():
     batches = open_elements(DataLoader(Rows(5), batch_size=2)).iterate()
     with pytest.raises(NotResumableError, match="StatefulDataLoader"):
         batches.get_state()
@@ -240,7 +240,7 @@ def test_a_stateful_loader_is_resumed_in_a_new_one(shuffle, num_taken, epoch):
 @pytest.mark.parametrize(
     "make", [stateful, lambda shuffle: DataLoader(Rows(11), batch_size=2, shuffle=shuffle)]
 )
-def test_looking_at_a_loader_uses_up_no_order(make):
+def test_inspecting_a_loader_consumes_no_shuffle(make):
     def order(looks):
         torch.manual_seed(5)
         elements = open_elements(make(True))
@@ -251,7 +251,7 @@ def test_looking_at_a_loader_uses_up_no_order(make):
     assert order(looks=True) == order(looks=False)
 
 
-def test_a_state_that_says_nothing():
+def test_empty_state():
     for state in (None, {}, {"version": 1}):
         with pytest.raises(NotResumableError):
             open_elements(stateful(False)).iterate().set_state(state)
@@ -268,7 +268,7 @@ def test_a_state_that_says_nothing():
         (lambda: StatefulDataLoader(SizedStream(11), batch_size=2), "dataset"),
     ],
 )
-def test_the_state_of_another_loader_is_refused(other, differs):
+def test_state_of_another_loader_raises(other, differs):
     before = open_elements(stateful(False)).iterate()
     next(before)
     with pytest.raises(NotResumableError, match=f"its {differs} is"):
@@ -276,7 +276,7 @@ def test_the_state_of_another_loader_is_refused(other, differs):
 
 
 def written(states):
-    """What a torchdata position is written as."""
+    """The written form of a torchdata position."""
     buffer = io.BytesIO()
     torch.save(states, buffer)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -297,7 +297,7 @@ def written(states):
         {"position": -1},
     ],
 )
-def test_malformed_states_leave_a_pass_and_its_loader_as_they_are(wrong):
+def test_malformed_states_do_not_change_a_pass_or_its_loader(wrong):
     elements = open_elements(stateful(True))
     before = elements.iterate()
     next(before)
@@ -317,7 +317,7 @@ def test_malformed_states_leave_a_pass_and_its_loader_as_they_are(wrong):
     assert ys(elements.iterate()) == next_epoch
 
 
-def test_states_that_were_taken_do_not_change():
+def test_saved_states_do_not_change():
     batches = open_elements(stateful(True)).iterate()
     states, texts = [], []
     for _ in batches:
@@ -327,7 +327,7 @@ def test_states_that_were_taken_do_not_change():
     assert [state["position"] for state in states] == [1, 2, 3, 4, 5, 6]
 
 
-def test_two_passes_at_once_have_a_position_each():
+def test_simultaneous_passes_have_separate_positions():
     elements = open_elements(stateful(False))
     one = elements.iterate()
     next(one), next(one)
@@ -343,7 +343,7 @@ def test_two_passes_at_once_have_a_position_each():
         assert next(after)["y"].tolist() == expected
 
 
-def test_states_with_something_that_is_no_json():
+def test_states_that_json_cannot_hold():
     class Odd(Rows):
         def state_dict(self):
             return {"odd": Odd}
@@ -357,9 +357,9 @@ def test_states_with_something_that_is_no_json():
         batches.get_state()
 
 
-def test_states_of_a_dataset_of_the_users():
+def test_states_of_a_users_dataset():
     class Counting(Rows):
-        """Its state has everything that JSON lacks."""
+        """Its state contains everything that JSON lacks."""
 
         loaded = None
 

@@ -1,4 +1,5 @@
-"""Topologies and device assignments beside TensorFlow's: the same bytes, the same cores, errors for the same arguments."""
+"""Topologies and device assignments compared with TensorFlow's: the same bytes, the same cores, errors for the same
+arguments."""
 
 import itertools
 

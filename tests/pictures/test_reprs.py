@@ -1,4 +1,4 @@
-"""What notebooks show: tables that are escaped, need nothing from elsewhere, and change nothing."""
+"""Tables in notebooks: they are escaped, need no other resources, and change nothing."""
 
 import html.parser
 import types
@@ -105,7 +105,7 @@ def test_uneven_and_large_components(strategy):
     assert "float32[1000] …" in " ".join(shown(large).split())
 
 
-def test_a_value_that_is_being_computed_is_not_waited_for(strategy, monkeypatch):
+def test_repr_does_not_wait_for_a_computation(strategy, monkeypatch):
     value = strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group * jnp.ones(2))
     monkeypatch.setattr(type(value.stored), "is_ready", lambda self: False)
     assert shown(value).count("being computed") == 2
@@ -156,7 +156,7 @@ def test_variables_on_servers_are_not_fetched():
         assert "parameter servers" in shown(strategy)
 
 
-def test_what_other_processes_combine_is_not_read(strategy, monkeypatch):
+def test_values_combined_over_processes_are_not_read(strategy, monkeypatch):
     with strategy.scope():
         total = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
     assert "value=0.0" in repr(total)

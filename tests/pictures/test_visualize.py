@@ -1,4 +1,4 @@
-"""``rx.visualize``: where the parts of values are, from their shardings alone."""
+"""``rx.visualize`` finds the parts of values from their shardings only."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def strategy():
     return rx.MirroredStrategy(2)
 
 
-def test_an_array_cut_along_two_dims(capsys):
+def test_array_sharded_along_two_dims(capsys):
     picture = rx.visualize(cut_over(("a", "b")))
     assert picture.layouts[0].pieces == (2, 4)
     assert picture.layouts[0].device_bytes == 4 * 4 * 4
@@ -44,7 +44,7 @@ def test_an_array_cut_along_two_dims(capsys):
     assert "cpu:7" in capsys.readouterr().out, "a script shows it"
 
 
-def test_an_array_that_several_devices_have():
+def test_replicated_array():
     (layout,) = rx.visualize(cut_over((None, "b"))).layouts
     assert [part.places for part in layout.parts] == ["cpu:0, 4", "cpu:1, 5", "cpu:2, 6", "cpu:3, 7"]
     assert layout.told == "dim 1 in 4 pieces, each on 2 devices"
@@ -97,7 +97,7 @@ def test_tables_on_parameter_servers():
     assert {(part.index[0], part.places) for part in layout.parts} == {((0, 3), "ps 0"), ((3, 6), "ps 1")}
 
 
-def test_what_other_processes_have_is_drawn_as_theirs(monkeypatch):
+def test_parts_of_other_processes_are_drawn_as_theirs(monkeypatch):
     array = cut_over(("a", "b"))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     picture = rx.visualize(array)
@@ -108,7 +108,7 @@ def test_what_other_processes_have_is_drawn_as_theirs(monkeypatch):
     assert sum(rect.get("stroke-dasharray") is not None for rect in rects) == 8
 
 
-def test_nests_host_values_and_what_is_gone(strategy):
+def test_pytrees_host_values_and_donated_values(strategy):
     gone = jnp.ones(3)
     gone.delete()
     told = {one.name: one.told for one in rx.visualize({"a": np.ones(2), "b": gone, "c": None}).layouts}
@@ -151,7 +151,7 @@ def test_names_keep_their_beginning_and_their_end():
     assert svg.shortened("abc", 7) == "abc"
 
 
-def test_at_the_prompt_it_is_not_drawn_twice():
+def test_prompt_draws_it_once():
     code = (
         "import sys; sys.ps1 = '> '; import jax.numpy as jnp, replicax as rx; p = rx.visualize(jnp.ones(3))"
     )
@@ -159,6 +159,6 @@ def test_at_the_prompt_it_is_not_drawn_twice():
     assert not run.stdout
 
 
-def test_a_model_without_variables_is_refused_with_what_to_do():
+def test_model_without_variables_raises_and_says_what_to_do():
     with pytest.raises(rx.errors.InvalidArgumentError, match="Build it"):
         rx.visualize(keras.Sequential([keras.layers.Dense(2)]))

@@ -1,4 +1,4 @@
-"""Plans: those for TPUs and GPUs need their compilers, which `make test-plan` installs."""
+"""Plans for TPUs and GPUs need their compilers, which `make test-plan` installs."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Plans for TPUs and GPUs, from 1 device to 4,096. Nothing ran on any: what is checked is what their compilers say."""
+"""Plans for TPUs and GPUs, from 1 device to 4,096. Nothing ran on any device: the tests check the compilers' reports."""
 
 import re
 import resource
@@ -54,7 +54,7 @@ def test_lower_gives_the_program_of_the_plan(topology):
 
 
 def test_a_second_plan_compiles_again_though_there_is_a_persistent_cache():
-    """There is one in all tests. What was compiled for GPUs that are not here cannot be loaded, of which JAX would warn."""
+    """There is one in all tests. JAX cannot load programs compiled for GPUs that are not here, and would warn."""
     assert jax.config.jax_compilation_cache_dir
     first, second = plan("h100:1x8"), plan("h100:1x8")
     assert first.memory == second.memory
@@ -97,7 +97,7 @@ def test_all_slices_that_are_sold_are_known_to_the_compiler(topology):
 
 
 @pytest.mark.parametrize(("num_slices", "slice_"), [(2, "v5e:4x4"), (4, "v6e:2x4")])
-def test_slices_exchange_over_the_network_what_each_device_has_summed(num_slices, slice_):
+def test_slices_exchange_the_sums_of_each_device_over_the_network(num_slices, slice_):
     found = plan(f"{num_slices}x{slice_}")
     size = hardware_of(slice_).num_devices
     assert found.num_replicas == num_slices * size
@@ -116,7 +116,7 @@ def test_slices_exchange_over_the_network_what_each_device_has_summed(num_slices
     assert f"on {num_slices} slices" in str(found)
 
 
-def test_a_gathering_that_became_an_all_reduce_is_explained():
+def test_all_gather_that_became_an_all_reduce_is_explained():
     def step(_, x):
         whole = jax.lax.all_gather(x, "replica", axis=0, tiled=True)
         return jnp.tanh(whole @ whole.T)
@@ -131,8 +131,8 @@ def test_a_gathering_that_became_an_all_reduce_is_explained():
 
 
 @pytest.mark.parametrize("gpu", [chip.key for chip in chips().values() if chip.kind == "gpu"])
-def test_every_target_is_one_that_the_compiler_takes(gpu):
-    """Convolutions and products too, forward and backward: what is generated for them depends on the target."""
+def test_compiler_accepts_every_target(gpu):
+    """Convolutions and products too, forward and backward: their generated code depends on the target."""
 
     def step(kernels, x):
         def loss(kernels):
@@ -178,7 +178,7 @@ def test_the_roofline_and_its_parts():
     parts = {bound.name: bound for bound in found.bounds}
     assert parts["multiplications"].seconds == found.flops["float32"] / chip.flops_of("float32")
     assert parts["links"].seconds == pytest.approx(2 * 7 / 8 * STATE / chip.link_bytes_per_s)
-    # Each of the 8 GPUs of a host exchanges with 15 other hosts what it has summed of an eighth.
+    # Each of the 8 GPUs of a host exchanges its sums of an eighth with 15 other hosts.
     assert parts["network"].seconds == pytest.approx(2 * 15 / 16 * STATE / 8 / chip.network_bytes_per_s)
     assert found.at_least_s == max(bound.seconds for bound in found.bounds)
     assert all(bound.source.startswith("https://") for bound in found.bounds)
@@ -186,7 +186,7 @@ def test_the_roofline_and_its_parts():
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "a100:1x8"])
-def test_what_does_not_fit_by_how_much_and_what_would(topology):
+def test_size_of_the_excess_and_remedies(topology):
     limit = hardware_of(topology).chip.memory_bytes
     rows = 2 * limit // (64 * F32)  # the rows alone are twice the memory
     found = plan(topology, rows=rows, shape=(64, 64))
@@ -199,7 +199,7 @@ def test_what_does_not_fit_by_how_much_and_what_would(topology):
     assert "too much" in str(found)
 
 
-def test_variables_that_are_too_large_by_themselves():
+def test_variables_alone_exceed_the_memory():
     found = plan("v5e:2x2", shape=(1 << 17, 1 << 16), rows=8)  # 32 GiB
     assert not found.fits
     assert found.memory.limit < 16 * GIB
@@ -234,7 +234,7 @@ def test_seventy_billion_parameters_take_no_memory_here(topology):
     assert used < 8 * GIB
 
 
-def test_a_process_that_was_not_started_for_gpus_is_told(monkeypatch):
+def test_process_not_started_for_gpus_raises(monkeypatch):
     monkeypatch.delenv(GPU_VARIABLE)
     with pytest.raises(errors.PlanError, match=f"{GPU_VARIABLE}=1"):
         plan("h100:3x8")

@@ -1,4 +1,4 @@
-"""When GPUs and TPUs gather the parameters of unrolled models that replicas divide, by the programs of their compilers."""
+"""When GPUs and TPUs gather the sharded parameters of unrolled models, by the programs of their compilers."""
 
 import re
 
@@ -19,7 +19,7 @@ FEW, MANY = 4, 16
 
 @pytest.fixture(autouse=True)
 def without_cache():
-    """JAX cannot read a program for devices that are not here out of its cache (jax 0.10)."""
+    """JAX cannot read a program for devices that are not here from its cache (jax 0.10)."""
     directory = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -51,7 +51,7 @@ def planned(topology, num_layers, way, width):
 
 
 class UnevenRows(PerReplica):
-    """A batch of which all replicas but the first have a row less."""
+    """A batch in which all replicas but the first have one row less."""
 
     __slots__ = ()
 
@@ -61,8 +61,9 @@ class UnevenRows(PerReplica):
 
 
 @pytest.mark.parametrize(("topology", "width", "share"), [("v5e:2x4", 2048, 0.1), ("h100:1x8", 4096, 0.8)])
-def test_memory_hardly_grows_with_layers_where_batches_are_uneven(topology, width, share, monkeypatch):
-    """On TPUs. GPUs compute some gradients before they sum the first, yet need half of what they would with all gathers first."""
+def test_memory_hardly_grows_with_layers_with_uneven_batches(topology, width, share, monkeypatch):
+    """On TPUs. GPUs compute some gradients before they sum the first, yet need half of the memory that they would need
+    with all gathers first."""
     monkeypatch.setattr(lowering, "PerReplica", UnevenRows)
     few, many = (planned(topology, count, "run", width) for count in (FEW, MANY))
     of_layers = (MANY - FEW) * width * width * 4
@@ -94,7 +95,7 @@ def test_memory_hardly_grows_with_layers(topology, width, share, way, monkeypatc
         assert grown()[0] > 0.8 * of_layers
 
 
-def test_gathers_stand_between_multiplications(monkeypatch):
+def test_gathers_lie_between_multiplications(monkeypatch):
     texts = []
     read = planning.read_hlo
     monkeypatch.setattr(planning, "read_hlo", lambda text, *others: texts.append(text) or read(text, *others))
@@ -122,7 +123,7 @@ class Stacked(keras.layers.Layer):
         return jax.lax.scan(layer, rows, self.kernels.value)[0]
 
 
-def test_gradients_of_scanned_layers_are_never_stacked_whole():
+def test_gradients_of_scanned_layers_are_never_stacked_in_full():
     width = 2048
 
     def peak(num_layers):

@@ -1,4 +1,4 @@
-"""Plans for TPUs and GPUs of which a replica has several: groups, where variables are, memory. Nothing ran on any."""
+"""Plans for replicas of several TPUs or GPUs: groups, layouts of variables, memory. Nothing ran on any device."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_a_step_of_replicas_of_two(training, topology):
     assert not any("hosts" in note for note in found.notes)
 
 
-def test_a_replica_over_several_hosts_is_told():
+def test_replica_over_several_hosts_raises():
     training = Training(1, 8)
     found = training.strategy.plan(training.step, args=(training.described,), topology="v5p:2x2x4")
     assert any("devices of 2 hosts" in note for note in found.notes)

@@ -1,4 +1,4 @@
-"""``replicax plan`` of scripts for TPUs and GPUs: Keras models of layers of large width, whose values are never made."""
+"""``replicax plan`` of scripts for TPUs and GPUs: Keras models with wide layers, whose values are never made."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""What programs ask for, against counts by hand."""
+"""The requests of programs, compared with counts by hand."""
 
 import functools
 
@@ -52,7 +52,7 @@ def test_loops_count_as_often_as_they_run():
     assert costs_of(traced(step, (8, 8), (4, 8)), 1, is_split=False).total_flops == 7 * 2 * 4 * 8 * 8
 
 
-def test_loops_of_unknown_length_are_said():
+def test_loops_of_unknown_length_are_noted():
     def step(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x @ x, x)
 
@@ -61,14 +61,14 @@ def test_loops_of_unknown_length_are_said():
     assert costs.total_flops == 2 * 8**3
 
 
-def test_of_a_condition_the_dearer_branch():
+def test_condition_counts_its_more_expensive_branch():
     def step(x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 
     assert costs_of(traced(step, (8, 8)), 1, is_split=False).total_flops == 2 * 2 * 8**3
 
 
-def test_the_global_view_is_divided():
+def test_costs_of_the_global_view_are_divided_by_devices():
     jaxpr = traced(lambda w, x: x @ w, (8, 8), (16, 8))
     whole = costs_of(jaxpr, 4, is_split=False)
     assert costs_of(jaxpr, 4, is_split=True).total_flops == whole.total_flops / 4

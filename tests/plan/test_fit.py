@@ -39,7 +39,7 @@ def data():
     return rng.normal(size=(3 * ROWS, IN)).astype("float32"), np.ones((3 * ROWS, OUT), "float32")
 
 
-def test_a_step_of_fit_is_planned_and_fit_goes_on(strategy, data):
+def test_step_of_fit_is_planned_and_fit_continues(strategy, data):
     model = make_model(strategy)
     old = weights_of(model)
     plan = strategy.plan(model.fit, data, {"batch_size": ROWS, "verbose": 0})
@@ -83,13 +83,13 @@ def test_rows_are_kept_on_more_replicas_and_may_be_given(strategy, data):
 
 @pytest.fixture
 def forgotten():
-    """Whatever is traced next would give variables without values some: nobody shall."""
+    """Any further trace would give values to variables without values, so no trace may follow."""
     yield
     without_values.clear()
     keras.utils.clear_session()
 
 
-def test_a_model_without_values_stays_so(strategy, forgotten):
+def test_model_without_values_stays_without(strategy, forgotten):
     with strategy.scope(), keras.StatelessScope(initialize_variables=False):
         model = keras.Sequential(
             [keras.Input((4,)), keras.layers.Dense(1_000_000), keras.layers.Dense(4_000)]
@@ -155,7 +155,7 @@ def test_a_step_in_tensorflow_style_does_not_need_values(strategy, data, forgott
     assert all(variable._value is None for variable in model.trainable_variables)
 
 
-def test_a_model_made_outside_of_the_scope_is_not_run(strategy, data):
+def test_model_made_outside_the_scope_is_not_run(strategy, data):
     model = keras.Sequential([keras.Input((IN,)), keras.layers.Dense(OUT)])
     model.compile("sgd", "mse")
     old = weights_of(model)

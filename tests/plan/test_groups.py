@@ -1,4 +1,4 @@
-"""Which devices exchange: what the text of compiled programs says, against the arrays that made it."""
+"""Groups of devices: the text of compiled programs, compared with the arrays that made it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Names of hardware: what exists, and what those who ask for something else are told."""
+"""Names of hardware: the existing ones, and the errors for others."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_names_of_vendors(name, ours):
         (8, "h100:16x8"),
     ],
 )
-def test_what_does_not_exist(name, told):
+def test_unknown_hardware(name, told):
     with pytest.raises(errors.TopologyError) as caught:
         hardware_of(name)
     assert told in str(caught.value)

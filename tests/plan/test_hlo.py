@@ -1,4 +1,4 @@
-"""Reading compiled programs: CPU's from the compiler itself, TPU's and GPU's from pieces of their text."""
+"""Reading compiled programs: CPU's from the compiler itself, TPU's and GPU's from parts of their text."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.hlo import read_hlo
 
-# A loop of 80 steps whose length only its condition tells; its all-gather stands in the text three times: where it starts, in a
-# step of something else, where it ends. All collectives have one channel, as those of a shard_map do.
+# A loop of 80 steps whose length only its condition shows; its all-gather appears in the text three times: its start,
+# a step of another computation, and its end. All collectives have one channel, like those of a shard_map.
 TPU_LOOP = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -69,7 +69,7 @@ ENTRY %main (x: f32[4,16]) -> f32[4,16] {
 }
 """
 
-# Starts and ends; the type of a start has what goes in and what comes out; the text knows the trips.
+# Starts and ends; the type of a start has its input and output; the text has the trip count.
 GPU_LOOP = """\
 HloModule jit_step, is_scheduled=true, num_partitions=4
 
@@ -127,8 +127,8 @@ def test_cpu_by_its_compiler():
     assert found.collectives == [Collective("all-reduce", 1024, 4, 6), Collective("all-gather", 4096, 4, 1)]
 
 
-def test_two_of_one_channel_in_one_computation():
-    """As CPU's compiler leaves two sums, one of which waits for the other."""
+def test_two_collectives_of_one_channel_in_one_computation():
+    """The form in which CPU's compiler leaves two sums, one of which waits for the other."""
     text = """\
 ENTRY %main (x: f32[86], y: f32[]) -> f32[86] {
   %x = f32[86]{0} parameter(0)
@@ -145,7 +145,7 @@ def test_a_program_without_collectives():
     assert read_hlo(jax.jit(jnp.sin).lower(jnp.zeros(3)).compile().as_text(), 1).collectives == []
 
 
-def test_groups_that_are_on_several_hosts():
+def test_groups_on_several_hosts():
     """Of 16 devices on 2 hosts: all, neighbours, those 8 apart, and permutations within and between."""
     text = """\
 ENTRY %main (x: f32[64]) -> f32[64] {
@@ -177,8 +177,8 @@ ENTRY %main (x: f32[64]) -> f32[64] {
     assert sent[permuted, 2, 2] == (0, 256)
 
 
-def test_all_reduces_that_are_something_else():
-    """One of a piece among zeros, one of which a piece is kept, one that is what it says; as TPU's compiler leaves them."""
+def test_all_reduces_that_replace_other_collectives():
+    """One of a shard among zeros, one of which a shard is kept, and a plain one, in the form of TPU's compiler."""
     text = """\
 %put (p.0: f32[64,8], p.1: f32[8,8]) -> f32[64,8] {
   %p.0 = f32[64,8]{1,0} parameter(0)
@@ -209,7 +209,7 @@ ENTRY %main (w: f32[8,8], g: f32[64,8]) -> f32[8,8] {
     assert all(one.kind == "all-reduce" and one.bytes == 64 * 8 * 4 for one in found)
 
 
-def test_all_reduces_of_several_arrays_are_what_most_of_their_bytes_are():
+def test_all_reduces_of_several_arrays_are_classified_by_most_bytes():
     text = """\
 ENTRY %main (g: f32[64,8], b: f32[1]) -> f32[8,8] {
   %g = f32[64,8]{1,0} parameter(0)

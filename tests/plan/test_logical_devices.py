@@ -1,4 +1,4 @@
-"""Plans for strategies whose replicas have several devices, against what a run uses. (For TPUs and GPUs:
+"""Plans for strategies whose replicas have several devices, compared with a run. (For TPUs and GPUs:
 ``test_accelerators_logical_devices.py``.)"""
 
 import json
@@ -37,7 +37,7 @@ def test_memory_is_that_of_a_run(training, plan):
     assert memory.donated == analysis.alias_size_in_bytes == training.state_bytes
 
 
-def test_who_exchanges_what_and_where_everything_is(plan):
+def test_collectives_and_layouts(plan):
     text, facts = str(plan), json.loads(plan.to_json())
     assert "4 × virtual CPU device of this machine, 2 replicas of 2 logical devices" in text
     assert (facts["num_replicas"], facts["num_logical_devices"], facts["num_devices"]) == (2, 2, 4)
@@ -48,13 +48,13 @@ def test_who_exchanges_what_and_where_everything_is(plan):
     over = {axis: [c for c in plan.compiled if c.axes == (axis,)] for axis in ("replica", "logical")}
     assert sum(map(len, over.values())) == len(plan.compiled)
     assert all(one.group_size == 2 for one in plan.compiled)
-    # Gradients, of each device's part; activations, behind the second layer.
+    # Gradients of each device's part; activations after the second layer.
     assert sum(c.bytes * c.count for c in over["replica"]) == pytest.approx(
         2 * WIDTH * WIDE * F32 / 2, abs=64
     )
     assert any(c.bytes == ROWS * WIDTH * F32 for c in over["logical"])
     assert "groups of 2 over logical" in text
-    # Forward and backward, but for the gradient of the rows; each device half.
+    # Forward and backward, except for the gradient of the rows; each device computes half.
     assert plan.flops == {"float32": 5 * 2 * ROWS * WIDTH * WIDE / 2}
 
 
@@ -97,7 +97,7 @@ def test_fit(training):
 # --- what is wrong --------------------------------------------------------------------------------------
 
 
-def test_devices_that_are_no_whole_replicas(training):
+def test_devices_that_do_not_form_complete_replicas(training):
     message(
         errors.TopologyError,
         lambda: training.strategy.plan(training.step, args=(training.described,), topology="cpu:5"),
@@ -107,7 +107,7 @@ def test_devices_that_are_no_whole_replicas(training):
     )
 
 
-def test_what_cannot_be_divided_and_ids_out_of_range(training):
+def test_unsplittable_values_and_ids_out_of_range(training):
     strategy = training.strategy
 
     def planned(fn):

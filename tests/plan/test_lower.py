@@ -1,4 +1,4 @@
-"""``Strategy.lower``: the program of a step as JAX lowers it, beside the one that a run compiles."""
+"""``Strategy.lower``: the program of a step as JAX lowers it, compared with the one that a run compiles."""
 
 import re
 import subprocess
@@ -103,7 +103,7 @@ def test_a_function_with_run_and_reduce_in_it():
 
 
 def fitted(num_replicas, fit):
-    """What ``fit`` (or its plan) makes of a model, its data and options."""
+    """The program that ``fit`` (or its plan) makes of a model, its data and options."""
     strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     with strategy.scope():
         keras.utils.set_random_seed(0)
@@ -146,7 +146,7 @@ def test_a_step_of_fit_is_the_one_that_fit_compiles(num_replicas, monkeypatch):
     assert collectives_of(there) == collectives_of(here) != []
 
 
-def test_a_plan_is_of_the_same_program():
+def test_plan_has_the_same_program():
     training = Training()
     plan = training.strategy.plan(training.step, DESCRIBED, topology="cpu:4")
     arguments, outputs, temporaries, donated = memory_of(
@@ -215,7 +215,7 @@ def test_variables_elsewhere_are_not_lowered():
         rx.CentralStorageStrategy(["cpu:0"]).lower(lambda: None)
 
 
-def test_the_users_own_error_comes_through():
+def test_users_error_is_raised_unchanged():
     training = Training()
     with pytest.raises(ZeroDivisionError):
         training.strategy.lower(lambda x, y: 1 / 0, DESCRIBED, topology="cpu:4")

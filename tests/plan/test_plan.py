@@ -1,4 +1,4 @@
-"""Plans for this machine, against what a run really uses. (Those for TPUs and GPUs: ``test_accelerators.py``.)"""
+"""Plans for this machine, compared with real runs. (Those for TPUs and GPUs: ``test_accelerators.py``.)"""
 
 import gc
 import json
@@ -21,7 +21,7 @@ F32 = 4
 
 
 class Training:
-    """Two replicas, a layer with momentum, and a counter of each replica's own."""
+    """Two replicas, a layer with momentum, and a per-replica counter."""
 
     def __init__(self, strategy=None):
         self.strategy = strategy or rx.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -57,10 +57,10 @@ BATCH = ROWS * (IN + OUT) * F32
 
 
 def alive_on_first_device():
-    """All buffers that are alive there, by address; they stay as long as this is kept, so that no other is at one of these."""
+    """All live buffers, by address; they stay while this is held, so that no other gets one of these addresses."""
     gc.collect()
     device = jax.devices()[0]
-    # Looking at an array makes further ones, of the same buffers.
+    # Looking at an array creates more arrays, with the same buffers.
     return {
         shard.data.unsafe_buffer_pointer(): shard.data
         for array in jax.live_arrays()
@@ -124,7 +124,7 @@ def test_costs_and_collectives(plan):
     assert sent == sum(one.wire_bytes for one in plan.requested) >= IN * OUT * F32
 
 
-def test_where_everything_is(plan):
+def test_layouts(plan):
     where = {
         array.name: (array.role, array.device_bytes, array.split[:1], array.is_written)
         for array in plan.arrays
@@ -180,8 +180,8 @@ def test_functional_state_is_described_by_replicate(training):
     assert [array.name for array in plan.arrays] == ["args[0]['w']", "args[1]"]
 
 
-def test_plain_arrays_are_whole_on_each_device():
-    """As ``run`` gives them to every replica."""
+def test_plain_arrays_are_replicated():
+    """As ``run`` passes them to every replica."""
     x, table = np.ones((ROWS, IN), "float32"), jnp.ones((IN, 4))
     plan = rx.MirroredStrategy(["cpu:0"]).plan(
         lambda x, more: x @ more["table"] * more["scale"],
@@ -197,14 +197,14 @@ def test_plain_arrays_are_whole_on_each_device():
 
 @pytest.fixture
 def forgotten_by_keras():
-    """Keras gives variables without values some as soon as anything else is traced: it forgets them."""
+    """Keras gives values to variables without values at the next trace: it forgets them."""
     yield
     keras.utils.clear_session()
 
 
 @pytest.mark.rest
 def test_a_keras_model_without_values(forgotten_by_keras):
-    """48 GB of variables, of which none is made: not the model's, nor the optimizer's."""
+    """48 GB of variables, none of which is allocated: neither the model's nor the optimizer's."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         optimizer = keras.optimizers.Adam()
@@ -239,7 +239,7 @@ def machine_of(monkeypatch):
     hardware.this_machine.cache_clear()
 
 
-def test_what_does_not_fit_and_what_would(training, plan, machine_of):
+def test_excess_and_remedies(training, plan, machine_of):
     machine_of(2 * plan.memory.peak)  # enough for two devices with as many rows as there are
     large = training.strategy.plan(
         training.step, args=training.batch(), topology="cpu:2", global_batch=2 * 4 * ROWS
@@ -255,7 +255,7 @@ def test_what_does_not_fit_and_what_would(training, plan, machine_of):
     assert enough.change in str(large)
 
 
-def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan, machine_of):
+def test_variables_too_large_for_a_device_are_sharded(training, plan, machine_of):
     machine_of(2 * plan.memory.peak - 2 * 64)
     found = training.strategy.plan(training.step, args=training.batch(), topology="cpu:2")
     assert not found.fits
@@ -268,7 +268,7 @@ def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan
     assert same.memory.arguments == plan.memory.arguments - IN * OUT * F32  # of w and of momentum a half
 
 
-def test_the_plan_is_told_before_its_remedies(training, plan, machine_of):
+def test_plan_is_reported_before_its_remedies(training, plan, machine_of):
     machine_of(2 * plan.memory.peak)
     heard = []
     step = Step(training.step, training.batch(), {}, global_batch=16 * ROWS)
@@ -371,7 +371,7 @@ def test_variables_elsewhere_are_not_planned():
         rx.CentralStorageStrategy(["cpu:0"]).plan(lambda: None)
 
 
-def test_the_users_own_error_comes_through(training):
+def test_users_error_is_raised_unchanged(training):
     with pytest.raises(ZeroDivisionError):
         training.strategy.plan(lambda x: 1 / 0, args=training.batch()[:1], topology="cpu:2")
     assert training.strategy.num_replicas_in_sync == 2

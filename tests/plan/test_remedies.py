@@ -1,4 +1,4 @@
-"""What is tried to make a program fit, on a program whose memory is a formula."""
+"""The remedies that are tried to make a program fit, with a program whose memory is a formula."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ LIMIT = hardware_of("v5e:2x4").chip.memory_bytes
 
 @dataclass
 class Program:
-    """Of each device: variables, a half of them an optimizer's, and rows, with temporaries of ten times the rows."""
+    """Bytes of each device: variables, half of them an optimizer's, and rows, with temporaries of ten times the rows."""
 
     variables: int
     row: int
@@ -76,14 +76,14 @@ def test_rows_are_halved_until_it_fits_and_the_same_batch_is_planned_on_more_dev
     assert program.num_compiled == 2  # 32 rows are too many whatever the temporaries are
 
 
-def test_temporaries_that_no_batch_makes_less_end_the_halving():
+def test_halving_ends_if_temporaries_do_not_shrink():
     program = Program(variables=LIMIT // 2, row=LIMIT // 100_000, fixed=LIMIT)
     remedies = program.remedies(may_divide=False)
     assert len(remedies) == 1
     assert not remedies[0].fits
 
 
-def test_state_that_is_too_large_is_divided_and_only_what_may_fit_is_compiled():
+def test_large_state_is_sharded_and_only_possible_changes_are_compiled():
     program = Program(variables=3 * LIMIT, row=1)
     optimizer, everything = program.remedies()
     assert (optimizer.shard_state, optimizer.fits, optimizer.is_compiled) == ("optimizer", False, False)
@@ -91,20 +91,20 @@ def test_state_that_is_too_large_is_divided_and_only_what_may_fit_is_compiled():
     assert program.num_compiled == 1
 
 
-def test_pieces_that_are_too_large_are_divided_over_more_devices():
+def test_large_shards_are_split_over_more_devices():
     program = Program(variables=20 * LIMIT, row=1)
     optimizer, everything, more = program.remedies()
     assert (optimizer.fits, everything.fits) == (False, False)
     assert (more.topology, more.shard_size, more.rows, more.fits) == ("v5e:4x8", 32, 64, True)
 
 
-def test_what_has_no_state_to_divide_is_not_compiled_again():
+def test_step_without_state_is_not_compiled_again_with_shards():
     program = Program(variables=0, row=LIMIT // 11 // 40, rows=1, fixed=2 * LIMIT)
     assert program.remedies() == []
     assert program.num_compiled == 0
 
 
-def test_without_time_nothing_is_compiled_and_that_is_said():
+def test_without_time_nothing_is_compiled_and_a_note_says_so():
     program = Program(variables=LIMIT // 2, row=LIMIT // 11 // 40)
     remedies = program.remedies(time_left=lambda: 0.5)  # less than the plan took
     assert program.num_compiled == 0
@@ -114,7 +114,7 @@ def test_without_time_nothing_is_compiled_and_that_is_said():
 @given(
     variables=st.floats(0.01, 40), row=st.floats(1e-6, 0.1), rows=st.integers(1, 300), fixed=st.floats(0, 1.5)
 )
-def test_what_is_said_to_fit_does(variables, row, rows, fixed):
+def test_remedies_that_fit_do_fit(variables, row, rows, fixed):
     program = Program(int(variables * LIMIT), int(row * LIMIT), rows, int(fixed * LIMIT))
     if program.plan().fits:
         return
@@ -144,7 +144,7 @@ def test_more_devices_of_the_same_kind(name, num_devices, larger):
     assert (found and found.name) == larger
 
 
-def test_functional_state_is_told_why_nothing_divides_it():
+def test_note_says_why_functional_state_is_not_sharded():
     plan = Program(LIMIT // 4, 1).plan()
     assert not list(notes_of_whole_arguments(plan))
     whole = PlannedArray("argument", "args[0]['w']", (1,), "bfloat16", 8 << 30, (None,))

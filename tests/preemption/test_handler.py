@@ -1,4 +1,4 @@
-"""A training in one process that is told to end: what is saved when, and what comes of it in the next run of it."""
+"""A training in one process that gets SIGTERM: what is saved when, and how its next run resumes."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ Config = rx.experimental.TerminationConfig
 
 
 class Training:
-    """A program that may be run again and again on one directory."""
+    """A program that can run repeatedly on one directory."""
 
     def __init__(self, folder, config=None, strategy=None, **more):
         self.strategy = strategy or rx.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -54,7 +54,7 @@ class Training:
         self.strategy.run(self.update, args=(batch,))
 
     def told(self):
-        """SIGTERM, and it has been noticed."""
+        """Sends SIGTERM, and waits until it has been noticed."""
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + PATIENCE_S
         while self.watcher.preemption_message is None:  # it is told after the handler
@@ -76,8 +76,8 @@ def exit_code(call, *args):
 
 
 @pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], "cpu:0"])
-def test_it_goes_on_where_it_was(tmp_path, devices):
-    """The batch that has been read for a step that has not begun is not lost."""
+def test_training_resumes_where_it_was(tmp_path, devices):
+    """The batch that was read for a step that has not started is not lost."""
     make = rx.OneDeviceStrategy if devices == "cpu:0" else rx.MirroredStrategy
     with Training(tmp_path, strategy=make(devices)) as first:
         for step in range(5):
@@ -94,8 +94,8 @@ def test_it_goes_on_where_it_was(tmp_path, devices):
         assert float(second.state) == expected(20)
 
 
-def test_data_that_the_step_reads_itself(tmp_path):
-    """Then it is saved before the step, as in TensorFlow: what comes between two steps is in it."""
+def test_step_that_reads_its_own_data(tmp_path):
+    """Then it is saved before the step, as in TensorFlow, so that work between two steps is included."""
     with Training(tmp_path) as first:
         for _ in range(5):
             first.handler.run(first.read)
@@ -123,7 +123,7 @@ def test_without_a_function(tmp_path):
         assert float(second.state) == expected(5)
 
 
-def test_a_loop_that_knows_by_itself_how_far_it_is(tmp_path):
+def test_loop_whose_progress_is_saved_state(tmp_path):
     class Counted(Training):
         def update(self, batch):
             super().update(batch)
@@ -180,7 +180,7 @@ def test_a_grace_period(tmp_path):
         assert "ckpt-2" in os.listdir(tmp_path)
 
 
-def test_a_step_that_nobody_has_run_since_is_not_saved_again(tmp_path):
+def test_state_without_new_steps_is_not_saved_again(tmp_path):
     saves = []
     with Training(tmp_path) as first:
         first.handler.run(first.step, next(first.iterator))
@@ -194,7 +194,7 @@ def test_a_step_that_nobody_has_run_since_is_not_saved_again(tmp_path):
 
 
 def test_own_functions(tmp_path):
-    """A watcher in place of SIGTERM, ``save_fn`` in place of the checkpoint, and an ``exit_fn`` that goes on."""
+    """A watcher in place of SIGTERM, ``save_fn`` in place of the checkpoint, and an ``exit_fn`` that continues."""
     must_end, calls = threading.Event(), []
     config = Config(must_end.is_set, lambda: calls.append("exit"), None, lambda *args: calls.append(args))
     with Training(tmp_path, config) as training:
@@ -209,7 +209,7 @@ def test_own_functions(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
-def test_what_the_watcher_raises_is_raised(tmp_path):
+def test_error_of_the_watcher_is_raised(tmp_path):
     def watch():
         raise ConnectionError("no metadata")
 
@@ -231,7 +231,7 @@ def test_an_error_of_a_step_changes_nothing(tmp_path):
         assert training.handler.total_run_calls == 1
 
 
-def test_a_manager_is_used_as_it_is(tmp_path):
+def test_manager_is_used_unchanged(tmp_path):
     strategy = rx.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         v = rx.Variable(0.0)
@@ -291,15 +291,15 @@ def test_a_grace_period_may_be_a_number_of_numpy():
     assert Config(grace_period=np.int64(3)).grace_s == 3.0
 
 
-def test_what_is_no_step_is_refused(tmp_path):
+def test_invalid_steps_raise(tmp_path):
     handler = rx.experimental.PreemptionCheckpointHandler(None, rx.Checkpoint(v=rx.Variable(0.0)), tmp_path)
     message(errors.InvalidArgumentError, lambda: handler.run(3.5), "the function of a step", "3.5")
     assert handler.total_run_calls == 0
     handler.close()
 
 
-def test_a_handler_that_is_dropped_lets_sigterm_go(tmp_path):
-    """The program that follows the training can be ended as before."""
+def test_deleted_handler_restores_sigterm(tmp_path):
+    """The program after the training can be ended as before."""
     before = signal.getsignal(signal.SIGTERM)
     handler = rx.experimental.PreemptionCheckpointHandler(None, rx.Checkpoint(v=rx.Variable(0.0)), tmp_path)
     assert signal.getsignal(signal.SIGTERM) != before

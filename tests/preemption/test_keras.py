@@ -1,4 +1,4 @@
-"""``fit`` that is told to end: a callback saves after a batch, and what is saved is what the model is then."""
+"""``fit`` that gets SIGTERM: a callback saves after a batch, and the checkpoint has the model's state at that time."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def weights(model):
     return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
 
 
-def test_fit_is_saved_between_batches_and_goes_on_bit_equally(tmp_path):
+def test_fit_is_saved_between_batches_and_resumes_bit_identically(tmp_path):
     rows = np.random.default_rng(0).standard_normal((32, 2)).astype(np.float32)
     fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
     model, handler = model_and_handler(tmp_path / "never")

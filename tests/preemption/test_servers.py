@@ -1,4 +1,4 @@
-"""A coordinator that is told to end: what it has scheduled is done, saved, and counted once."""
+"""A coordinator that gets SIGTERM: its scheduled functions complete, are saved, and count once."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 PATIENCE_S = 60
 
 
-def test_what_was_scheduled_is_in_what_is_saved(tmp_path):
+def test_scheduled_functions_are_part_of_the_checkpoint(tmp_path):
     def run_of_the_job(told_at):
         with in_memory_strategy(workers=2, ps=1) as strategy, ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():

@@ -1,4 +1,4 @@
-"""SIGTERM is noticed by a thread, and others go on getting their signals. Each in a process of its own."""
+"""A thread notices SIGTERM, and other handlers continue to get their signals. Each test runs in a separate process."""
 
 import subprocess
 import sys
@@ -36,8 +36,8 @@ def run(program, timeout_s=110):
     return result.returncode, result.stdout.split(), result.stderr
 
 
-def test_it_is_noticed_while_the_main_thread_is_in_native_code():
-    """A handler of Python's would run only afterwards."""
+def test_signal_is_noticed_while_the_main_thread_runs_native_code():
+    """A Python handler would run only afterwards."""
     code, printed, errors = run("""
     import jax, jax.numpy as jnp, numpy as np
     work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ x), x))
@@ -66,7 +66,7 @@ def test_it_is_noticed_while_the_main_thread_is_in_native_code():
     assert (code, printed) == (0, ["True"]), errors
 
 
-def test_others_get_their_signals_too():
+def test_other_handlers_get_their_signals_too():
     """asyncio has the wake-up descriptor, before and after."""
     code, printed, errors = run("""
     import asyncio
@@ -93,7 +93,7 @@ def test_others_get_their_signals_too():
     assert (code, printed) == (0, ["all"]), errors
 
 
-def test_without_listeners_it_ends_the_process_again():
+def test_without_listeners_sigterm_ends_the_process_again():
     code, printed, errors = run("""
     before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     for _ in range(3):
@@ -123,7 +123,7 @@ def test_the_last_listener_may_go_in_another_thread():
     assert (code, printed) == (-15, []), errors
 
 
-def test_what_a_forked_process_is_told_is_not_taken_for_ours():
+def test_signal_of_a_forked_process_is_not_ours():
     """Data loaders fork their workers, and end them by SIGTERM."""
     code, printed, errors = run("""
     sigterm.listen(come)

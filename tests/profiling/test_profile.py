@@ -1,4 +1,4 @@
-"""What is found in a trace of JAX's profiler by name, and that names cost nothing where there is no trace."""
+"""The names in a trace of JAX's profiler, and that names cost nothing without a trace."""
 
 import re
 
@@ -85,7 +85,7 @@ def test_steps_are_numbered_and_have_the_names_of_their_functions(trace):
     assert parts
 
 
-def test_operations_say_of_which_replica_they_are_and_collectives_what_for(trace):
+def test_operations_name_their_replica_and_collectives_their_purpose(trace):
     events, names = trace
     replicas = {
         name: (stats["device"], stats["device_ordinal"]) for name, stats in events if "device" in stats
@@ -103,13 +103,13 @@ def test_operations_say_of_which_replica_they_are_and_collectives_what_for(trace
     )
 
 
-def test_a_folder_that_is_no_path_is_refused():
+def test_folder_that_is_not_a_path_raises():
     with pytest.raises(InvalidArgumentError, match=r"logdir.*NoneType"):
         with rx.profile(None):
             pass
 
 
-def test_there_is_one_trace_at_a_time_and_python_is_left_out_unless_asked_for(tmp_path):
+def test_one_trace_at_a_time_and_python_calls_only_if_requested(tmp_path):
     with rx.profile(tmp_path / "without"):
         with pytest.raises(ContextError, match=r"inside of rx\.profile"):
             with rx.profile(tmp_path / "inner"):

@@ -1,10 +1,12 @@
-"""Python imports this first in the processes that tests start, some hundred: there JAX and Keras are imported in half the time.
+"""Python imports this first in the processes that tests start, about a hundred: there JAX and Keras are imported in
+half the time.
 
-Keras imports scikit-learn, matplotlib and requests, whole, if they are installed (keras 3.15: for its scikit-learn wrappers, plots
-of pictures, and a callback): it does not find them. It imports attention for TPUs, and with JAX's sparse arrays come SciPy's: these
-are run when something of them is used. JAX reads what each installed package says of itself, to find plugins for ROCm (jax 0.10):
-it finds none. The garbage collector would visit all that is imported, again and again. And JAX makes an MLIR context for each
-program that it compiles, and loads its dialects, for a sixth of the time: programs of a thread share one.
+Keras imports scikit-learn, matplotlib and requests completely if they are installed (keras 3.15: for its scikit-learn
+wrappers, plots of pictures, and a callback); here it does not find them. Keras imports attention for TPUs, and JAX's
+sparse arrays import SciPy's: these modules run when a name of them is used. JAX reads the metadata of each installed
+package to find plugins for ROCm (jax 0.10); here it finds none. The garbage collector would visit all imported objects
+repeatedly. JAX also makes an MLIR context for each program that it compiles, and loads its dialects, which takes a
+sixth of the time: programs of a thread share one.
 """
 
 import gc
@@ -29,7 +31,7 @@ _MAKES_CONTEXTS = "jax._src.interpreters.mlir"
 
 
 def _when_used(run):
-    """Runs a module when a name is asked for that importing its submodules does not give it."""
+    """Runs a module when a name is requested that importing its submodules does not provide."""
     lock = threading.RLock()
 
     def exec_module(module):
@@ -77,7 +79,7 @@ def _without_distributions(run):
 
 
 def _in_one_context(run):
-    """A program that is made while another is made, by what is called to trace it, would lie inside that one."""
+    """A program made while another is made, by a function called during tracing, would be part of that one."""
 
     def exec_module(module):
         run(module)

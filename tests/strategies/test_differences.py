@@ -1,4 +1,4 @@
-"""What differs from TensorFlow, as the page on migrating states it."""
+"""The differences from TensorFlow that the page on migrating states."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ def test_strategies_are_not_subclassed(strategy):
     )
 
 
-def test_variables_have_one_name_and_are_no_distributed_values(strategy):
+def test_variables_have_one_name_and_are_not_distributed_values(strategy):
     with strategy.scope():
         variable, of_keras = rx.Variable(1.0, name="v"), keras.Variable(1.0, name="v")
     assert (variable.name, of_keras.name) == ("v", "v")
@@ -57,7 +57,7 @@ def test_integers_have_32_bits(strategy):
         assert rx.Variable(0, dtype="int64").dtype == np.int32
 
 
-def test_a_source_without_files_is_told_of_at_info(strategy, caplog):
+def test_source_without_files_is_logged_at_info(strategy, caplog):
     def batches():
         yield np.ones((2, 3))
 

@@ -1,4 +1,4 @@
-"""Which values passed from step to step have drifted apart, and which ones replicas keep for themselves on purpose."""
+"""Which values passed from step to step have diverged, and which ones replicas keep separately on purpose."""
 
 import functools
 
@@ -63,7 +63,7 @@ def residual_of_compression(residual, x):
 
 
 def chosen_elements(residual, x):
-    """The elements that are large are sent, as floats times a mask."""
+    """The large elements are sent, as floats times a mask."""
     gradient = jnp.mean(x, axis=0) + residual
     sent = gradient * (jnp.abs(gradient) > 1.0)
     return (gradient - sent,)
@@ -96,11 +96,11 @@ MEANT = [
 
 
 @pytest.mark.parametrize("step", MEANT)
-def test_what_is_meant_to_differ_or_does_not_is_no_drift(strategy, step):
+def test_intended_and_equal_values_are_not_drift(strategy, step):
     loop(strategy, step, strategy.replicate(np.zeros(2, np.float32)))
 
 
-def test_random_keys_of_each_replica_are_no_drift(strategy):
+def test_per_replica_random_keys_are_not_drift(strategy):
     def step(key, old, x):
         index = rx.get_replica_context().replica_id_in_sync_group
         key, old = jax.random.fold_in(key, index), jax.random.fold_in(old, index)
@@ -112,14 +112,14 @@ def test_random_keys_of_each_replica_are_no_drift(strategy):
         key, old, _ = strategy.run(step, (key, old, batch(strategy)), options=CHECKED)
 
 
-def test_what_begins_with_a_value_of_each_replica_is_no_drift(strategy):
+def test_state_that_starts_per_replica_is_not_drift(strategy):
     own = strategy.experimental_distribute_values_from_function(
         lambda context: np.full(2, context.replica_id_in_sync_group, np.float32)
     )
     loop(strategy, lambda w, x: (jnp.tanh(w * jnp.sum(x @ w)),), own)
 
 
-def test_what_another_function_has_returned_is_no_drift(strategy):
+def test_results_of_another_function_are_not_drift(strategy):
     def predict(w, x):
         return jnp.tanh(x @ w)
 
@@ -132,7 +132,7 @@ def test_what_another_function_has_returned_is_no_drift(strategy):
     strategy.run(sums, (predicted,), options=CHECKED)
 
 
-def test_what_is_only_returned_is_no_drift(strategy):
+def test_returned_values_are_not_drift(strategy):
     def step(w, x):
         return jnp.sum(x @ w), w * jnp.sum(x @ w)
 
@@ -170,7 +170,7 @@ def test_a_function_whose_first_result_is_dropped_drifts_too(strategy):
     message(DivergenceError, run, "args[0]")
 
 
-def test_a_step_drifts_too_for_which_a_program_exists(strategy):
+def test_step_with_an_existing_program_drifts_too(strategy):
     own = strategy.experimental_distribute_values_from_function(lambda context: np.ones(2, np.float32))
     strategy.run(drifts, (own, batch(strategy)), options=CHECKED)
     w = strategy.replicate(np.ones(2, np.float32))
@@ -186,7 +186,7 @@ def step_of_a_bias(b, x):
 
 
 @pytest.mark.parametrize("step", [step_of_a_product, step_of_a_bias])
-def test_gradient_descent_without_a_sum_is_no_accumulation(strategy, step):
+def test_gradient_descent_without_a_sum_is_not_an_accumulation(strategy, step):
     message(DivergenceError, lambda: loop(strategy, step, strategy.replicate(np.float32(0.0))), "args[0]")
 
 
@@ -230,14 +230,14 @@ def head(x, own, scale=1.0):
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
-def test_what_another_wrapped_function_has_returned_is_no_drift(strategy, wrap):
+def test_results_of_another_wrapped_function_are_not_drift(strategy, wrap):
     ones = jnp.ones((3, 2))
     strategy.run(wrap(head), (ones, batch(strategy)), options=CHECKED)
     made = strategy.run(wrap(noisy), (ones, batch(strategy)), options=CHECKED)
     strategy.run(wrap(head), (made, batch(strategy)), options=CHECKED)
 
 
-def test_what_another_model_has_returned_is_no_drift(strategy):
+def test_results_of_another_model_are_not_drift(strategy):
     models = [keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, "tanh")]) for _ in range(2)]
     own = batch(strategy)
     strategy.run(models[1], (jnp.ones((3, 2)),), options=CHECKED)
@@ -260,7 +260,7 @@ def test_a_wrapped_step_that_is_made_again_drifts_too(strategy, wrap):
     message(DivergenceError, train, "args[0]")
 
 
-def test_a_result_of_another_shape_is_no_state(strategy):
+def test_result_of_another_shape_is_not_state(strategy):
     def layer(x, own):
         return jnp.tanh(x @ jnp.ones((x.shape[-1], x.shape[-1] - 1))) * jnp.sum(own)
 
@@ -269,7 +269,7 @@ def test_a_result_of_another_shape_is_no_state(strategy):
         x = strategy.run(layer, (x, batch(strategy)), options=CHECKED)
 
 
-def test_where_it_cannot_be_used_is_said():
+def test_unsupported_uses_raise():
     message(InvalidArgumentError, lambda: rx.RunOptions(eager=True, check_same=True), "check_same")
 
 
@@ -297,7 +297,7 @@ def test_steps_in_one_function_drift_too(strategy):
     message(DivergenceError, lambda: train(w, batch(strategy)), "args[0]")
 
 
-def test_a_sum_over_steps_in_a_function_is_no_drift(strategy):
+def test_sum_over_steps_in_a_function_is_not_drift(strategy):
     @rx.function
     def add(total, x):
         return strategy.run(sum_over_steps, (total, x), options=CHECKED)[0]

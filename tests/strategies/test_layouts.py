@@ -94,7 +94,7 @@ def held(variable):
 
 @pytest.mark.parametrize("how", ["run", "fit", pytest.param("function", marks=pytest.mark.long)])
 @pytest.mark.parametrize("num_logical", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_training_equals_one_device_and_divides_memory(how, num_logical, caplog):
+def test_training_equals_one_device_and_shards_memory(how, num_logical, caplog):
     strategy = tpu_strategy(8 // num_logical, num_logical, layout_map=MEGATRON)
     with caplog.at_level(logging.WARNING, "replicax"):
         variables, first, got = trained(how, strategy)
@@ -112,7 +112,7 @@ def test_training_equals_one_device_and_divides_memory(how, num_logical, caplog)
 @pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword"
 )  # of Keras, where it saves
-def test_variables_are_in_pieces_from_the_beginning_and_after_all_that_assigns_them(tmp_path):
+def test_variables_are_sharded_from_the_start_and_after_every_assignment(tmp_path):
     strategy = tpu_strategy(2, 2, layout_map={"kernel|^w$": (None, "logical")})
     with strategy.scope():
         layer = keras.layers.Dense(6)
@@ -155,7 +155,7 @@ def test_several_axes():
 # --- optimizers ----------------------------------------------------------------------------------------
 
 
-def test_what_optimizers_keep_follows_a_variable_that_is_divided_by_hand():
+def test_optimizer_slots_follow_a_variable_split_by_hand():
     strategy = tpu_strategy(2, 2)
     with strategy.scope():
         kernel = keras.Variable(np.ones((8, 6), np.float32), name="kernel")
@@ -212,11 +212,11 @@ def test_optimizers(name):
     ],
 )
 @pytest.mark.quick
-def test_what_names_no_axis(layout, says):
+def test_unknown_axes(layout, says):
     message(InvalidArgumentError, lambda: tpu_strategy(2, 2, layout_map={"w": layout}), *says)
 
 
-def test_layouts_and_divided_state_exclude_one_another():
+def test_layouts_and_sharded_state_exclude_one_another():
     topology = tpu_strategy(2, 2).topology
     message(
         UnsupportedError,
@@ -248,7 +248,7 @@ def test_axes_that_share_devices():
 )
 @pytest.mark.parametrize("make", [rx.Variable, keras.Variable])
 @pytest.mark.quick
-def test_what_does_not_fit_a_variable(make, layout, says):
+def test_layouts_that_do_not_fit_a_variable(make, layout, says):
     strategy = tpu_strategy(2, 2, layout_map={"w$": layout})
     with strategy.scope(), keras.name_scope("model"):
         name = "w" if make is keras.Variable else "model/w"
@@ -299,15 +299,16 @@ BATCH = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
     ("pattern", "says"),
     [("feature.*kernel", "kernel'"), ("up_kernel_momentum", "which an optimizer keeps")],
 )
-def test_fit_does_not_begin_with_a_pattern_that_matches_no_variable(pattern, says):
-    """As DTensor's notebook for Keras names variables. It was ignored, and each device held all of them."""
+def test_fit_does_not_start_with_a_pattern_that_matches_no_variable(pattern, says):
+    """Named as DTensor's notebook for Keras names variables. The pattern was ignored, and each device held all
+    variables."""
     model = model_with_map({"up/kernel": (None, "logical"), pattern: (None, "logical")})
     message(InvalidArgumentError, lambda: model.fit(*BATCH, verbose=0), repr(pattern), says)
     assert int(model.optimizer.iterations) == 0
 
 
-def test_to_predict_with_a_pattern_that_matches_no_variable_is_a_warning_once_and_fit_fails_still(caplog):
-    """A model for which the pattern is meant may come yet."""
+def test_predict_with_an_unmatched_pattern_warns_once_and_fit_still_fails(caplog):
+    """A model for the pattern may be made later."""
     model = model_with_map({"encoder/kernel": (None, "logical")})
     with caplog.at_level(logging.WARNING, "replicax"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The older method names of tf.distribute: they work, or say exactly what to use instead."""
+"""The older method names of tf.distribute work, or raise an error that says what to use instead."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +160,7 @@ def test_logical_devices(strategy):
         (lambda s: s.update_config_proto(None), ["jax.config.update", "experimental_xla_options"]),
     ],
 )
-def test_what_has_no_meaning_says_what_to_use(strategy, call, instead):
+def test_unsupported_names_say_what_to_use(strategy, call, instead):
     with pytest.raises(errors.UnsupportedError, match="TensorFlow 1 sessions") as caught:
         call(strategy)
     assert isinstance(caught.value, NotImplementedError)

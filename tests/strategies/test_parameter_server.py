@@ -1,4 +1,4 @@
-"""``ParameterServerStrategy`` as its users see it, with parameter servers of this process."""
+"""``ParameterServerStrategy`` from the user's view, with parameter servers of this process."""
 
 import logging
 
@@ -25,7 +25,7 @@ def strategy():
 
 
 def made(strategy, *values, **options):
-    """Variables of a strategy, that are on its servers already, in this order."""
+    """Variables of a strategy that are already on its servers, in this order."""
     with strategy.scope():
         variables = [rx.Variable(value, **options) for value in values]
     for variable in variables:
@@ -60,7 +60,7 @@ def of_cluster(task_type="chief", is_coordinator=None, **jobs):
     ],
     ids=["no ps", "no worker", "two chiefs", "unknown job", "in a worker", "in a ps"],
 )
-def test_clusters_that_are_none(make, says):
+def test_invalid_clusters(make, says):
     text = message(errors.TaskError, make, *says)
     assert isinstance(errors.TaskError(text), ValueError)
 
@@ -74,7 +74,7 @@ def test_servers_that_do_not_answer_are_named(monkeypatch):
 # --- where variables are -------------------------------------------------------------------------------
 
 
-def test_variables_go_round_the_servers_whatever_the_device():
+def test_variables_go_to_servers_in_turn_on_any_device():
     strategy = servers(3)
     assert [where(v) for v in made(strategy, 0.0, 0.0, 0.0, 0.0)] == [[0], [1], [2], [0]]
     strategy = servers(3)
@@ -88,7 +88,7 @@ def test_a_variable_goes_where_the_fewest_bytes_are():
     assert [where(v) for v in big] == [[0], [1], [2], [1], [2]]
 
 
-def test_shards_go_round_too():
+def test_shards_go_to_servers_in_turn():
     strategy = servers(2, FixedShardsPartitioner(3))
     table, scalar = made(strategy, TABLE, 1.0)
     assert where(table) == [0, 1, 0]  # of 2, 2 and 1 rows
@@ -98,7 +98,7 @@ def test_shards_go_round_too():
 
 
 @pytest.mark.parametrize("result", [[2, 2], [0, 1], "2", None, (2,), [2, 1, 1], [2.0, 1]])
-def test_a_partitioner_that_gives_something_else(result):
+def test_partitioner_with_invalid_results(result):
     strategy = servers(2, lambda shape, dtype: result)
     message(
         errors.InvalidArgumentError,
@@ -113,7 +113,7 @@ def test_a_partitioner_is_a_function():
     message(errors.InvalidArgumentError, lambda: servers(1, 3), "got 3", "MinSizePartitioner()")
 
 
-def test_no_more_shards_than_rows_and_one_is_none():
+def test_at_most_one_shard_per_row_and_one_shard_means_none():
     (table,) = made(servers(2, lambda shape, dtype: [9, 1]), TABLE)
     assert len(table.variables) == 5
     (table,) = made(servers(2, lambda shape, dtype: [1, 1]), TABLE)
@@ -137,7 +137,7 @@ def test_a_variable_in_shards_acts_as_one():
     np.testing.assert_array_equal(v.numpy(), expected)
 
 
-def test_lookups_give_rows_in_order_and_only_rows_travel():
+def test_lookups_return_rows_in_order_and_send_only_rows():
     stores = [Store(), Store()]
     strategy = servers(2, FixedShardsPartitioner(3), stores)
     with strategy.scope():
@@ -158,7 +158,7 @@ def test_lookups_give_rows_in_order_and_only_rows_travel():
 # --- scopes --------------------------------------------------------------------------------------------
 
 
-def test_scopes_nest_in_themselves_and_not_in_others(strategy):
+def test_scopes_nest_in_themselves_but_not_in_others(strategy):
     mirrored = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope(), strategy.scope():
         assert rx.get_strategy() is strategy
@@ -180,7 +180,7 @@ def test_scopes_nest_in_themselves_and_not_in_others(strategy):
         )
 
 
-def test_one_replica_whatever_the_number_of_workers(strategy):
+def test_one_replica_for_any_number_of_workers(strategy):
     assert strategy.num_replicas_in_sync == 1
 
     def fn():
@@ -192,7 +192,7 @@ def test_one_replica_whatever_the_number_of_workers(strategy):
     assert strategy.run_here(lambda: strategy.run(fn)) == (0, 3)
 
 
-def test_what_was_made_outside_of_the_scope_is_an_error(strategy):
+def test_variables_made_outside_the_scope_raise(strategy):
     outside = rx.Variable(1.0, name="outside")
     metric = keras.metrics.Mean(name="average")
     message(
@@ -210,7 +210,7 @@ def test_what_was_made_outside_of_the_scope_is_an_error(strategy):
 # --- run and reduce ------------------------------------------------------------------------------------
 
 
-def test_run_outside_of_scheduled_functions_works_and_says_where_once(strategy, caplog):
+def test_run_outside_scheduled_functions_works_and_logs_once(strategy, caplog):
     (v,) = made(strategy, 1.0)
 
     def add_here(x):
@@ -226,7 +226,7 @@ def test_run_outside_of_scheduled_functions_works_and_says_where_once(strategy, 
     assert "ClusterCoordinator.schedule" in record.getMessage()
 
 
-def test_reduce_and_gather_are_of_one_replica(strategy):
+def test_reduce_and_gather_use_one_replica(strategy):
     (v,) = made(strategy, 2.0)
 
     def fn(x):
@@ -325,7 +325,7 @@ def test_conditions_assign_on_the_servers(strategy):
     ],
     ids=["eager", "same", "finite", "run_steps"],
 )
-def test_what_is_not_there_says_so(strategy, call, says):
+def test_unsupported_methods_raise(strategy, call, says):
     message(errors.UnsupportedError, lambda: call(strategy), says)
 
 
@@ -398,7 +398,7 @@ def step_of(strategy, model, *optimizers):
 
 
 def both(train):
-    """What ``train(strategy, run)`` gives with parameter servers, and on one device."""
+    """The results of ``train(strategy, run)`` with parameter servers, and on one device."""
     strategy, one = servers(2), rx.OneDeviceStrategy("cpu:0")
     return train(strategy, strategy.run_here), train(one, lambda fn, *args: fn(*args))
 
@@ -438,7 +438,7 @@ def test_several_optimizers_of_one_step():
 
 
 @pytest.mark.rest
-def test_a_schedule_counts_on_and_a_learning_rate_may_be_assigned():
+def test_schedule_continues_its_count_and_a_learning_rate_may_be_assigned():
     def train(strategy, run):
         model = model_in(strategy)
         with strategy.scope():

@@ -194,7 +194,7 @@ def test_reduction_is_compiled_once(two):
 
 # --- gather -------------------------------------------------------------------------------------------
 
-# TensorFlow's GatherTest: what every replica gives, the axis.
+# TensorFlow's GatherTest: the value of every replica, the axis.
 GATHERED = [
     ([1, 2, 3], 0),
     ([[1, 2, 3]], 0),
@@ -232,7 +232,7 @@ def test_gather_keeps_dtypes_bools_included(two):
         assert result.tolist() == [0, 1, 1, 0]
 
 
-def test_gather_of_nests_and_equal_and_plain_values(two):
+def test_gather_of_pytrees_and_equal_and_plain_values(two):
     values = {"a": distribute(two, [1], [2]), "b": (distribute(two, [3], [4]),)}
     result = two.gather(values, axis=0)
     assert (result["a"].tolist(), result["b"][0].tolist()) == ([1, 2], [3, 4])
@@ -306,7 +306,7 @@ def test_local_results_of_indexed_slices_and_keras_variables():
 @pytest.mark.parametrize(
     "make", [rx.get_strategy, rx.MirroredStrategy, rx.experimental.CentralStorageStrategy]
 )
-def test_an_axis_is_asked_for(make):
+def test_axis_is_required(make):
     call = lambda: make().reduce("SUM", jnp.ones(2))  # noqa: E731
     message(
         errors.InvalidArgumentError,

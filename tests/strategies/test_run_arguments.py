@@ -1,4 +1,4 @@
-"""What ``Strategy.run`` passes to the replica function, what it makes programs anew for, and what it returns."""
+"""The arguments that ``Strategy.run`` passes to the replica function, when it makes a new program, and its results."""
 
 import collections
 import dataclasses
@@ -83,7 +83,7 @@ class Batch:
         lambda x: collections.OrderedDict(a=x),
     ],
 )
-def test_nests_keep_their_types_both_ways(two, wrap):
+def test_pytrees_keep_their_types_both_ways(two, wrap):
     kinds = []
 
     def step(nest):
@@ -131,7 +131,7 @@ def test_arrays_from_anywhere(two):
     assert local(two, two.run(lambda: far + 1)) == [4.0, 4.0]
 
 
-def test_what_run_returned_goes_in_again(two):
+def test_results_of_run_are_arguments_again(two):
     values = per_replica(two, 1.0, 2.0)
     for _ in range(3):
         values = two.run(lambda x: x * 2, (values,))
@@ -174,11 +174,11 @@ def test_kinds_of_functions(two):
     assert local(two, two.run(jnp.sqrt, (jnp.float32(4),))) == [2.0, 2.0]
 
 
-# --- programs: what is traced anew --------------------------------------------------------------------
+# --- programs: what is traced again --------------------------------------------------------------------
 
 
 def traced(two, calls):
-    """How often a function is traced in a sequence of calls of (args, kwargs)."""
+    """The number of traces of a function in a sequence of calls of (args, kwargs)."""
     count = []
 
     def step(*args, **kwargs):
@@ -222,12 +222,12 @@ def test_a_learning_rate_that_changes_is_an_input_after_two_values(two):
     assert len(count) == 2
 
 
-def test_types_of_scalars_are_told_apart(two):
+def test_types_of_scalars_are_distinguished(two):
     dtypes = [str(two.run(jnp.asarray, (x,)).dtype) for x in (1, True, 1.0, np.float16(1), np.int8(1), 1j)]
     assert dtypes == ["int32", "bool", "float32", "float16", "int8", "complex64"]
 
 
-def test_lambdas_made_anew_are_one_program(two):
+def test_recreated_lambdas_are_one_program(two):
     count, results = [], []
 
     def step(x):
@@ -241,7 +241,7 @@ def test_lambdas_made_anew_are_one_program(two):
     assert len(count) == 1
 
 
-def test_what_a_closure_holds_is_part_of_the_program(two):
+def test_closure_contents_are_part_of_the_program(two):
     def make(scale, offset):
         return lambda x: x * scale + offset
 
@@ -261,7 +261,7 @@ def uses_a_global(x):
     return x * factor
 
 
-def test_what_a_global_holds_is_part_of_the_program(two, monkeypatch):
+def test_globals_are_part_of_the_program(two, monkeypatch):
     x = jnp.float32(1)
     assert local(two, two.run(uses_a_global, (x,))) == [2.0, 2.0]
     monkeypatch.setitem(globals(), "factor", 7.0)
@@ -350,7 +350,7 @@ def test_nothing_is_blocked(two):
         return dispatched / (time.perf_counter() - start)
 
     jax.block_until_ready(two.run(heavy, (x,)).array)
-    # Once is enough: others may have the processor while this thread dispatches.
+    # Once is enough: other threads may have the processor while this thread dispatches.
     assert min(share_of_dispatch() for _ in range(5)) < 1 / 2
 
 
@@ -365,7 +365,7 @@ def test_donated_positions(two):
         two.run(lambda a: a, (first,), options=rx.RunOptions(donate_args=(3,)))
 
 
-def test_run_in_a_function_that_jax_traces_says_so_where_the_batch_is_an_argument():
+def test_run_in_a_function_that_jax_traces_raises_if_the_batch_is_an_argument():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     (batch,) = strategy.experimental_distribute_dataset([np.ones(4)])
     with pytest.raises(rx.errors.TraceError, match=r"inside rx.function instead of jax.jit"):

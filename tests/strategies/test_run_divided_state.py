@@ -1,4 +1,4 @@
-"""Loops that call ``run`` with state that replicas divide among them: the numbers of one device, and less memory on each."""
+"""Loops that call ``run`` with sharded state: the numbers of one device, and less memory on each."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ CPUS = [f"cpu:{i}" for i in range(8)]
 
 
 def trained(how, strategy):
-    """Trains with batches of 24, 24 and 13 rows: 4 replicas have 4, 3, 3 and 3 of the last.
+    """Trains with batches of 24, 24 and 13 rows: 4 replicas have 4, 3, 3 and 3 rows of the last.
 
     Returns:
       The variables, the losses and the values.
@@ -79,7 +79,7 @@ def on_one_device():
         ("all", 2, 1),
     ],
 )
-def test_training_equals_one_device_and_divides_memory(how, state, size, least_bytes, monkeypatch):
+def test_training_equals_one_device_and_shards_memory(how, state, size, least_bytes, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", least_bytes)
     variables, *got = trained(how, rx.MirroredStrategy(CPUS[:4], shard_state=state, shard_size=size))
     assert_close(got, list(on_one_device()), 1e-5, 1e-6)
@@ -91,7 +91,7 @@ def test_training_equals_one_device_and_divides_memory(how, state, size, least_b
         assert held == [variable.value.nbytes // (size if fits else 1)] * 4, variable
 
 
-def test_a_variable_that_is_assigned_stays_divided():
+def test_assigned_variable_stays_sharded():
     strategy = rx.MirroredStrategy(CPUS[:2], shard_state="all")
     with strategy.scope():
         variable = rx.Variable(np.zeros((6, 3), np.float32))
@@ -103,7 +103,7 @@ def test_a_variable_that_is_assigned_stays_divided():
     assert float(strategy.reduce("MEAN", result, axis=None)) == 153
 
 
-def test_what_cannot_be_asked_for():
+def test_unsupported_combinations():
     def strategy(**options):
         return lambda: rx.MirroredStrategy(CPUS[:4], **options)
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_asked_for():
 
 @pytest.mark.parametrize("sizes", [[4] * 2, [4, 1]], ids=["even", "uneven"])
 @pytest.mark.parametrize("state", ["optimizer", "all"])
-def test_updates_are_of_pieces(state, sizes):
+def test_updates_are_computed_on_shards(state, sizes):
     strategy = rx.MirroredStrategy(CPUS[:2], shard_state=state)
     with strategy.scope():
         model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(8)])
@@ -175,13 +175,13 @@ def scanned(weights, x):
     [
         (unrolled, [(8, 8)] * 3, 5),  # forward and backward, the first only forward
         pytest.param(computed_again, [(8, 8)] * 3, 6, marks=pytest.mark.long),
-        # What they gather depends on their sizes, or in loops: each replica computes both.
+        # Their gathers depend on their sizes, or are in loops: each replica computes both.
         (by_rows, [(8, 8)], 2),
         (ordered_by_rows, [(8, 8)] * 2, 4),
         (scanned, [(3, 8, 8)], 4),
     ],
 )
-def test_uneven_batches_gather_where_it_is_needed(function, shapes, num_gathers, monkeypatch):
+def test_uneven_batches_gather_where_needed(function, shapes, num_gathers, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     rows = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
     results, texts = [], []
@@ -219,7 +219,7 @@ def test_uneven_batches_gather_where_it_is_needed(function, shapes, num_gathers,
 
 
 def test_uneven_batches_call_back_once_for_each_replica(monkeypatch):
-    """In loops too, in which all replicas compute all sizes if nothing is called."""
+    """Also in loops, in which all replicas compute all sizes if there are no callbacks."""
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     strategy = rx.MirroredStrategy(CPUS[:2], shard_state="all")
     with strategy.scope():

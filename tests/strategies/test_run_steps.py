@@ -22,7 +22,7 @@ STRATEGIES = {
 }
 
 
-# As the default one, and as three replicas.
+# Like the default strategy, and like three replicas.
 REST = {"one device", "mirrored 2"}
 
 
@@ -82,7 +82,7 @@ def by_steps(training, steps):
 
 
 @pytest.mark.parametrize("steps", [3, *(pytest.param(steps, marks=pytest.mark.rest) for steps in (1, 7, 50))])
-def test_as_single_steps(strategy, steps):
+def test_run_steps_equals_single_steps(strategy, steps):
     one, other = Training(strategy), Training(strategy)
     expected, got = by_single_steps(one), by_steps(other, steps)
     assert len(got) == 7
@@ -95,7 +95,7 @@ def test_as_single_steps(strategy, steps):
 @pytest.mark.rest
 @examples(6, short=4)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
-def test_whatever_the_sizes(num_rows, batch_size, steps):
+def test_any_batch_sizes(num_rows, batch_size, steps):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     one, other = (Training(strategy, num_rows, batch_size) for _ in range(2))
     np.testing.assert_allclose(by_steps(other, steps), by_single_steps(one), rtol=1e-5, atol=1e-6)
@@ -136,14 +136,14 @@ def test_rows_of_different_batches_do_not_stack():
 
 
 @pytest.mark.parametrize(("num_rows", "text"), [(10, "2, 1"), (7, "PerReplica")])
-def test_numbers_of_python_that_differ_are_refused(num_rows, text):
+def test_differing_python_numbers_raise(num_rows, text):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(num_rows)).batch(4))
     with pytest.raises(rx.errors.StructureError, match=text):
         strategy.run_steps(lambda x: x.shape[0], iter(dataset), 3)
 
 
-def test_structures_that_differ_are_refused():
+def test_differing_structures_raise():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(6)).batch(4))
     with pytest.raises(rx.errors.StructureError, match="Return the same structure"):
@@ -184,7 +184,7 @@ def per_replica_datasets(first, second):
         ([{"a": np.ones((2, 1), np.float32)}], "rank"),
     ],
 )
-def test_elements_of_replicas_that_differ_are_refused_in_both_ways(second, text):
+def test_differing_elements_of_replicas_raise_in_both_ways(second, text):
     strategy, dataset = per_replica_datasets([{"a": np.ones(2, np.float32)}], second)
     with pytest.raises(rx.errors.InvalidArgumentError, match=text):
         next(iter(dataset))
@@ -235,11 +235,11 @@ def test_a_bounded_number_of_programs():
     training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=26)
     for _ in range(3):
         by_steps(training, 4)
-    # Four full batches, of which one program runs any number, and the last batch, of 2 rows.
+    # Four full batches, which one program runs in any number, and the last batch, of 2 rows.
     assert len(training.strategy.steps_runner._cache) == 2
 
 
-def test_the_iterator_goes_on_after_the_steps():
+def test_iterator_continues_after_the_steps():
     training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=24)
     iterator = iter(training.dataset)
     training.strategy.run_steps(training.step, iterator, 2)
@@ -303,7 +303,7 @@ def test_keras():
     np.testing.assert_allclose(float(its_metric.result()), float(metric.result()), rtol=1e-6)
 
 
-def test_a_function_that_raises_leaves_all_as_it_was():
+def test_function_that_raises_changes_nothing():
     training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=24)
 
     def broken(batch):
@@ -316,7 +316,7 @@ def test_a_function_that_raises_leaves_all_as_it_was():
     assert training.strategy.run_steps(training.step, iter(training.dataset), 2)["name"] == "train"
 
 
-def test_an_error_of_the_data_comes_after_the_steps_before_it():
+def test_error_of_the_data_comes_after_earlier_steps():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         total = rx.Variable(0.0)
@@ -367,7 +367,7 @@ def test_not_inside_traced_functions():
 
 
 def state_step(state, batch):
-    """Gradient descent with momentum. The number of rows that a replica has seen is its own."""
+    """Gradient descent with momentum. Each replica has its own number of rows seen."""
     features, labels = batch
     loss, gradient = jax.value_and_grad(lambda w: rx.nn.compute_average_loss((features @ w - labels) ** 2))(
         state["weights"]
@@ -442,7 +442,7 @@ def test_functional_state_beside_variables():
     assert (float(total), nothing, int(count.numpy())) == (28, None, 4)
 
 
-def test_functional_state_that_drifts_apart_is_told(caplog):
+def test_functional_state_that_diverges_warns(caplog):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(regression(24)).batch(4))
 
@@ -469,7 +469,7 @@ def test_functional_state_that_drifts_apart_is_told(caplog):
         (lambda state, x: ("state", None), "returned 'state'"),
     ],
 )
-def test_functional_state_must_come_back_as_it_came(step, text):
+def test_functional_state_must_keep_its_structure(step, text):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(
         rx.data.from_arrays(np.arange(8, dtype=np.float32)).batch(2)
@@ -478,7 +478,7 @@ def test_functional_state_must_come_back_as_it_came(step, text):
         strategy.run_steps(step, iter(dataset), 2, state=jnp.zeros(2))
 
 
-def test_a_number_that_would_be_cut_is_no_state():
+def test_number_that_would_be_narrowed_is_not_state():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.zeros(4, np.float32)).batch(2))
     with pytest.raises(rx.errors.StructureError, match="float32"):
@@ -487,7 +487,7 @@ def test_a_number_that_would_be_cut_is_no_state():
     assert state.dtype == jnp.float32
 
 
-def test_an_int_of_more_bits_than_jax_keeps_is_no_state():
+def test_int_with_more_bits_than_jax_keeps_is_not_state():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.zeros(4, np.float32)).batch(2))
     with pytest.raises(rx.errors.NarrowingError, match=r"state\['n'\] has 10000000000\."):
@@ -496,7 +496,7 @@ def test_an_int_of_more_bits_than_jax_keeps_is_no_state():
         strategy.replicate({"n": 10**10})
 
 
-def test_functional_state_is_arrays():
+def test_functional_state_consists_of_arrays():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(8.0)).batch(2))
     with strategy.scope():

@@ -23,7 +23,7 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def strategy(monkeypatch):
-    """In which no table is read whole, or assigned."""
+    """A strategy in which no table can be read or assigned in full."""
     strategy = servers(3, FixedShardsPartitioner(2))
 
     def whole(*args):
@@ -45,7 +45,7 @@ def of_keras(strategy, value):
 
 
 @pytest.mark.parametrize("make", [variable, of_keras])
-def test_what_was_saved_is_loaded_into_other_shards(strategy, make, tmp_path, caplog):
+def test_saved_table_is_loaded_into_other_shards(strategy, make, tmp_path, caplog):
     values = np.random.RandomState(0).randn(*SHAPE).astype(np.float32)
     with strategy.scope():
         table = make(strategy, values)
@@ -64,7 +64,7 @@ def test_what_was_saved_is_loaded_into_other_shards(strategy, make, tmp_path, ca
     assert not caplog.records
 
 
-def test_bfloat16_is_loaded_too_and_as_nothing_else(strategy, tmp_path):
+def test_bfloat16_is_loaded_only_as_bfloat16(strategy, tmp_path):
     values = jnp.arange(101 * 8, dtype=jnp.bfloat16).reshape(SHAPE)
     with strategy.scope():
         table, loaded, half = (rx.Variable(v) for v in (values, 0 * values, values.astype(jnp.float16)))
@@ -75,7 +75,7 @@ def test_bfloat16_is_loaded_too_and_as_nothing_else(strategy, tmp_path):
     message(InvalidArgumentError, lambda: load_table(half, path), "float16")
 
 
-def test_rows_are_looked_up_outside_of_functions(strategy):
+def test_rows_are_looked_up_outside_functions(strategy):
     values = np.arange(101 * 8, dtype=np.float32).reshape(SHAPE)
     with strategy.scope():
         tables = variable(strategy, values), of_keras(strategy, values)
@@ -85,7 +85,7 @@ def test_rows_are_looked_up_outside_of_functions(strategy):
         message(InvalidArgumentError, lambda table=table: rx.nn.embedding_lookup(table, [101]), "[0, 101)")
 
 
-def test_what_cannot_be(strategy, tmp_path):
+def test_unsupported_values(strategy, tmp_path):
     path = tmp_path / "table.npy"
     for value in (np.zeros(SHAPE), rx.Variable(np.zeros(SHAPE)), 3):
         message(

@@ -1,4 +1,4 @@
-"""``TPUStrategy`` on virtual devices: replicas of several devices compute what one device would."""
+"""``TPUStrategy`` on virtual devices: replicas of several devices compute the numbers of one device."""
 
 import gc
 import logging
@@ -99,7 +99,7 @@ def test_wrong_arguments():
 # --- what is wrong --------------------------------------------------------------------------------------
 
 
-def test_assigning_leaves_values_alone_and_says_so_once(caplog):
+def test_assigning_to_a_device_keeps_values_and_warns_once(caplog):
     strategy = tpu_strategy(1, 2)
     with caplog.at_level(logging.WARNING, "replicax"):
         for _ in range(2):
@@ -137,13 +137,13 @@ def test_assigning_leaves_values_alone_and_says_so_once(caplog):
         ([1, "a"], ["a list of whole numbers"]),
     ],
 )
-def test_what_cannot_be_split(strategy, pieces, says):
+def test_unsplittable_values(strategy, pieces, says):
     split = strategy.experimental_split_to_logical_devices
     message(InvalidArgumentError, lambda: split(jnp.ones((3, 4)), pieces), *says)
     message(InvalidArgumentError, lambda: strategy.run(lambda: split(jnp.ones((3, 4)), pieces)), *says)
 
 
-def test_values_outside_of_a_program_are_left_alone(strategy):
+def test_values_outside_a_program_do_not_change(strategy):
     value = strategy.experimental_distribute_values_from_function(lambda context: np.ones((2, 3)))
     for x in (value, np.ones((2, 3)), jnp.ones((2, 3))):
         assert strategy.experimental_split_to_logical_devices(x, [2, 1]) is x
@@ -154,14 +154,14 @@ def test_values_outside_of_a_program_are_left_alone(strategy):
     )
 
 
-def test_a_variable_is_whole_again(strategy):
+def test_variable_is_replicated_again(strategy):
     (w,) = made(strategy, (8, 6))
     strategy.experimental_split_to_logical_devices(w, [2, 1])
     assert strategy.experimental_replicate_to_logical_devices(w) is w
     assert w.value.is_fully_replicated
 
 
-def test_which_variables_cannot_be_divided(strategy):
+def test_variables_that_cannot_be_split(strategy):
     split = strategy.experimental_split_to_logical_devices
     with strategy.scope():
         v = rx.Variable(jnp.ones(4))
@@ -217,7 +217,7 @@ def test_marks_change_no_number(num_replicas, num_logical, num_rows, mark):
     assert_equal_to_one_device(step, ROWS[:num_rows], strategy)
 
 
-def test_the_work_is_divided(strategy):
+def test_work_is_split(strategy):
     """Each device multiplies by half of the columns."""
     split = strategy.experimental_split_to_logical_devices
     weights = jnp.ones((8, 64))
@@ -229,7 +229,7 @@ def test_the_work_is_divided(strategy):
     assert "f32[22,32]" not in compiled(strategy, (ROWS, weights)).as_text()
 
 
-def test_results_are_whole(strategy):
+def test_results_are_replicated(strategy):
     (v,) = made(strategy, (22, 64))
 
     def step(x):
@@ -261,7 +261,7 @@ def test_random_numbers_and_the_replicas_number_in_a_loop(strategy):
 
 @pytest.mark.parametrize("num_rows", [8, 7])
 def test_callbacks_and_prints_are_called_once_for_each_replica(strategy, num_rows, capfd):
-    """Also where the replicas have different numbers of rows, and each evaluates the programs of both."""
+    """This also holds if the replicas have different numbers of rows, and each evaluates the programs of both."""
     weights, seen = np.ones((8, 6), np.float32), []
 
     def step(x):
@@ -286,7 +286,7 @@ def test_callbacks_and_prints_are_called_once_for_each_replica(strategy, num_row
 # --- variables over logical devices -----------------------------------------------------------------------
 
 
-def test_a_divided_variable_stays_divided(strategy):
+def test_sharded_variable_stays_sharded(strategy):
     (w,) = made(strategy, (8, 6))
     before = w.numpy()
     assert strategy.experimental_split_to_logical_devices(w, [1, 2]) is w
@@ -316,7 +316,7 @@ def _iterator(strategy):
 
 
 def test_memory_falls_as_computed():
-    """Two matrices of 256 KiB and what Adam keeps, on one replica of 1, 2 and 4 devices."""
+    """Two matrices of 256 KiB and Adam's slots, on one replica of 1, 2 and 4 devices."""
     used = {}
     for num_logical in (1, 2, 4):
         strategy = tpu_strategy(1, num_logical)
@@ -351,7 +351,7 @@ def test_forgotten_variables_leave_nothing_behind(strategy):
 
 @keras.saving.register_keras_serializable("test_tpu")
 class Divided(keras.layers.Dense):
-    """A dense layer whose output is divided over the logical devices, under a strategy that has such."""
+    """A dense layer whose output is split over the logical devices, under a strategy that has such."""
 
     def call(self, inputs):
         strategy = rx.get_strategy()
@@ -377,7 +377,7 @@ def model_of(strategy, with_statistics=True):
 
 
 @pytest.mark.rest
-def test_fit_equals_one_device_with_divided_variables():
+def test_fit_equals_one_device_with_split_variables():
     one = model_of(rx.OneDeviceStrategy("cpu:0"))
     expected = one.fit(ROWS, LABELS, batch_size=8, epochs=2, shuffle=False, verbose=0).history
     model = model_of(tpu_strategy(num_replicas=2, num_logical_devices=4))
@@ -390,7 +390,7 @@ def test_fit_equals_one_device_with_divided_variables():
         assert {shard.data.shape for shard in v.value.addressable_shards} == {(8, 4)}
     for ours, theirs in zip(model.weights, one.weights, strict=True):
         np.testing.assert_allclose(np.asarray(ours.value), theirs.value, rtol=1e-5, atol=1e-6)
-    # Weights that are set are divided again.
+    # Assigned weights are split again.
     for ours, theirs in zip(model.weights, one.weights, strict=True):
         ours.assign(np.asarray(theirs.value))
     loss, *_ = model.evaluate(ROWS, LABELS, batch_size=8, verbose=0)
@@ -399,7 +399,7 @@ def test_fit_equals_one_device_with_divided_variables():
 
 
 @pytest.mark.rest
-def test_a_loop_of_ones_own_with_an_optimizer_of_keras():
+def test_custom_loop_with_an_optimizer_of_keras():
     strategy = tpu_strategy(num_replicas=2, num_logical_devices=2)
     model = model_of(strategy, with_statistics=False)
     losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
@@ -421,8 +421,9 @@ def test_a_loop_of_ones_own_with_an_optimizer_of_keras():
 
 
 @pytest.mark.parametrize("num_rows", [4, 3])
-def test_images_cut_along_their_height(num_rows):
-    """Devices exchange the rows of pixels at the cut; with an odd number of images replicas have different ones."""
+def test_images_split_along_their_height(num_rows):
+    """Devices exchange the rows of pixels at the boundary; with an odd number of images replicas have different
+    numbers."""
     strategy = tpu_strategy(num_replicas=2, num_logical_devices=2)
     kernel = np.cos(np.arange(27, dtype=np.float32)).reshape(3, 3, 1, 3)
     images = np.random.default_rng(2).normal(size=(num_rows, 8, 6, 1)).astype(np.float32)
@@ -449,7 +450,7 @@ def test_eager_runs_use_the_first_logical_device(strategy):
     assert seen == [(1.0, {jax.devices()[0]})]
 
 
-def test_a_replica_that_is_alone_meets_itself():
+def test_collectives_of_a_single_replica():
     strategy = tpu_strategy(1, 2)
 
     def step(x):
@@ -460,12 +461,12 @@ def test_a_replica_that_is_alone_meets_itself():
     assert (float(total), num_replicas) == (64, 1)
 
 
-def test_state_is_divided_over_replicas_of_one_core():
+def test_state_is_sharded_over_replicas_of_one_core():
     with pytest.raises(UnsupportedError, match="2 logical devices"):
         tpu_strategy(2, 2, shard_state="all")
 
 
-def test_a_mark_under_a_condition_that_differs_is_refused():
+def test_mark_under_a_varying_condition_raises():
     strategy = tpu_strategy(2, 2)
     numbers = strategy.experimental_distribute_values_from_function(
         lambda context: np.float32(context.replica_id_in_sync_group)

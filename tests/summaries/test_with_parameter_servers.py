@@ -1,4 +1,4 @@
-"""The coordinator writes: variables that are on servers, and what scheduled functions will return."""
+"""The coordinator writes variables that are on servers, and results of scheduled functions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ def coordinator(strategy):
         yield coordinator
 
 
-def test_the_coordinator_writes_variables_and_what_functions_will_return(strategy, coordinator, tmp_path):
+def test_coordinator_writes_variables_and_results_of_scheduled_functions(strategy, coordinator, tmp_path):
     with strategy.scope():
         count = rx.Variable(0, aggregation="SUM")
         table = rx.Variable(np.arange(8, dtype=np.float32).reshape(4, 2))
@@ -42,9 +42,7 @@ def test_the_coordinator_writes_variables_and_what_functions_will_return(strateg
     assert summaries_in(tmp_path)[-1][-1].tolist() == [[0, 3.5, 4], [3.5, 7, 4]]
 
 
-def test_a_function_that_is_scheduled_says_where_to_write_and_what_it_gives_is_looked_at_later(
-    coordinator, tmp_path
-):
+def test_summary_in_a_scheduled_function_raises_and_results_are_checked_later(coordinator, tmp_path):
     writer = rx.SummaryWriter(tmp_path)
     with pytest.raises(ContextError, match=r"Return the value"):
         coordinator.schedule(lambda: writer.scalar("loss", 1.0, 0) and None)

@@ -1,4 +1,4 @@
-"""What a ``SummaryWriter`` writes, takes and refuses, under the strategies of one process."""
+"""The files, arguments and errors of a ``SummaryWriter``, under the strategies of one process."""
 
 import io
 import threading
@@ -59,7 +59,7 @@ def test_a_histogram_of_nothing_or_of_one_value_is_tensorflows(tmp_path, values)
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_what_strategies_give_is_written(tmp_path, kind):
+def test_results_of_strategies_are_written(tmp_path, kind):
     strategy = STRATEGIES[kind]()
     with strategy.scope():
         total = rx.Variable(
@@ -88,7 +88,7 @@ def test_what_strategies_give_is_written(tmp_path, kind):
     }
 
 
-def test_the_value_of_the_call_is_written_when_its_memory_has_been_given_away(tmp_path):
+def test_value_at_the_call_is_written_even_if_its_memory_is_donated(tmp_path):
     give = jax.jit(lambda x: x + 1, donate_argnums=0)
     host = np.zeros(1000)
     with rx.SummaryWriter(tmp_path) as writer:
@@ -105,7 +105,7 @@ def test_the_value_of_the_call_is_written_when_its_memory_has_been_given_away(tm
         assert [rows[name, step].tolist() for step in range(50)] == [[[s, s, 1000]] for s in range(50)]
 
 
-def test_components_of_replicas_are_refused_and_what_is_said_helps(tmp_path):
+def test_per_replica_values_raise_with_a_helpful_message(tmp_path):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     per_replica = strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group * 1.0)
     with rx.SummaryWriter(tmp_path) as writer:
@@ -143,7 +143,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_in_functions_that_are_traced_it_says_where_to_write(tmp_path, place):
+def test_summary_in_traced_functions_says_where_to_write(tmp_path, place):
     writer = rx.SummaryWriter(tmp_path)
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(ContextError, match=r"'loss'.*test_writer.py:\d+.*Return the value") as info:
@@ -171,7 +171,7 @@ def test_in_functions_that_are_traced_it_says_where_to_write(tmp_path, place):
         (lambda w: rx.SummaryWriter(w.logdir, purge_step="3"), "purge_step must be a whole number"),
     ],
 )
-def test_what_is_of_another_kind_is_refused_at_the_call(tmp_path, write, words):
+def test_wrong_data_raises_at_the_call(tmp_path, write, words):
     with rx.SummaryWriter(tmp_path) as writer:
         with pytest.raises(InvalidArgumentError, match=words):
             write(writer)
@@ -213,7 +213,7 @@ def test_tensorflows_functions_write_to_the_default_writer(tmp_path):
 
 
 class SlowFile:
-    """A disk that takes its time, or fails."""
+    """A disk that is slow, or fails."""
 
     def __init__(self, is_open, error=None):
         self.is_open, self.error, self.num_added = is_open, error, 0
@@ -243,7 +243,7 @@ def slow_file(monkeypatch):
     return give
 
 
-def test_callers_wait_only_for_a_queue_that_is_full(tmp_path, slow_file):
+def test_callers_wait_only_for_a_full_queue(tmp_path, slow_file):
     file = slow_file()
     with rx.SummaryWriter(tmp_path, max_in_flight=3) as writer:
         for step in range(4):
@@ -262,7 +262,7 @@ def test_callers_wait_only_for_a_queue_that_is_full(tmp_path, slow_file):
         assert file.num_added == writer.statistics()["num_written"] == 5
 
 
-def test_what_fails_in_the_thread_is_raised_once_by_the_next_call(tmp_path, slow_file):
+def test_error_of_the_thread_is_raised_once_by_the_next_call(tmp_path, slow_file):
     file = slow_file(error=OSError(28, "No space left on device"))
     file.is_open.set()
     writer = rx.SummaryWriter(tmp_path)
@@ -274,7 +274,7 @@ def test_what_fails_in_the_thread_is_raised_once_by_the_next_call(tmp_path, slow
     assert file.num_added == 1
 
 
-def test_a_flush_that_takes_too_long_says_so(tmp_path, slow_file):
+def test_flush_that_takes_too_long_raises(tmp_path, slow_file):
     file = slow_file()
     writer = rx.SummaryWriter(tmp_path)
     writer.scalar("loss", 1.0, 0)
@@ -286,7 +286,7 @@ def test_a_flush_that_takes_too_long_says_so(tmp_path, slow_file):
         writer.scalar("loss", 1.0, 1)
 
 
-def test_what_took_too_long_to_close_is_waited_for_again(tmp_path, slow_file):
+def test_close_that_took_too_long_can_be_repeated(tmp_path, slow_file):
     file = slow_file()
     writer = rx.SummaryWriter(tmp_path)
     writer.scalar("loss", 1.0, 0)
@@ -300,8 +300,9 @@ def test_what_took_too_long_to_close_is_waited_for_again(tmp_path, slow_file):
     writer.close(timeout_s=0.1)
 
 
-def test_nobody_waits_for_ever(tmp_path, slow_file, monkeypatch, caplog):
-    """Neither who adds one, nor an error on its way out, which stays the error; and Python's end waits no second time."""
+def test_no_caller_waits_forever(tmp_path, slow_file, monkeypatch, caplog):
+    """Neither a caller, nor an error on its way out, which stays the error; and Python's exit does not wait a second
+    time."""
     file = slow_file()
     monkeypatch.setattr("replicax._src.summaries.writer._AFTER_AN_ERROR_S", 0.1)
     before = time.monotonic()
@@ -325,7 +326,7 @@ def test_nobody_waits_for_ever(tmp_path, slow_file, monkeypatch, caplog):
     file.is_open.set()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_at_the_first_summary(tmp_path):
+def test_folder_that_cannot_be_created_raises_at_the_first_summary(tmp_path):
     (tmp_path / "file").write_text("")
     writer = rx.SummaryWriter(tmp_path / "file" / "run")
     with pytest.raises(SummaryError, match="cannot be written to"):
@@ -333,12 +334,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_first_summary(tmp_path)
     writer.close()
 
 
-def test_a_folder_that_is_no_path_is_refused():
+def test_folder_that_is_not_a_path_raises():
     with pytest.raises(InvalidArgumentError, match=r"logdir.*int: 3"):
         rx.SummaryWriter(3)
 
 
-def test_a_run_that_begins_again_says_from_which_step(tmp_path):
+def test_restarted_run_purges_from_its_step(tmp_path):
     with rx.SummaryWriter(tmp_path, purge_step=40) as writer:
         writer.scalar("loss", 1.0, 40)
     kinds = [(event.step, event.session_log.status) for event in events_of(files_in(tmp_path)[0])]

@@ -67,7 +67,7 @@ def entries(report, kind=None):
 # --- programs that are right --------------------------------------------------------------------------
 
 
-# Rows that all replicas have as many of, rows that they have not, and fewer rows than replicas.
+# Equal numbers of rows, different numbers of rows, and fewer rows than replicas.
 SHORT = {
     ("mirrored", 12, 2),
     ("mirrored", 7, 1),
@@ -108,7 +108,7 @@ def test_one_device_and_the_default_strategy():
 
 
 def test_num_replicas_in_sync_is_one_on_one_device():
-    """Also of a strategy that the function closes over, however it asks."""
+    """Also for a strategy in the function's closure, for every form of the question."""
     strategy = make_strategy(2)
     seen = []
 
@@ -202,7 +202,7 @@ def test_functional_state_goes_in_args():
 
 @pytest.mark.quick
 def test_plain_state_that_comes_back_is_compared_by_its_change():
-    """A tiny learning rate hides nothing, and the factor is that of the change."""
+    """A tiny learning rate hides nothing; the factor is that of the change."""
     strategy = make_strategy(2)
 
     def step(batch, w):
@@ -244,7 +244,7 @@ def test_typed_random_keys_go_in_args_and_come_back(num_rows, replicate):
     assert (report.num_compared, report.not_compared) == (5, ())
 
 
-def test_random_keys_that_differ_are_said():
+def test_differing_random_keys_are_reported():
     strategy = make_strategy(2)
     key = jax.random.key(1)
 
@@ -310,7 +310,7 @@ def test_outputs_per_example_are_compared_one_after_the_other():
     )
 
 
-def test_outputs_of_other_shapes_are_said():
+def test_outputs_of_other_shapes_are_reported():
     report = check_against_one_device(lambda b: b[0].T, rows(8), make_strategy(2))
     (entry,) = report.differences
     assert entry.shape == (3, 8)
@@ -364,7 +364,7 @@ def test_local_means_given_to_an_optimizer_on_an_uneven_batch():
     assert {e.hint for e in entries(report, "variable").values()} == {FOLLOWS}
 
 
-def test_a_forgotten_sum_is_the_library_s_own_error_and_passes_through():
+def test_forgotten_sum_raises_the_librarys_error():
     strategy = make_strategy(2)
     with strategy.scope():
         w = rx.Variable(1.0, name="w")
@@ -473,7 +473,7 @@ def test_a_right_keras_step_agrees_also_later_in_training(optimizer, num_rows):
 
 
 def classifier(strategy, optimizer):
-    """Adds the same number ``shift`` to all logits: its gradient is 0, but for rounding."""
+    """Adds the same number ``shift`` to all logits: its gradient is 0, except for rounding."""
     with strategy.scope():
         weights = keras.Variable(np.ones((3, 4), np.float32), name="weights")
         shift = keras.Variable(np.zeros(2, np.float32), name="shift")
@@ -490,7 +490,7 @@ def classifier(strategy, optimizer):
 
 
 def test_rounding_in_gradients_that_are_zero_is_no_difference():
-    """Not in the gradient, and not in the step of Adam, which makes full-sized ones of it."""
+    """Neither in the gradient, nor in the step of Adam, which turns it into full-sized steps."""
     strategy = make_strategy(4)
     step, shift = classifier(strategy, keras.optimizers.Adam(0.1, epsilon=1e-12))
     for seed in range(6):
@@ -509,7 +509,7 @@ def test_rounding_in_gradients_that_are_zero_is_no_difference():
         "scaled",
     ],
 )
-def test_with_every_optimizer_the_gradients_tell(optimizer):
+def test_gradients_reveal_the_mistake_with_every_optimizer(optimizer):
     """An update of Adam hardly depends on the scale of the gradients."""
     strategy, step = keras_sgd_step(2, jnp.mean, OPTIMIZERS[optimizer])
     report = check_against_one_device(step, rows(8), strategy)
@@ -539,7 +539,7 @@ def test_batch_normalisation_is_explained():
     assert any("moving_variance" in entry.name for entry in report.differences)
 
 
-def test_a_mistake_beside_batch_normalisation_is_seen():
+def test_mistake_beside_batch_normalisation_is_detected():
     strategy, step = keras_sgd_step(2, jnp.mean, extra=[keras.layers.BatchNormalization()])
     report = check_against_one_device(step, rows(32), strategy)
     blurred = [entry for entry in report.differences if entry.kind == "gradient" and entry.factor is None]
@@ -563,7 +563,7 @@ def test_dropout_is_explained():
         assert "besides" not in entry.hint
 
 
-def test_a_keras_mean_loss_is_the_library_s_own_error_and_passes_through():
+def test_keras_mean_loss_raises_the_librarys_error():
     loss = keras.losses.MeanSquaredError()
     strategy, step = keras_sgd_step(2, lambda per_example: loss(jnp.zeros_like(per_example), per_example))
     with pytest.raises(errors.KerasLossError):
@@ -589,7 +589,7 @@ def test_half_precision_has_its_own_tolerance():
 @pytest.mark.parametrize("kind", ["mirrored", pytest.param("central_storage", marks=pytest.mark.long)])
 @pytest.mark.parametrize("loss_of", [pytest.param("right", marks=pytest.mark.long), "mean"])
 def test_state_is_untouched(kind, loss_of):
-    """Bit by bit, and the next steps are what they would have been."""
+    """State is bit-identical, and so are the next steps."""
     histories = []
     for is_checked in (True, False):
         strategy, step = keras_sgd_step(
@@ -608,7 +608,7 @@ def test_state_is_untouched(kind, loss_of):
     assert histories[0] == histories[1]
 
 
-def test_errors_in_the_function_leave_everything_alone():
+def test_errors_in_the_function_change_nothing():
     strategy = make_strategy(2)
     model = Linear(strategy, rx.nn.compute_average_loss)
     before = model.values
@@ -640,7 +640,7 @@ def test_arrays_that_the_function_closes_over():
     assert check_against_one_device(lambda b: jnp.sum(b[0] * scale + offset), rows(7), strategy).ok
 
 
-def test_gradients_in_a_condition_are_not_looked_at():
+def test_gradients_in_a_condition_are_not_compared():
     strategy = make_strategy(2)
     with strategy.scope():
         w = rx.Variable(np.ones((3, 1), np.float32), name="w")
@@ -711,12 +711,12 @@ def test_tolerances_are_arguments():
     ],
 )
 @pytest.mark.quick
-def test_batches_without_rows_are_refused(batch, says):
+def test_batches_without_rows_raise(batch, says):
     with pytest.raises(errors.InvalidArgumentError, match=says):
         check_against_one_device(lambda b: None, batch, make_strategy(2))
 
 
-def test_lists_are_spoken_of_only_where_there_are_numbers():
+def test_lists_are_mentioned_only_for_numbers():
     with pytest.raises(errors.InvalidArgumentError) as caught:
         check_against_one_device(lambda b: None, (np.ones((4, 2)), np.ones(3)), make_strategy(2))
     assert "list" not in str(caught.value)
@@ -753,7 +753,7 @@ def test_batches_of_any_byte_order_are_numbers(dtype):
     ],
     ids=["text", "objects", "masked", "longdouble", "keys"],
 )
-def test_batches_that_datasets_refuse_are_refused(batch):
+def test_batches_that_datasets_reject_raise(batch):
     strategy = make_strategy(2)
     with pytest.raises(errors.UnsupportedElementError) as expected:
         next(iter(strategy.experimental_distribute_dataset([batch])))
@@ -763,7 +763,7 @@ def test_batches_that_datasets_refuse_are_refused(batch):
 
 
 @pytest.mark.quick
-def test_other_arguments_are_refused():
+def test_other_arguments_raise():
     strategy = make_strategy(2)
     (distributed,) = strategy.experimental_distribute_dataset([np.ones((4, 2))])
     with pytest.raises(errors.InvalidArgumentError, match="before it is distributed"):
@@ -794,7 +794,7 @@ def test_a_replica_function_with_a_misplaced_call_gets_the_error_of_that_call():
         )
 
 
-def test_a_step_that_takes_its_batch_from_an_iterator_is_told_to_take_it_as_an_argument():
+def test_step_that_reads_an_iterator_raises_and_should_take_an_argument():
     strategy = make_strategy(2)
     iterator = iter(strategy.experimental_distribute_dataset([np.ones((4, 2))] * 3))
     with pytest.raises(errors.InvalidArgumentError, match="takes one batch"):
@@ -850,7 +850,7 @@ def test_while_one_thread_checks_another_may_iterate_and_checks_may_end_in_any_o
     assert [report.ok for report in reports] == [True, True]
 
 
-def test_a_step_of_which_nothing_can_be_compared_says_so():
+def test_step_without_comparable_values_raises():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     report = rx.testing.check_against_one_device(lambda x: None, np.ones(4, np.float32), strategy)
     assert report.num_compared == 0

@@ -63,7 +63,7 @@ def test_results(local_cluster):
     assert set(cluster.statistics()["tasks"]) == {"chief 0", "worker 0", "worker 1", "ps 0", "evaluator 0"}
 
 
-def test_what_tasks_are_told(local_cluster):
+def test_environment_of_tasks(local_cluster):
     cluster = local_cluster(2, devices_per_worker=3, environment={"MORE": "1", "HOME": None})
     cluster.own_environment["worker", 1] = {"OWN": "2", "MORE": "3"}
     assert cluster.environment_of("worker", 1).items() >= {"OWN": "2", "MORE": "3"}.items()
@@ -117,7 +117,7 @@ def test_report_of_arrays():
     )
 
 
-def test_report_outside_of_a_cluster():
+def test_report_outside_a_cluster():
     message(errors.ContextError, lambda: report(a=1), "no LocalCluster has started", "REPLICAX_REPORT_FILE")
 
 
@@ -142,7 +142,7 @@ def test_kill_stop_and_resume(local_cluster):
 
 
 def has_no_more_output(task):
-    """For a while; one that counts has 40 lines."""
+    """The test runs for a while; one that counts has 40 lines."""
     before = len(task.output)
     time.sleep(0.2)
     return len(task.output) == before
@@ -192,7 +192,7 @@ def test_restart(local_cluster):
     task.wait_for_output("2 {")
 
 
-def test_waiting_is_bounded_and_names_who_still_runs(local_cluster):
+def test_waiting_is_bounded_and_names_running_tasks(local_cluster):
     cluster = local_cluster(2, timeout_s=0.5)
     cluster.start(script("print('I am', task)\nif task == 'worker 1': time.sleep(60)\n"))
     cluster.tasks["worker", 1].wait_for_output("I am", LIMIT_S)
@@ -236,7 +236,7 @@ def test_closing_leaves_nothing():
     assert all(task.ending.signal == signal.SIGKILL for task in cluster.tasks.values())
 
 
-def test_what_cannot_be(local_cluster, tmp_path):
+def test_unsupported_values(local_cluster, tmp_path):
     cluster = local_cluster(2)
     refused = errors.InvalidArgumentError
     message(
@@ -284,7 +284,7 @@ def test_afterwards():
 
 
 @pytest.mark.rest
-def test_the_fixture_shows_output_and_finds_processes_that_are_left(tmp_path):
+def test_fixture_shows_output_and_finds_leftover_processes(tmp_path):
     (tmp_path / "test_project.py").write_text(PROJECT)
     run = subprocess.run(
         [
@@ -320,7 +320,7 @@ def test_the_fixture_shows_output_and_finds_processes_that_are_left(tmp_path):
     assert "processes of the cluster are left" in run.stdout
 
 
-def test_reports_that_are_being_written_are_left_out(tmp_path):
+def test_unfinished_reports_are_skipped(tmp_path):
     from replicax._src.testing.reports import read_reports
 
     path = tmp_path / "reports"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(250)
 
 
 def ask(cluster, job, index, what="status", token=None, timeout_s=60.0):
-    """What a task answers to this process, the coordinator."""
+    """The answers of a task to this process, the coordinator."""
     credentials = Credentials.of_environment(os.environ) if token is None else Credentials(token=token)
     header = {"incarnation": "a", "ps": cluster.cluster["ps"]}
     with TaskClient(cluster.cluster[job][index], credentials, f"{job} {index}") as client:
@@ -37,7 +37,7 @@ def make(cluster, value):
 
 
 def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):
-    """And what it does to its tasks."""
+    """Also its effect on its tasks."""
     arguments = ["--snapshot-dir", tmp_path, "--snapshot-interval", "0.05"]
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setenv("REPLICAX_TOKEN", "of somebody else")

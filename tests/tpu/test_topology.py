@@ -1,4 +1,4 @@
-"""Where cores are, and which of them are a replica: as TensorFlow says, whose answers are recorded here."""
+"""The coordinates of cores, and the cores of a replica, compared with TensorFlow's recorded answers."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from replicax.cluster_resolver import TPUClusterResolver
 from replicax.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from replicax.tpu.experimental import DeviceAssignment, DeviceOrderMode, Topology
 
-# What TensorFlow 2.21 wrote for the mesh (2, 1, 1, 2).
+# TensorFlow 2.21's result for the mesh (2, 1, 1, 2).
 SERIALIZED = bytes.fromhex("0a0402010102100118042210" + "00000000" + "00000001" + "01000000" + "01000001")
 TWO_CHIPS = [[[0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [1, 0, 0, 1]]]
 
@@ -54,7 +54,7 @@ def test_a_topology_knows_tasks_and_names():
         ({"serialized": SERIALIZED[:-3]}, "is not a topology"),
     ],
 )
-def test_no_topology(arguments, says):
+def test_invalid_topologies(arguments, says):
     message(InvalidArgumentError, lambda: Topology(**arguments), says)
 
 
@@ -117,7 +117,7 @@ def test_missing_devices_are_left_out():
         ({"num_replicas": 3, "device_order_mode": DeviceOrderMode.RING}, "AUTO"),
     ],
 )
-def test_no_assignment(arguments, says):
+def test_invalid_assignments(arguments, says):
     message(InvalidArgumentError, lambda: DeviceAssignment.build(full_mesh((2, 2, 1, 2)), **arguments), says)
 
 
@@ -135,7 +135,7 @@ def test_an_assignment_by_hand(cores, says):
 
 
 class Core:
-    """A device as JAX shows those of TPUs."""
+    """A device with the attributes of JAX's TPU devices."""
 
     platform = "tpu"
 
@@ -144,7 +144,7 @@ class Core:
         self.process_index, self.slice_index = process_index, slice_index
 
 
-def test_tpu_devices_say_where_they_are():
+def test_tpu_devices_report_their_coordinates():
     hosts = [[Core(x, y, 0, 0, process_index=x // 2) for x in (h, h + 1) for y in (0, 1)] for h in (0, 2)]
     topology = _topology(hosts, TPUClusterResolver("my-tpu", environ={}))
     assert topology.mesh_shape.tolist() == [4, 2, 1, 1]

@@ -1,4 +1,4 @@
-"""Gradients at ``optimizer.apply``: all are summed over replicas, but those already reduced.
+"""Gradients at ``optimizer.apply``: all are summed over replicas, except those already reduced.
 
 Each case is a loss of one replica and the gradient by which plain SGD (learning rate 1) must change the weight.
 """
@@ -46,7 +46,7 @@ def make_weight(optimizer, value=START):
 
 
 def change_by(gradient_of, optimizer=None):
-    """How far one SGD step with ``gradient_of(weight, x)`` moves the weight."""
+    """The distance that one SGD step with ``gradient_of(weight, x)`` moves the weight."""
     optimizer = optimizer or keras.optimizers.SGD(1.0)
     weight = make_weight(optimizer)
     strategy().run(lambda x: optimizer.apply([gradient_of(weight, x)], [weight]), args=(data(),))
@@ -139,7 +139,7 @@ def test_reduced_gradients_are_applied_as_they_are(reduce, expected, differentia
     ],
     ids=["constant", "zero", "variable", "argument"],
 )
-def test_what_is_no_gradient_at_all_is_summed_too(gradient_of, expected):
+def test_values_that_are_not_gradients_are_summed_too(gradient_of, expected):
     assert change_by(gradient_of) == expected
 
 
@@ -167,7 +167,7 @@ def test_some_reduced_and_some_not_in_one_apply():
     assert [START - float(w.value) for w in weights] == [3.0, 3.0, 4.0]
 
 
-def test_a_source_without_gradient_is_left_alone_by_the_optimizer():
+def test_source_without_gradient_is_not_updated():
     """Weight decay and momentum must not touch a variable whose gradient is None, as in TensorFlow."""
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
     with strategy().scope():
@@ -189,7 +189,7 @@ def test_a_source_without_gradient_is_left_alone_by_the_optimizer():
 
 
 def one_device_changes(make_optimizer, gradients):
-    """The weight after each step on one device that is given the summed gradients."""
+    """The weight after each step on one device with the summed gradients."""
     optimizer = make_optimizer()
     weights = [jnp.asarray([START, 1.0])]
     optimizer.build([keras.Variable(weights[0])])
@@ -202,14 +202,14 @@ def one_device_changes(make_optimizer, gradients):
 
 
 class Halving(keras.optimizers.SGD):
-    """A user's optimizer that changes the gradients on the way: before they are summed, linearly."""
+    """A user's optimizer that changes the gradients linearly, before they are summed."""
 
     def apply(self, grads, trainable_variables=None):
         super().apply([g / 2 for g in grads], trainable_variables)
 
 
 class Clipping(keras.optimizers.SGD):
-    """A user's optimizer that reduces itself, then does what is not linear."""
+    """A user's optimizer that reduces itself, then applies a function that is not linear."""
 
     def apply(self, grads, trainable_variables=None):
         grads = [jnp.clip(rx.get_replica_context().all_reduce("SUM", g), -1, 1) for g in grads]
@@ -233,7 +233,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_see_the_summed_gradients(name):
-    """What is not linear in the gradients (clipping, accumulation, Adam) comes after the sum."""
+    """Functions that are not linear in the gradients (clipping, accumulation, Adam) come after the sum."""
     make_optimizer = OPTIMIZERS[name]
     by_replica = np.random.default_rng(0).normal(size=(4, 2, 2)).astype("float32")  # step, replica, weight
     optimizer = make_optimizer()
@@ -307,7 +307,7 @@ def test_apply_under_a_condition_that_is_the_same_on_all_replicas():
     assert int(optimizer.iterations.value) == 2
 
 
-def test_apply_under_jax_grad_or_vmap_is_refused():
+def test_apply_under_jax_grad_or_vmap_raises():
     optimizer = keras.optimizers.SGD(1.0)
     weight = make_weight(optimizer)
 
@@ -319,7 +319,7 @@ def test_apply_under_jax_grad_or_vmap_is_refused():
     assert float(weight.value) == START
 
 
-def test_outside_of_replica_functions_apply_is_keras_own():
+def test_outside_replica_functions_apply_is_keras_own():
     optimizer = keras.optimizers.SGD(1.0)
     weight = make_weight(optimizer)
     optimizer.apply([jnp.float32(0.5)], [weight])

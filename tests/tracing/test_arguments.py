@@ -34,14 +34,14 @@ class Shaped:
 
 
 class Tensor(Shaped):
-    """As tensors of TensorFlow and torch: also a conversion."""
+    """Like tensors of TensorFlow and torch, also with a conversion."""
 
     def __array__(self, dtype=None, copy=None):
         return self._array
 
 
 class OnlyDlpack(Shaped):
-    """As tensors of a library that knows nothing of NumPy."""
+    """Like tensors of a library without NumPy support."""
 
     def __dlpack__(self, **options):
         return jnp.asarray(self._array).__dlpack__(**options)
@@ -51,21 +51,21 @@ class OnlyDlpack(Shaped):
 
 
 class OutOfReach(OnlyDlpack):
-    """As tensors of a dtype that NumPy lacks, or on a GPU."""
+    """Like tensors of a dtype that NumPy lacks, or on a GPU."""
 
     def __array__(self, dtype=None, copy=None):
         raise TypeError("not on this device.")
 
 
 class Recorded(Tensor):
-    """As torch.nn.Parameter."""
+    """Like torch.nn.Parameter."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
 
 
 def class_like(library, name):
-    """A class that another library might have, with everything that a tensor has."""
+    """A class of another library with everything that a tensor has."""
     return type(name, (Tensor,), {"__module__": f"{library}.of.theirs"})
 
 
@@ -180,18 +180,18 @@ def test_64_bits_of_a_tensor_are_checked(call, kind):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_array_is_refused_with_what_to_write(call, name):
+def test_non_arrays_raise_and_say_what_to_write(call, name):
     kind, says = REFUSED[name]
     message(InvalidArgumentError, lambda: call(lambda x: 1.0, kind(np.ones(2))), "args[0]", says)
 
 
-def test_a_tensor_whose_gradient_is_recorded_is_refused(call):
+def test_tensor_whose_gradient_is_recorded_raises(call):
     message(
         InvalidArgumentError, lambda: call(lambda x: 1.0, Recorded(np.ones(2))), "requires grad", "detach()"
     )
 
 
-def test_the_real_h5py_dataset_is_refused(tmp_path):
+def test_real_h5py_dataset_raises(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         rows = file.create_dataset("rows", data=np.ones(3))
         message(
@@ -214,14 +214,14 @@ def adding_the_first_of(array):
     return lambda x: x + array[0]
 
 
-def test_an_array_of_which_a_function_uses_the_shape_alone_may_hold_any_number(call):
+def test_array_used_only_for_its_shape_may_hold_any_number(call):
     ids = np.array([1, 2**40])
     assert float(call(lambda x: x + len(ids) + jnp.sum(jnp.ones_like(ids)), jnp.float32(1))) == 5
 
 
 @with_closures_as_inputs
 @pytest.mark.parametrize("wrong", [2**40, 1e300], ids=["int", "float"])
-def test_a_closure_that_changes_is_checked_though_the_program_is_there(call, wrong):
+def test_changed_closure_is_checked_even_if_the_program_exists(call, wrong):
     call(adding_the_first_of(np.array([1, 2])), jnp.float32(1))
     for _ in range(2):
         array = np.array([type(wrong)(1), wrong])
@@ -244,7 +244,7 @@ def test_steps_check_a_closure_that_they_use():
 
 
 @with_closures_as_inputs
-def test_an_array_that_a_function_closes_over_is_looked_at_once(call, monkeypatch):
+def test_closed_over_array_is_checked_once(call, monkeypatch):
     looked = []
     monkeypatch.setattr(narrowing, "_narrowed", lambda array, *rest: looked.append(array))
     steps = [adding_the_first_of(np.array([i, 2])) for i in (1, 3)]
@@ -253,7 +253,7 @@ def test_an_array_that_a_function_closes_over_is_looked_at_once(call, monkeypatc
     assert len(looked) == len(steps)
 
 
-def test_what_is_no_tensor_stays_a_constant():
+def test_other_objects_stay_constants():
     class Settings:
         dtype = "text"
 

@@ -110,7 +110,7 @@ def test_the_line_and_the_replica_are_named(strategy, step, wrap):
 
 
 def test_a_backward_pass_of_the_users_own_is_named_by_the_call(strategy):
-    """JAX knows of it no other line."""
+    """JAX knows no other line for it."""
     at = line_of(in_backward_pass, "halved(x)") + " in <lambda> in the backward pass"
     message(
         NotFiniteError, lambda: strategy.run(in_backward_pass, (jnp.zeros(2),), options=CHECKED), "log", at
@@ -146,14 +146,14 @@ def avoided(x):
 
 
 @pytest.mark.parametrize("step", [masked, avoided])
-def test_what_does_not_reach_a_result_is_no_error(strategy, step):
+def test_values_that_reach_no_result_are_no_error(strategy, step):
     given = rows(strategy, [1.0, 2.0], [0.0, 3.0])
     checked, plain = (strategy.run(step, (given,), options=options) for options in (CHECKED, None))
     for a, b in zip(checked.values, plain.values, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_batch_that_is_not_finite_is_named_itself(strategy):
+def test_batch_that_is_not_finite_is_named(strategy):
     message(
         NotFiniteError,
         lambda: strategy.run(plain, ({"x": 1, "y": rows(strategy, 2.0, np.nan)}["y"],), options=CHECKED),
@@ -209,13 +209,13 @@ def test_a_keras_model_that_diverges(strategy):
     assert all(np.isfinite(np.asarray(weight.value)).all() for weight in model.weights)
 
 
-def test_where_it_cannot_be_used_is_said(strategy):
+def test_unsupported_uses_raise(strategy):
     message(InvalidArgumentError, lambda: rx.RunOptions(eager=True, check_finite=True), "eager")
     sharded = rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_state="optimizer")
     message(UnsupportedError, lambda: sharded.run(plain, (jnp.ones(2),), options=CHECKED), "shard_state")
 
 
-def test_the_value_that_came_first_is_told_first(strategy):
+def test_first_value_is_reported_first(strategy):
     def step(x):
         return jnp.sum(
             jnp.log(x)
@@ -229,7 +229,7 @@ def test_the_value_that_came_first_is_told_first(strategy):
     assert text.index(log) < text.index(product)
 
 
-def test_the_replica_where_the_first_value_came_is_named(strategy):
+def test_replica_of_the_first_value_is_named(strategy):
     def step(x):
         return jnp.log(x) + jnp.sqrt(1.0 - 2.0 * x)
 
@@ -253,7 +253,7 @@ def conditional_of_jax(call, x):
 
 
 @pytest.mark.parametrize("around", [looping, conditional, conditional_of_jax])
-def test_a_loop_or_condition_around_run_is_refused_by_name(strategy, around):
+def test_loop_or_condition_around_run_raises_and_is_named(strategy, around):
     def call(x):
         return strategy.reduce("SUM", strategy.run(lambda x: x * 2, (x,), options=CHECKED), axis=None)
 
@@ -261,7 +261,7 @@ def test_a_loop_or_condition_around_run_is_refused_by_name(strategy, around):
     message(UnsupportedError, lambda: train(jnp.float32(1.0)), "check_finite", "loop or condition")
 
 
-def test_donated_arguments_are_still_there_after_the_error(strategy):
+def test_donated_arguments_survive_the_error(strategy):
     state = strategy.replicate(np.zeros(2, np.float32))
     options = rx.RunOptions(check_finite=True, donate_args=(0,))
     message(NotFiniteError, lambda: strategy.run(plain, (state,), options=options), "nan")

@@ -1,4 +1,5 @@
-"""Where divided variables are gathered: what is computed stays, and each gather waits for what it is computed with."""
+"""The places where sharded variables are gathered: results are equal, and each gather waits for the inputs of its
+computation."""
 
 import jax
 import jax.extend.core as jex
@@ -71,7 +72,7 @@ def conditional(weight, x):
 
 
 def counted(jaxpr, is_in_loop=False):
-    """(outside of loops, in them): how many gathers stand in a program, and that each follows a barrier."""
+    """(outside loops, in loops): the number of gathers in a program; checks that each follows a barrier."""
     outside = inside = 0
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
@@ -130,8 +131,8 @@ def test_each_equation_gathers_what_it_needs(monkeypatch, function, is_one, expe
     )
 
 
-def test_gradients_of_stacked_variables_are_cut_in_the_loop(monkeypatch):
-    """Asked for whole, then in pieces, behind the loop: no device ever has the stack."""
+def test_gradients_of_stacked_variables_are_sharded_in_the_loop(monkeypatch):
+    """After the loop it is requested replicated, then in shards: no device ever has the stack."""
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))
     whole, pieces = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (None, "shard")))

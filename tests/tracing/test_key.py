@@ -1,4 +1,4 @@
-"""The cache of programs: what counts as the same function, what is traced again, what is freed."""
+"""The cache of programs: which functions count as the same, what is traced again, what is freed."""
 
 import functools
 import gc
@@ -21,7 +21,7 @@ def strategy():
 
 
 class Traces:
-    """Counts how often the function that calls it is traced."""
+    """Counts how often the calling function is traced."""
 
     def __init__(self):
         self.count = 0
@@ -44,7 +44,7 @@ def step(x):
 
 
 def test_defining_a_function_again_after_a_global_has_changed(strategy):
-    """A notebook: the step is defined again, equal to the last letter, after ``model = build()``."""
+    """A notebook: the step is defined again with equal text, after ``model = build()``."""
     notebook = types.ModuleType("notebook")
     notebook.traces = Traces()
     results = []
@@ -56,7 +56,7 @@ def test_defining_a_function_again_after_a_global_has_changed(strategy):
     assert notebook.traces.count == 3
 
 
-def test_a_changed_global_object_is_noticed_without_defining_anew(strategy):
+def test_changed_global_object_is_noticed_without_a_new_definition(strategy):
     notebook = types.ModuleType("notebook")
     notebook.traces = Traces()
     exec(NOTEBOOK_CELL, notebook.__dict__)
@@ -126,8 +126,8 @@ def test_changed_closures_are_noticed(strategy):
         assert float(first(strategy.run(make(name, number, items), args=(x,)))) == 3 * number + len(name) + 1
 
 
-def test_python_state_that_a_function_changes_is_traced_anew_and_reported(strategy, caplog):
-    """Slow, but never stale: each value of the counter is another constant of the program."""
+def test_changed_python_state_is_retraced_and_reported(strategy, caplog):
+    """Slow, but never stale: each value of the counter is a different constant of the program."""
     count = 0
 
     def step(x):
@@ -165,7 +165,7 @@ def test_bound_methods_and_callables_belong_to_their_object(strategy, method):
     assert [t.traces.count for t in trainers] == [1, 1]
 
 
-def test_partials_are_compared_by_what_they_hold(strategy):
+def test_partials_are_compared_by_their_contents(strategy):
     traces = Traces()
 
     def step(x, factor, offset=0):
@@ -213,7 +213,7 @@ def test_mutually_recursive_functions_have_a_key(strategy):
 # --- arguments ----------------------------------------------------------------------------------------
 
 
-def test_numbers_are_told_apart_by_type(strategy):
+def test_numbers_are_distinguished_by_type(strategy):
     """``1 == 1.0 == True``, but their programs have other dtypes."""
     x = jnp.asarray([1, 2], jnp.bfloat16)
     results = [
@@ -244,7 +244,7 @@ def test_enums_and_strings_select_programs(strategy):
 
 
 def test_a_changing_float_is_traced_at_most_twice(strategy):
-    """A learning rate: a constant at first, an input from its second value on."""
+    """A learning rate is a constant at first, and an input from its second value on."""
     traces = Traces()
 
     def step(x, rate):
@@ -439,7 +439,7 @@ def test_programs_of_a_method_are_freed_with_its_object(strategy):
     assert strategy.runner.num_programs == 0
 
 
-def test_a_new_object_at_the_address_of_a_dead_one_is_not_taken_for_it(strategy):
+def test_new_object_at_the_address_of_a_dead_one_is_distinguished(strategy):
     x = jnp.float32(1.0)
     for factor in range(20):
         trainer = Trainer(float(factor))
@@ -447,7 +447,7 @@ def test_a_new_object_at_the_address_of_a_dead_one_is_not_taken_for_it(strategy)
         del trainer
 
 
-def test_static_arguments_are_compared_by_identity_and_let_go(strategy):
+def test_static_arguments_are_compared_by_identity_and_released(strategy):
     traces = Traces()
 
     def step(x, config):
@@ -479,7 +479,7 @@ def test_a_retrace_in_a_hot_loop_is_reported_once_with_the_reason(strategy, capl
     assert "float32[4] became float32[5]" in message
 
 
-def test_a_model_made_anew_in_each_step_is_reported_by_name(strategy, caplog):
+def test_model_recreated_in_each_step_is_reported_by_name(strategy, caplog):
     with caplog.at_level(logging.WARNING, logger="replicax"):
         for _ in range(7):
             helper = Trainer(1.0)

@@ -1,4 +1,5 @@
-"""Programs that take rows in place of tables: their values and gradients are those of the whole tables; or why not."""
+"""Programs that take rows in place of tables: values and gradients equal those with full tables, or the reason why
+not."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ IDS_1 = jnp.asarray(rng().integers(0, V, 7), jnp.int32)
 
 
 def marked(fn, avals):
-    """``fn`` as it is traced for a program, its marks unresolved."""
+    """``fn`` traced for a program, with unresolved marks."""
     capture = Capture(lambda variable: None, 1)
     tree = None
 
@@ -57,7 +58,7 @@ def evaluate(jaxpr, args):
 
 
 def trained(loss, num_tables=1):
-    """A step: the loss and its gradients by the tables, which come first, as a tape gives them."""
+    """A step: the loss and its gradients with respect to the tables, which come first, as a tape gives them."""
 
     def step(*args):
         args = [read_p.bind(a, number=i) if i < num_tables else a for i, a in enumerate(args)]
@@ -71,7 +72,8 @@ def trained(loss, num_tables=1):
 
 
 def looked_up(lookup, found, consts, args):
-    """What a worker gives a program for a lookup: the unique rows, padded with what must not matter, and positions."""
+    """The operands that a worker passes for a lookup: the unique rows, padded with values that must not matter, and
+    positions."""
     values = {"constant": found.consts, "input": [*consts, *args]}
     (ids,) = jax_compat.eval_jaxpr(lookup.jaxpr, [values[each.kind][each.index] for each in lookup.inputs])
     table = np.asarray([*consts, *args][lookup.table])
@@ -87,7 +89,7 @@ def looked_up(lookup, found, consts, args):
 
 
 def run_by_rows(fn, tables, args):
-    """What the rewritten program gives, gradients of tables scattered; and what was found."""
+    """The results of the rewritten program, with scattered gradients of tables; and the lookups found."""
     jaxpr, consts = marked(fn, [jax_compat.abstractify(a) for a in args])
     found = find_lookups(jaxpr, [len(consts) + table for table in tables])
     pulled = [looked_up(lookup, found, consts, args) for lookup in found.lookups]
@@ -108,7 +110,7 @@ def run_by_rows(fn, tables, args):
 
 
 def check(fn, *args, tables=(0,), num_ids=None, gradients=None):
-    """The results by rows are those of the whole tables, none of which is an operand of the program."""
+    """The results by rows equal those of the full tables, none of which is an operand of the program."""
     jaxpr, consts = marked(fn, [jax_compat.abstractify(a) for a in args])
     expected = evaluate(jaxpr, [*consts, *args])
     got, found = run_by_rows(fn, tables, args)
@@ -124,7 +126,7 @@ def check(fn, *args, tables=(0,), num_ids=None, gradients=None):
 
 
 def refused(fn, *args, tables=(0,)):
-    """Why the table is needed whole; the program is what it was."""
+    """The reason why the full table is needed; the program is unchanged."""
     jaxpr, consts = marked(fn, [jax_compat.abstractify(a) for a in args])
     expected = evaluate(jaxpr, [*consts, *args])
     got, found = run_by_rows(fn, tables, args)
@@ -312,7 +314,7 @@ def in_scan_in_scan(table, ids):
 
 
 def in_counting_scan(table, ids):
-    """The ids are of what the loop carries."""
+    """The ids depend on the loop's carry."""
 
     def step(number, row):
         return (number * 5 + row[0]) % V, jnp.sum(table[number] ** 3)
@@ -338,14 +340,14 @@ def in_switch(table, ids):
 
 
 def of_each_row(table, ids):
-    """By vmap; no condition in it, for which JAX copies the table."""
+    """By vmap, without a condition in it, for which JAX would copy the table."""
     return jnp.sum(
         jax.vmap(lambda row: jax.vmap(lambda i: jnp.where(i > 4, table[i], 2 * table[i - 1]))(row))(ids) ** 2
     )
 
 
 def of_each_scale(table, ids):
-    """By vmap over what is not of the table."""
+    """By vmap over values that do not depend on the table."""
     return jnp.sum(jax.vmap(lambda scale: table[ids] * scale)(jnp.arange(3.0)))
 
 
@@ -370,12 +372,12 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.rest
-def test_wherever_lookups_stand_there_is_one(place):
+def test_lookups_anywhere_are_merged_into_one(place):
     loss, num_ids = PLACES[place]
     check(trained(loss), TABLE, IDS, num_ids=[num_ids], gradients=1)
 
 
-def test_a_branch_that_is_not_taken_wants_no_rows():
+def test_untaken_branch_needs_no_rows():
     def loss(table, ids):
         return jax.lax.cond(ids[0] < 0, lambda t: jnp.sum(t[ids]), lambda t: jnp.sum(t[ids + 1]), table)
 
@@ -413,7 +415,7 @@ def test_several_places_have_one_lookup(places, seed):
 
 
 def by_jax(loss, num_tables=1):
-    """A step whose gradients the user takes by JAX."""
+    """A step whose gradients the user computes with JAX."""
 
     def step(*args):
         return jax.value_and_grad(loss, tuple(range(num_tables)))(*args)
@@ -427,7 +429,7 @@ def jitted_twice(table, ids):
 
 
 @pytest.mark.parametrize("gather", QUICK_GATHERS)
-def test_what_jax_grad_gives_is_by_rows(gather):
+def test_gradients_of_jax_grad_are_by_rows(gather):
     weights = jnp.asarray(rng().normal(size=(len(ODD), D)), jnp.float32)
     check(by_jax(weighted(GATHERS[gather])), TABLE, ODD, weights, gradients=1)
 
@@ -470,7 +472,7 @@ INTO = {
 
 
 @pytest.mark.parametrize("into", INTO)
-def test_what_is_added_at_the_indices_of_a_lookup(into):
+def test_additions_at_the_indices_of_a_lookup(into):
     base, shape, window, gradients = INTO[into]
     gathered = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
     added = jax.lax.ScatterDimensionNumbers(window, (0,), (0,))
@@ -505,7 +507,7 @@ def test_the_table_itself_is_not_differentiated():
 
 
 def with_gradient(after):
-    """A step that gives what ``after`` makes of the gradient."""
+    """A step that returns the result of ``after`` for the gradient."""
 
     def step(table, ids):
         _, (gradient,) = trained(lambda t: jnp.sum(jnp.sin(t[ids]) * 3))(table)
@@ -536,13 +538,13 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("after", KEPT)
-def test_what_keeps_gradients_by_rows(after):
+def test_operations_that_keep_gradients_by_rows(after):
     function, gradients = KEPT[after]
     check(with_gradient(function), TABLE, IDS, gradients=gradients)
 
 
 @pytest.mark.parametrize("after", NEEDED)
-def test_what_needs_the_gradient_of_all_rows(after):
+def test_operations_that_need_the_gradient_of_all_rows(after):
     primitive, function = NEEDED[after]
     why = refused(with_gradient(lambda g: jnp.nan_to_num(function(g), posinf=0, neginf=0)), TABLE, IDS)
     assert why.primitive == primitive
@@ -611,7 +613,7 @@ WHOLE = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_the_whole_table_is_named(name):
+def test_operation_that_needs_the_full_table_is_named(name):
     primitive, loss = WHOLE[name]
     why = refused(trained(loss), TABLE, IDS)
     assert why.primitive == primitive
@@ -623,7 +625,7 @@ def test_a_table_that_is_returned():
     assert "result" in str(refused(lambda t, i: (t, t[i]), TABLE, IDS))
 
 
-def test_one_table_of_two_is_needed_whole():
+def test_one_of_two_tables_is_needed_in_full():
     def loss(table, other, ids):
         return jnp.sum(table[ids] ** 2) + jnp.sum(other[ids] @ other.T)
 

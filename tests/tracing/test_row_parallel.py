@@ -1,4 +1,5 @@
-"""Which optimizers may update some rows of a table only, which then give what the whole update gives, and the program."""
+"""Which optimizers may update only some rows of a table; their result equals the full update, and the program is
+checked."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ ROWS, WIDTH = 5, 3
 
 
 def of_keras(optimizer, rows=ROWS):
-    """The update of a table, and the state: what ``stateless_apply`` takes and gives."""
+    """The update of a table, and the state: arguments and results of ``stateless_apply``."""
     table = keras.Variable(jnp.zeros((rows, WIDTH)), name="table")
     optimizer.build([table])
     values = [jnp.asarray(v.value) for v in optimizer.variables]
@@ -125,7 +126,7 @@ def test_updates_row_by_row(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_rows_is_named(name):
+def test_operation_that_mixes_rows_is_named(name):
     make, primitives = REFUSED[name]
     update, _ = of(make)
     mixing = find_mixing(update)
@@ -146,7 +147,7 @@ programs = {}
 
 
 def dense_and_by_rows(name):
-    """The update of all rows of a shard; the program of some of them, compiled; a state."""
+    """The update of all rows of a shard; the compiled program of some rows; a state."""
     if name not in programs:
         dense, _ = of((EQUAL | LAZY)[name], SHARD)
         some, _ = of((EQUAL | LAZY)[name])
@@ -173,7 +174,7 @@ IDS = st.tuples(st.permutations(range(SHARD)), st.integers(0, ROWS), st.lists(PA
 @pytest.mark.parametrize("name", MOVING)
 @settings(max_examples=5)
 @given(drawn=IDS, seed=st.integers(0, 99))
-def test_some_rows_are_updated_as_all_would_be(name, drawn, seed):
+def test_updating_some_rows_equals_updating_all(name, drawn, seed):
     order, count, padding = drawn
     ids = np.asarray([*order[:count], *padding][:ROWS], np.int32)
     there = ids[:count]
@@ -203,7 +204,7 @@ def test_some_rows_are_updated_as_all_would_be(name, drawn, seed):
 
 
 def mixing_of(apply, *shared):
-    """What a home-made update of a table, given shared values too, mixes."""
+    """The operation that mixes rows in a custom update of a table with shared values."""
     table = jnp.ones((ROWS, WIDTH))
     closed = jax.make_jaxpr(apply)(table, table, *shared)
     num_results = len(closed.jaxpr.outvars)
@@ -262,7 +263,7 @@ def test_operations_that_mix_rows(name):
     assert mixing.primitive == primitive
 
 
-def test_what_all_rows_share_may_not_depend_on_them():
+def test_shared_values_may_not_depend_on_rows():
     found = mixing_of(lambda t, g, scale: (t - scale * g, g[0]), jnp.ones(WIDTH))
     assert found is not None
     assert found.primitive == "slice"

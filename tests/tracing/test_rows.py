@@ -1,4 +1,5 @@
-"""A program over a whole batch, split by rows: it gives what the whole one gives, or is refused with the line that is why."""
+"""A program over a global batch, split by rows: it equals the unsplit program, or is rejected with the line of the
+cause."""
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +162,8 @@ CASES = {
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_it_gives_what_the_whole_program_gives(name, sizes):
-    """Also where replicas have different numbers of rows, or none: what they hold besides is never seen."""
+def test_split_program_equals_the_unsplit_one(name, sizes):
+    """This also holds if replicas have different numbers of rows, or none: their padding is never read."""
     check(*CASES[name][:3], sizes, rounds=CASES[name][3])
 
 
@@ -204,7 +205,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_rows_is_refused(name):
+def test_operations_that_mix_rows_are_rejected(name):
     with pytest.raises(NotByRowsError) as caught:
         plan_of(REFUSED[name], W, X, (4, 3, 2))
     if name != "rows given back":
@@ -238,7 +239,7 @@ STEPS = [
     st.sampled_from([EVEN, UNEVEN]),
     st.booleans(),
 )
-def test_random_programs_are_equal_or_refused(steps, sizes, is_differentiated):
+def test_random_programs_are_equal_or_rejected(steps, sizes, is_differentiated):
     def program(w, x):
         values = [x, x @ w[:, :4], jnp.ones((9, 4)) * w[0, 0]]
         for step, one, other in steps:

@@ -1,4 +1,4 @@
-"""Side effects of traced functions: those that surprise are reported, once, with the user's line; no others."""
+"""Side effects of traced functions: those that surprise are reported once, with the user's line; others are not."""
 
 import logging
 import random
@@ -174,7 +174,7 @@ def import_more(name):
 
 
 def harmless(strategy):
-    """What could be taken for a mistake, and is none."""
+    """Code that resembles a mistake, but is none."""
     shapes, seen, limits = [], {"names": set()}, {"largest": 0}
     generator, lazy = np.random.default_rng(0), types.ModuleType("lazy")
     lazy.__getattr__ = import_more
@@ -254,13 +254,13 @@ def test_a_scope_that_is_not_entered_is_reported_with_its_line(strategy, told):
     assert len(told()) == 1
 
 
-def test_a_strategy_itself_is_no_context(strategy):
+def test_strategy_itself_is_not_a_context(strategy):
     with pytest.raises(rx.errors.ContextError, match=r"strategy\.scope\(\)"), strategy:
         pass
 
 
 @pytest.mark.parametrize("combine", ["reduce", "gather"])
-def test_a_result_of_none_is_refused_with_its_line(strategy, combine):
+def test_result_of_none_raises_with_its_line(strategy, combine):
     result = strategy.run(lambda: None)
     with pytest.raises(rx.errors.ReductionError, match=r"test_side_effects\.py:.* returns nothing"):
         strategy.reduce("SUM", result, axis=None) if combine == "reduce" else strategy.gather(result, 0)

@@ -174,7 +174,7 @@ def _line_of(fn, text):
 # --- sources and targets ------------------------------------------------------------------------------
 
 
-def test_several_targets_add_up_and_nests_of_sources_keep_their_structure():
+def test_several_targets_add_up_and_pytrees_of_sources_keep_their_structure():
     v, w = rx.Variable(2.0), rx.Variable([1.0, 3.0])
 
     def step():
@@ -199,7 +199,7 @@ def test_the_same_source_twice():
     assert [float(g) for g in run(step, 5.0 * jnp.ones(()))] == [30.0, 9.0, 30.0, 9.0]
 
 
-def test_an_intermediate_source_is_a_leaf_and_a_step_on_the_way():
+def test_intermediate_source_is_a_leaf_and_an_inner_node():
     def step(x):
         with rx.GradientTape() as tape:
             tape.watch(x)
@@ -265,7 +265,7 @@ def test_output_gradients_that_depend_on_the_target():
     np.testing.assert_allclose(run(step, X), 2 * X * 2 * X**2, rtol=1e-6)
 
 
-def test_output_gradients_of_another_structure_are_refused():
+def test_output_gradients_of_another_structure_raise():
     def step(x):
         with rx.GradientTape() as tape:
             tape.watch(x)
@@ -367,8 +367,8 @@ def doubled_in_a_loop(x):
 
 @pytest.mark.parametrize("fn", [maximum_over_replicas, doubled_in_python, doubled_in_a_loop])
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_what_has_no_derivative_may_stand_beside_a_stop_gradient(fn, where):
-    """On the way from source to target by dataflow, but no derivative flows through it."""
+def test_operation_without_derivative_is_allowed_beside_a_stop_gradient(fn, where):
+    """It lies between source and target by dataflow, but no derivative flows through it."""
 
     def loss(x):
         constant = jax.lax.stop_gradient(fn(x)) if where == "after" else fn(jax.lax.stop_gradient(x))
@@ -459,7 +459,7 @@ def test_only_watched_arrays_and_trainable_variables_are_sources():
     assert watched == [True]
 
 
-def test_a_persistent_tape_may_be_asked_again():
+def test_persistent_tape_can_be_used_again():
     def step(x):
         with rx.GradientTape(persistent=True) as tape:
             tape.watch(x)
@@ -503,7 +503,7 @@ def test_a_tape_is_no_longer_open_after_an_exception():
 
 
 def test_reads_before_and_after_an_assignment_are_leaves():
-    """As in TensorFlow: no gradient flows through the assignment; those of all reads add up."""
+    """As in TensorFlow, no gradient flows through the assignment, and those of all reads add up."""
     v = rx.Variable(3.0)
 
     def step():
@@ -636,7 +636,7 @@ def test_tape_and_optimizer_step_inside_a_nested_jit():
     np.testing.assert_allclose(float(w), 2.0 - 0.1 * (1 + 4), rtol=1e-6)
 
 
-def test_gradient_in_another_trace_than_the_tapes_is_refused():
+def test_gradient_in_another_trace_than_the_tapes_raises():
     def step(x):
         with rx.GradientTape() as tape:
             tape.watch(x)
@@ -653,7 +653,7 @@ def test_gradient_in_another_trace_than_the_tapes_is_refused():
     [(jax.vmap, "jax.vmap"), (lambda fn: jax.grad(lambda x: jnp.sum(fn(x))), "jax.grad")],
     ids=["vmap", "grad"],
 )
-def test_a_tape_under_a_transformation_of_jax_is_refused(wrap, words):
+def test_tape_under_a_transformation_of_jax_raises(wrap, words):
     def derivative(x):
         with rx.GradientTape() as tape:
             tape.watch(x)
@@ -664,18 +664,18 @@ def test_a_tape_under_a_transformation_of_jax_is_refused(wrap, words):
         run(wrap(derivative), X)
 
 
-def test_a_tape_where_nothing_is_traced_is_refused():
+def test_tape_outside_a_trace_raises():
     with pytest.raises(TapeError, match="nothing is traced"):
         with rx.GradientTape():
             pass
 
 
-def test_a_tape_in_a_scope_but_outside_run_is_refused():
+def test_tape_in_a_scope_but_outside_run_raises():
     with one_replica().scope(), pytest.raises(TapeError, match="nothing is traced"):
         rx.GradientTape().__enter__()
 
 
-def test_gradient_before_the_tape_was_opened_is_refused():
+def test_gradient_before_the_tape_was_opened_raises():
     with pytest.raises(TapeError, match="before the tape was opened"):
         rx.GradientTape().gradient(X, X)
 
@@ -697,7 +697,7 @@ def test_a_tape_in_a_function_outside_run():
 
 
 @pytest.mark.parametrize("make", [lambda: 3.0, lambda: jnp.asarray(3.0)], ids=["python", "weakly_typed"])
-def test_watching_a_number_is_refused(make):
+def test_watching_a_number_raises(make):
     """Each use of such a number is another constant of the program."""
 
     def step():
@@ -736,8 +736,8 @@ REMEMBERED = pytest.mark.parametrize("fn", [jitted, checkpointed, scanned], ids=
 
 
 @REMEMBERED
-def test_a_variable_first_read_in_a_remembered_function(fn):
-    """In two programs: what JAX remembers of the first one's trace must not reach the second."""
+def test_variable_first_read_in_a_cached_function(fn):
+    """In two programs: JAX's cached trace of the first must not affect the second."""
     weight().assign(2.0)
     for factor in (1.0, 3.0):
 
@@ -751,7 +751,7 @@ def test_a_variable_first_read_in_a_remembered_function(fn):
 
 
 @REMEMBERED
-def test_each_tape_records_what_a_remembered_function_reads(fn):
+def test_each_tape_records_the_reads_of_a_cached_function(fn):
     weight().assign(2.0)
 
     def step(x):
@@ -766,7 +766,7 @@ def test_each_tape_records_what_a_remembered_function_reads(fn):
 
 
 @REMEMBERED
-def test_a_remembered_function_reads_what_was_assigned_since(fn):
+def test_cached_function_reads_later_assignments(fn):
     weight().assign(2.0)
 
     def step(x):
@@ -845,7 +845,7 @@ def gan_losses(generator, discriminator, noise, real):
 
 
 def test_two_tapes_over_a_shared_forward_pass():
-    """A GAN's step: both tapes are open during one forward pass, each differentiates its own loss."""
+    """A GAN's step: both tapes are open during one forward pass, and each differentiates its own loss."""
     rng = np.random.default_rng(0)
     noise, real = (jnp.asarray(rng.normal(size=(4, 3)), "float32") for _ in range(2))
     g, d = (rng.normal(size=3).astype("float32") for _ in range(2))
@@ -869,7 +869,7 @@ def test_two_tapes_over_a_shared_forward_pass():
 
 
 def test_a_second_tape_over_updated_weights_of_the_first():
-    """Discriminator first, then the generator against the updated discriminator."""
+    """The discriminator first, then the generator against the updated discriminator."""
     v, w = rx.Variable(2.0), rx.Variable(3.0)
 
     def step():
@@ -946,7 +946,7 @@ def test_the_gradient_of_a_collective_in_a_scan():
     np.testing.assert_allclose([float(g) for g in gradient.values], jax.grad(total)(values), rtol=1e-6)
 
 
-def test_a_variable_assigned_inside_jax_grad_is_refused():
+def test_variable_assigned_inside_jax_grad_raises():
     v = rx.Variable(1.0)
 
     def step(x):

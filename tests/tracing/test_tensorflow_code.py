@@ -1,4 +1,4 @@
-"""Code of TensorFlow that is left in a program: what is raised, with a stand-in for TensorFlow. ``tests/peers`` has the real one."""
+"""TensorFlow code left in a program: the errors, with a stand-in for TensorFlow. ``tests/peers`` has the real one."""
 
 import importlib.machinery
 import inspect
@@ -198,7 +198,7 @@ def test_a_replica_function_run_eagerly(strategy, tf):
     )
 
 
-def test_other_errors_stay_as_they_are(strategy, tf):
+def test_other_errors_are_unchanged(strategy, tf):
     def step(x):
         if x > tf.reduce_mean(np.ones(2)):
             x = x + 1
@@ -220,7 +220,7 @@ def test_a_tf_variable_as_an_argument(strategy, tf):
         message(UnsupportedError, call, "args[0] is a tf.Variable", "Make an rx.Variable of it")
 
 
-def test_a_tf_variable_in_a_closure_is_refused_whatever_is_done_with_it(strategy, tf, told):
+def test_tf_variable_in_a_closure_raises_for_any_use(strategy, tf, told):
     counter = tf.ResourceVariable(1.0)
 
     class Trainer:
@@ -286,7 +286,7 @@ def test_tensors_that_tensorflow_made_are_not_returned(strategy, tf, told):
 
 
 @pytest.mark.parametrize("name", ["run", "reduce", "gather", "function"])
-def test_calls_in_a_tf_function_are_refused(strategy, tf, monkeypatch, name):
+def test_calls_in_a_tf_function_raise(strategy, tf, monkeypatch, name):
     value = strategy.run(lambda: jnp.ones(2))
     monkeypatch.setattr(tf, "inside_function", lambda: True)
 
@@ -305,7 +305,7 @@ def test_calls_in_a_tf_function_are_refused(strategy, tf, monkeypatch, name):
     message(UnsupportedError, tf.function(train_step), text, "Write @rx.function in place of @tf.function")
 
 
-def test_an_error_in_a_tf_function_passes_autograph_as_it_is(strategy, tf, monkeypatch):
+def test_error_in_a_tf_function_passes_autograph_unchanged(strategy, tf, monkeypatch):
     monkeypatch.setattr(tf, "inside_function", lambda: True)
     with pytest.raises(UnsupportedError) as caught:
         strategy.run(lambda: 1.0)
@@ -357,7 +357,7 @@ def test_a_loss_of_fit(strategy, tf):
     )
 
 
-def test_errors_of_the_data_of_fit_stay_as_they_are(strategy, tf):
+def test_errors_of_the_data_of_fit_are_unchanged(strategy, tf):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -370,7 +370,7 @@ def test_errors_of_the_data_of_fit_stay_as_they_are(strategy, tf):
         model.fit(batches(), steps_per_epoch=2, verbose=0, shuffle=False)
 
 
-def test_nothing_is_looked_for_without_tensorflow(strategy, monkeypatch):
+def test_nothing_is_checked_without_tensorflow(strategy, monkeypatch):
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     with pytest.raises(TracedConditionError):
         strategy.run(lambda x: float(x), args=(jnp.ones(()),))

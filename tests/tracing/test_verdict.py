@@ -1,4 +1,4 @@
-"""Verdicts: what is proven the same on all replicas, and what is refused because it is not."""
+"""Replication analysis: which values are proven invariant, and the errors for others."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ def strategy():
 
 
 def data():
-    """Replica r's own: [r + 1, 3]."""
+    """Replica r's own value: [r + 1, 3]."""
     return strategy().experimental_distribute_values_from_function(
         lambda context: np.asarray([context.replica_id_in_sync_group + 1, 3], "float32")
     )
@@ -121,7 +121,7 @@ DIFFERS = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_proven_the_same(name):
+def test_values_proven_invariant(name):
     result = run(SAME[name])
     assert result.is_equal
     first, second = result.values
@@ -129,7 +129,7 @@ def test_proven_the_same(name):
 
 
 @pytest.mark.parametrize("name", DIFFERS)
-def test_not_proven_the_same(name):
+def test_values_not_proven_invariant(name):
     assert not run(DIFFERS[name]).is_equal
 
 
@@ -142,7 +142,7 @@ def test_plain_arguments_are_the_same_and_per_replica_ones_are_not():
     assert not own.is_equal
 
 
-def test_what_a_run_proved_is_known_to_the_next():
+def test_proof_of_a_run_is_known_to_the_next():
     reduced = run(total)
     assert run(lambda x: x * 2, reduced).is_equal
 
@@ -151,7 +151,7 @@ def test_what_a_run_proved_is_known_to_the_next():
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "cond", "while", "scan with a collective", "grad"])
-def test_a_mirrored_variable_takes_what_is_the_same(name):
+def test_mirrored_variable_accepts_invariant_values(name):
     with strategy().scope():
         written = rx.Variable([0.0, 0.0])
     run(lambda x: written.assign(SAME[name](x)))
@@ -160,7 +160,7 @@ def test_a_mirrored_variable_takes_what_is_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["argument", "ppermute", "while", "predicate", "grad", "jit"])
-def test_a_mirrored_variable_that_would_differ_is_refused(name):
+def test_mirrored_variable_that_would_vary_raises(name):
     with strategy().scope():
         written = rx.Variable([5.0, 5.0], name="my_weight")
 
@@ -191,7 +191,7 @@ def test_the_line_is_that_of_the_last_assignment_and_of_the_users_function():
         run(step)
 
 
-def test_a_trainable_keras_variable_that_would_differ_is_refused():
+def test_trainable_keras_variable_that_would_vary_raises():
     with strategy().scope():
         layer = layers.Dense(1)
         layer.build((None, 2))
@@ -205,8 +205,8 @@ def test_a_trainable_keras_variable_that_would_differ_is_refused():
     assert line_of(step, "# the line") in str(caught.value)
 
 
-def test_a_variable_that_differs_by_way_of_another():
-    """The other variable's value differs only in between: it is reduced in the end."""
+def test_variable_that_varies_through_another():
+    """The other variable's value varies only in between: it is reduced in the end."""
     with strategy().scope():
         between = rx.Variable(0.0, name="between")
         last = rx.Variable(0.0, name="last")
@@ -258,7 +258,7 @@ def in_jit_in_cond(x):
 
 
 def after_a_loop_that_differs(x):
-    """The predicate is a number of steps that differs."""
+    """The predicate is a number of steps that varies."""
     steps = jax.lax.while_loop(lambda i: i < x[0], lambda i: i + 1, jnp.float32(0))
     return jax.lax.cond(steps > 1, lambda: total(x), lambda: x)  # the line
 
@@ -275,7 +275,7 @@ def after_a_loop_that_differs(x):
         after_a_loop_that_differs,
     ],
 )
-def test_a_collective_under_a_condition_that_differs_is_refused_with_both_lines(fn):
+def test_collective_under_a_varying_condition_raises_with_both_lines(fn):
     with pytest.raises(DivergentCollectiveError) as caught:
         run(fn)
     # Once for the collective or the helper that holds it, once for the condition.
@@ -283,7 +283,7 @@ def test_a_collective_under_a_condition_that_differs_is_refused_with_both_lines(
     assert HERE in str(caught.value).split("stands under")[0]
 
 
-def test_an_optimizer_under_a_condition_that_differs_is_refused():
+def test_optimizer_under_a_varying_condition_raises():
     with strategy().scope():
         weight = keras.Variable(1.0)
         optimizer = keras.optimizers.SGD(1.0)
@@ -297,12 +297,12 @@ def test_an_optimizer_under_a_condition_that_differs_is_refused():
     assert float(weight.value) == 1.0
 
 
-def test_a_condition_that_differs_without_a_collective_is_allowed():
+def test_varying_condition_without_a_collective_is_allowed():
     result = run(lambda x: jax.lax.cond(x[0] > 1, lambda: x * 10, lambda: x))
     np.testing.assert_array_equal(result.values, [[1, 3], [20, 30]])
 
 
-def test_a_collective_over_another_axis_is_allowed_under_a_condition_that_differs():
+def test_collective_over_another_axis_is_allowed_under_a_varying_condition():
     def rows_total(x):
         return jax.vmap(lambda v: jax.lax.psum(v, "rows"), axis_name="rows")(x)
 
@@ -339,7 +339,7 @@ def attention():
     ids=["gru", "simple_rnn", "attention", "spectral", "noise"],
 )
 @pytest.mark.rest
-def test_training_keras_models_is_no_false_alarm(build):
+def test_training_keras_models_raises_no_false_alarm(build):
     with strategy().scope():
         model, optimizer = build(), keras.optimizers.Adam()
 
@@ -351,7 +351,7 @@ def test_training_keras_models_is_no_false_alarm(build):
         )
         return loss
 
-    # Rows that are alike have no gradient behind a batch normalisation, if dropout takes them for alike.
+    # Equal rows have no gradient through a batch normalisation, if dropout treats them equally.
     x = strategy().experimental_distribute_values_from_function(
         lambda context: (
             np.random.default_rng(context.replica_id_in_sync_group).normal(size=(2, 3, 2)).astype("float32")
@@ -364,8 +364,8 @@ def test_training_keras_models_is_no_false_alarm(build):
         assert np.all(np.isfinite(variable.value))
 
 
-def test_a_solver_whose_body_knows_the_replica_is_not_proven_the_same():
-    """Inside operations of JAX that the analysis does not know, it looks for what differs by itself."""
+def test_solver_whose_body_uses_the_replica_id_is_not_invariant():
+    """Inside operations of JAX that the analysis does not know, it looks for varying values itself."""
 
     def solve(x):
         scale = lambda v: v * (rx.get_replica_context().replica_id_in_sync_group + 1)  # noqa: E731
@@ -376,7 +376,7 @@ def test_a_solver_whose_body_knows_the_replica_is_not_proven_the_same():
     np.testing.assert_array_equal(result.values, [[1, 1], [0.5, 0.5]])
 
 
-def test_a_solver_of_shared_values_is_the_same():
+def test_solver_of_shared_values_is_invariant():
     def solve(x):
         return jax.lax.custom_linear_solve(lambda v: v * 2, variable().value, lambda matvec, b: b / 2)
 

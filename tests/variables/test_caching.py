@@ -1,4 +1,4 @@
-"""``cache_variable_reads``: the first read counts, in one thread and one program, until the context is left."""
+"""``cache_variable_reads``: the first read is used, in one thread and one program, until the context ends."""
 
 import threading
 
@@ -23,13 +23,13 @@ class Remote:
         return self.value
 
 
-def test_without_it_every_read_is_one():
+def test_without_caching_every_read_reads():
     v = Remote(1)
     assert [v.read(), v.read()] == [1, 1]
     assert v.num_reads == 2
 
 
-def test_first_read_counts_until_the_end_also_after_an_assignment():
+def test_first_read_is_used_until_the_end_even_after_an_assignment():
     v, w = Remote(1), Remote(2)
     with cache_variable_reads():
         assert v.read() == 1
@@ -39,7 +39,7 @@ def test_first_read_counts_until_the_end_also_after_an_assignment():
     assert (v.num_reads, w.num_reads) == (2, 1)
 
 
-def test_next_context_begins_anew():
+def test_next_context_reads_again():
     v = Remote(1)
     for value in (1, 2):
         v.value = value
@@ -54,7 +54,7 @@ def test_none_is_a_value():
     assert v.num_reads == 1
 
 
-def test_does_not_nest_and_the_outer_one_goes_on():
+def test_inner_context_has_no_effect():
     v = Remote(1)
     with cache_variable_reads():
         v.read()
@@ -65,7 +65,7 @@ def test_does_not_nest_and_the_outer_one_goes_on():
     assert v.read() == 2
 
 
-def test_is_left_by_an_error():
+def test_error_ends_caching():
     v = Remote(1)
 
     def fail():
@@ -91,7 +91,7 @@ def test_failed_read_is_not_kept():
         assert v.read() == 1
 
 
-def test_programs_have_reads_of_their_own():
+def test_programs_read_for_themselves():
     v, program, other = Remote(1), object(), object()
     with cache_variable_reads():
         assert v.read() == 1

@@ -1,4 +1,5 @@
-"""Layout maps: which entry a path takes, and what is no entry. (What strategies do with them: ``strategies/test_layouts.py``.)"""
+"""Layout maps: the entry that a path selects, and invalid entries. (Their use by strategies:
+``strategies/test_layouts.py``.)"""
 
 import re
 
@@ -67,13 +68,13 @@ def test_without_special_characters_it_is_equality_and_then_containing(entries, 
         ("there", COLUMNS, ["has 'there' already", "('logical', None)"]),
     ],
 )
-def test_what_is_no_entry(pattern, layout, says):
+def test_invalid_entries(pattern, layout, says):
     layout_map = LayoutMap({"there": ROWS})
     message(InvalidArgumentError, lambda: layout_map.update({pattern: layout}), *says)
     assert list(layout_map) == ["there"]
 
 
-def test_what_is_no_map():
+def test_invalid_maps():
     message(
         InvalidArgumentError, lambda: LayoutMap([("kernel", ROWS)]), "or a dict such as", "got [('kernel',"
     )

@@ -1,4 +1,4 @@
-"""Lookups: rows in the order of the ids from every kind of table, and rows combined for each example."""
+"""Lookups: rows in the order of the ids from every kind of table, and combined rows for each example."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def test_in_replica_functions():
 
 
 @pytest.mark.parametrize("ids", [[5], [0, -1], [[0], [9]]])
-def test_ids_that_are_not_there(params, ids):
+def test_missing_ids(params, ids):
     with pytest.raises(
         errors.InvalidArgumentError, match=rf"ids has {np.ravel(ids)[-1]}, which is not in \[0, 5\)"
     ):
@@ -76,13 +76,13 @@ def test_ids_are_integers(params):
         embedding_lookup(params, [0.0])
 
 
-def test_traced_ids_that_are_not_there_give_nan(params):
+def test_traced_missing_ids_give_nan(params):
     rows = jax.jit(lambda ids: embedding_lookup(params, ids))(jnp.array([5, 0, -1]))
     np.testing.assert_array_equal(rows, [[np.nan, np.nan], TABLE[0], TABLE[4]])
 
 
 @pytest.mark.parametrize(("params", "says"), [([], "empty list"), (np.float32(1), "params is a scalar")])
-def test_no_table(params, says):
+def test_values_that_are_not_tables(params, says):
     with pytest.raises(errors.InvalidArgumentError, match=says):
         embedding_lookup(params, [0])
 
@@ -174,7 +174,7 @@ def test_sums_of_half_precision_are_exact():
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-def test_gradients_where_nothing_is_meant_are_zero(combiner):
+def test_gradients_of_empty_groups_are_zero(combiner):
     def loss(table, weights):
         return embedding_lookup_sparse(
             table,

@@ -1,4 +1,4 @@
-"""Into how many shards a variable is cut; ``tests/parity`` compares the counts with TensorFlow's."""
+"""The number of shards of a variable; ``tests/parity`` compares the counts with TensorFlow's."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_axis():
 
 
 @pytest.mark.parametrize("axis", [2, -3])
-def test_axis_that_is_not(axis):
+def test_invalid_axis(axis):
     for partitioner in (FixedShardsPartitioner(2), MinSizePartitioner(), MaxSizePartitioner(4)):
         with pytest.raises(
             ValueError, match=f"Cannot partition variable along axis {axis} when shape is only"
@@ -66,7 +66,7 @@ def test_sizes_of_dtypes(dtype, count):
 
 
 @pytest.mark.parametrize("dtype", ["string", str, np.dtype("U3"), object])
-def test_strings_have_the_size_that_is_said(dtype):
+def test_strings_have_the_declared_size(dtype):
     assert MinSizePartitioner(16, max_shards=100)((8,), dtype) == [8]
     assert MinSizePartitioner(16, max_shards=100, bytes_per_string=4)((8,), dtype) == [2]
     assert MaxSizePartitioner(16, bytes_per_string=4)((8,), dtype) == [2]
@@ -104,7 +104,7 @@ def test_max_size_is_kept_with_the_fewest_shards(shape, max_bytes):
 
 
 @given(shape=SHAPES, min_bytes=COUNTS, max_shards=COUNTS)
-def test_min_size_cuts_no_more_than_the_bytes_allow(shape, min_bytes, max_shards):
+def test_min_size_makes_no_smaller_shards_than_allowed(shape, min_bytes, max_shards):
     count, *others = MinSizePartitioner(min_bytes, max_shards)(shape, "float32")
     total = 4 * math.prod(shape)
     assert others == [1] * (len(shape) - 1)
@@ -135,14 +135,14 @@ def test_no_shard_of_a_variable_is_empty(shape, num_shards):
     assert count == max(1, min(num_shards, shape[0]))
 
 
-def test_scalars_are_never_cut():
+def test_scalars_are_never_sharded():
     def partitioner(shape, dtype):
         raise AssertionError("asked for a scalar")
 
     assert num_shards_of(partitioner, (), "float32") == 1
 
 
-def test_without_partitioner_nothing_is_cut():
+def test_without_partitioner_nothing_is_sharded():
     assert num_shards_of(None, (10,), "float32") == 1
 
 

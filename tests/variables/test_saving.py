@@ -1,4 +1,4 @@
-"""What of a variable is saved, and what restoring does: by value and assignment, as a checkpoint will do it.
+"""The saved value of a variable, and its restoration by assignment, as in a checkpoint.
 
 TensorFlow's numbers (its ``values_util.py``, cases 46 and 47): ON_READ variables are saved aggregated; restoring
 one that is summed divides by R; mirrored variables move between any numbers of replicas.

@@ -1,4 +1,5 @@
-"""``ShardedVariable`` acts as the whole array, over shards of any sizes; ``tests/parity`` compares it with TensorFlow's."""
+"""``ShardedVariable`` acts like the full array, over shards of any sizes; ``tests/parity`` compares it with
+TensorFlow's."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def slices(rows, *numbers):
 # --- what it is ---------------------------------------------------------------------------------------
 
 
-def test_describes_the_whole(make):
+def test_attributes_describe_the_full_variable(make):
     v = make(VALUE)
     assert (v.shape, v.dtype, v.ndim, v.size) == ((5, 2), np.float32, 2, 10)
     np.testing.assert_array_equal(v.numpy(), VALUE)
@@ -93,12 +94,12 @@ def test_shard_of_one_checks_shapes():
 
 
 @pytest.mark.parametrize("variables", [[], None, [1.0], "w", {}, np.ones(3)])
-def test_no_list_of_variables(variables):
+def test_invalid_lists_of_variables(variables):
     with pytest.raises(TypeError, match=r"should be a non-empty list of `rx.Variable`s\. Received"):
         ShardedVariable(variables)
 
 
-def test_a_variable_is_no_list():
+def test_single_variable_is_not_a_list():
     with pytest.raises(TypeError, match="non-empty list"):
         ShardedVariable(rx.Variable([1.0, 2.0]))
 
@@ -235,7 +236,7 @@ def test_step_of_zero(make):
         make(VALUE)[::0]
 
 
-def test_operators_are_of_the_whole(make):
+def test_operators_use_the_full_variable(make):
     v = make(VALUE)
     np.testing.assert_array_equal(1 - v, 1 - VALUE)
     np.testing.assert_array_equal(v @ jnp.ones((2, 1)), VALUE @ np.ones((2, 1)))
@@ -287,7 +288,7 @@ def test_assign(make):
 
 @pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
 @pytest.mark.parametrize("shape", [(), (4, 2), (7, 2), (2,), (5, 1), (1, 2)])
-def test_assign_takes_the_whole_shape(make, method, shape):
+def test_assign_takes_the_full_shape(make, method, shape):
     v = make(VALUE)
     with pytest.raises(errors.VariableError, match=r"\(5, 2\)"):
         getattr(v, method)(np.ones(shape, np.float32))
@@ -375,7 +376,7 @@ def test_in_a_replica_function(strategy, make):
     assert len(traces) == 1
 
 
-def test_traced_indices_that_are_not_there_change_nothing(strategy, make):
+def test_traced_missing_indices_change_nothing(strategy, make):
     with strategy.scope():
         v = make(VALUE, aggregation="SUM")
 
@@ -402,13 +403,13 @@ def test_as_an_argument(strategy, make):
     np.testing.assert_array_equal(v.numpy(), VALUE + 1)
 
 
-def test_functions_of_jax_get_the_whole_array(make):
+def test_functions_of_jax_get_the_full_array(make):
     v = make(VALUE)
     np.testing.assert_array_equal(jax.jit(lambda x: x[3] * 2)(v), VALUE[3] * 2)
     np.testing.assert_array_equal(jax.grad(lambda x: (x**2).sum())(v), VALUE * 2)
 
 
-def test_gradient_of_a_tape_is_of_the_whole(strategy, make):
+def test_gradient_of_a_tape_has_the_full_shape(strategy, make):
     with strategy.scope():
         v = make(VALUE)
 
@@ -423,7 +424,7 @@ def test_gradient_of_a_tape_is_of_the_whole(strategy, make):
     np.testing.assert_array_equal(gradient, wanted)
 
 
-def test_a_lookup_in_a_program_is_one_gather_of_whole_rows(make):
+def test_lookup_in_a_program_is_one_gather_of_rows(make):
     v = make(VALUE)
     for read in (v.sparse_read, v.__getitem__, lambda ids: rx.nn.embedding_lookup(v, ids)):
         jaxpr = jax.make_jaxpr(jax.jit(read))(jnp.array([1, 0]))

@@ -1,4 +1,4 @@
-"""Which variables are divided over replicas, and along which dim."""
+"""The variables that are sharded over replicas, and along which dim."""
 
 import math
 
@@ -31,12 +31,12 @@ SHAPES = st.lists(st.integers(0, 64), max_size=4).map(tuple)
         ((), None),
     ],
 )
-def test_the_largest_dim_that_divides_is_cut(shape, dim):
+def test_largest_divisible_dim_is_sharded(shape, dim):
     assert StateShards(ShardState.ALL, 4).dim_of(shape) == dim
 
 
 @given(SHAPES, st.integers(1, 16), st.integers(1, 8))
-def test_pieces_are_equal_and_long_enough_and_no_longer_dim_would_do(shape, count, least_rows):
+def test_shards_are_equal_long_enough_and_along_the_largest_dim(shape, count, least_rows):
     dim = StateShards(ShardState.ALL, count).dim_of(shape, least_rows=least_rows)
     fits = [n for n in shape if n % count == 0 and n // count >= least_rows]
     if count == 1 or not fits:
@@ -71,16 +71,16 @@ def test_many_replicas_are_in_groups():
         (ShardState.ALL, False, False, False),  # moving statistics, seeds, metrics
     ],
 )
-def test_what_is_divided(state, is_trainable, is_of_optimizer, divides):
+def test_sharded_variables(state, is_trainable, is_of_optimizer, divides):
     shards = StateShards.of(state, None, 8)
     assert shards.divides(is_trainable=is_trainable, is_of_optimizer=is_of_optimizer) is divides
 
 
-def test_nothing_is_asked_for():
+def test_no_shard_state():
     assert StateShards.of(None, None, 8) is None
 
 
-def test_what_cannot_be():
+def test_unsupported_values():
     def of(shard_state, shard_size):
         return lambda: StateShards.of(shard_state, shard_size, 12)
 

@@ -1,6 +1,6 @@
 """``rx.Variable``: creation, reading, assigning and scattering, in every context, by every rule of aggregation.
 
-The tables are those of TensorFlow (its source and measured values), but where the design says what differs.
+The tables are TensorFlow's (its source and measured values), except where the design says otherwise.
 """
 
 import jax
@@ -68,7 +68,7 @@ def test_shape_and_dtype_are_those_of_the_initial_value(strategy, initial, dtype
 
 @pytest.mark.parametrize("how", ["initial", "assign"])
 def test_numpy_array_may_be_changed_right_after_it_was_given(strategy, how):
-    """Of 2048 x 2048, JAX reads it after the call in some of these trials, unless it is copied."""
+    """With 2048 x 2048, JAX reads the array after the call in some of these trials, unless it is copied."""
     variable = make(strategy, np.zeros((2048, 2048), np.float32))
     for _ in range(20):
         value = np.ones((2048, 2048), np.float32)
@@ -98,7 +98,7 @@ def test_another_variable_and_distributed_values_as_initial_value(strategy):
 
 
 @pytest.mark.parametrize("initial", ["text", None, object(), {"a": 1}], ids=["str", "None", "object", "dict"])
-def test_what_cannot_be_an_initial_value(strategy, initial):
+def test_invalid_initial_values(strategy, initial):
     with pytest.raises(errors.VariableError, match="'w'") as caught:
         make(strategy, initial, name="w")
     assert type(initial).__name__ in str(caught.value)
@@ -114,7 +114,7 @@ def test_attributes(strategy):
     assert not strategy.extended.variable_created_in_scope(rx.Variable(1.0))
 
 
-def test_refused_combinations(strategy):
+def test_invalid_combinations(strategy):
     with pytest.raises(errors.VariableError, match=r"`NONE` variable synchronization mode is not supported"):
         make(strategy, synchronization="NONE")
     with pytest.raises(errors.VariableError, match=r"'w'.*aggregation=MEAN and a non-floating dtype int32"):
@@ -459,7 +459,7 @@ def test_reduced_values_can_be_computed_with_variables(strategy):
     assert (v * rows + total).tolist() == [1.0, 2.0]
 
 
-def test_what_is_no_value(strategy):
+def test_invalid_values(strategy):
     v = make(strategy)
     for wrong in ("text", None, object()):
         with pytest.raises(
@@ -626,7 +626,7 @@ def test_conversions(strategy):
     assert np.asarray(w, np.float64).dtype == np.float64
 
 
-def test_an_augmented_name_is_no_assignment(strategy):
+def test_augmented_assignment_of_a_name_raises(strategy):
     v = w = make(strategy, 1.0)
     w += 1.0
     assert float(w) == 2.0
@@ -646,7 +646,7 @@ def test_a_variable_as_an_argument_of_run_is_passed_itself(strategy):
     assert components(strategy, v) == [3.0, 3.0]
 
 
-def test_variables_in_nests_of_local_results(strategy):
+def test_variables_in_pytrees_of_local_results(strategy):
     on_read = make(strategy, 0.0, synchronization="ON_READ", aggregation="SUM")
     strategy.run(lambda: on_read.assign(own()))
     first, second = strategy.experimental_local_results({"v": on_read, "n": 5})

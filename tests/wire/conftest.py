@@ -1,4 +1,4 @@
-"""What the tests of the wire share: pairs of connections, plain and encrypted, with checksums and without."""
+"""Shared parts of the tests of the wire: pairs of connections, plain and encrypted, with and without checksums."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Connections: frames in whatever pieces, deadlines, several threads, and how they end."""
+"""Connections: frames in any pieces, deadlines, several threads, and how they end."""
 
 import contextlib
 import random
@@ -48,7 +48,7 @@ def taken(connection, deadline=None):
 
 @contextlib.contextmanager
 def in_a_thread(call, *arguments):
-    """Runs a call meanwhile; what it raises is raised at the end."""
+    """Runs a call meanwhile; its error is raised at the end."""
     raised = []
 
     def run():
@@ -67,7 +67,7 @@ def in_a_thread(call, *arguments):
 
 
 def seconds_of(call, error):
-    """How long it takes to raise an error."""
+    """The time that it takes to raise an error."""
     started = time.monotonic()
     with pytest.raises(error):
         call()
@@ -91,7 +91,7 @@ EDGES = [
 ]
 
 
-def test_frames_of_all_sizes_come_back(pair):
+def test_frames_of_all_sizes_round_trip(pair):
     sender, receiver = pair
     random_ = random.Random(0)
     heads = [random_.randbytes(size) for size in (*EDGES, 3 * MB)]
@@ -139,7 +139,7 @@ def plain_connection(end):
 
 @contextlib.contextmanager
 def connection_with(data, sizes=(), *, is_checked=True):
-    """A connection to which these bytes come."""
+    """A connection that receives these bytes."""
     with socket.socket() as tcp:
         connection = Connection(tcp, Cut(data, list(sizes)), "a peer", is_checked=is_checked)
         yield connection
@@ -167,7 +167,7 @@ some_frames = st.lists(
 @given(
     some_frames, st.lists(st.integers(1, 2**15), max_size=60) | st.lists(st.integers(1, 30)), st.booleans()
 )
-def test_frames_come_back_whichever_way_their_bytes_are_cut(frames, sizes, is_checked):
+def test_frames_round_trip_for_any_split_of_their_bytes(frames, sizes, is_checked):
     with connection_with(bytes_of(frames, is_checked=is_checked), sizes, is_checked=is_checked) as connection:
         for sent in frames:
             assert taken(connection) == sent[1:]
@@ -182,8 +182,8 @@ def test_a_stream_that_ends_anywhere_in_a_frame_gives_no_frame():
             taken(connection)
 
 
-def test_no_byte_that_changed_gives_a_frame():
-    """The one after it is not taken for one either."""
+def test_changed_byte_gives_no_frame():
+    """The next frame is not mistaken for one either."""
     first, second = (Kind.MESSAGE, b"a head", b"a body"), (Kind.MESSAGE, b"another", b"")
     whole = bytes_of([first, second])
     damaged_second = len(bytes_of([first]))
@@ -205,7 +205,7 @@ def test_more_parts_than_one_call_of_the_system_takes(pair):
 
 
 class Reluctant:
-    """A socket that takes less than it is given."""
+    """A socket that accepts less than it is given."""
 
     def __init__(self, connection, most):
         self.connection, self.most = connection, most
@@ -221,7 +221,7 @@ class Reluctant:
 
 
 @pytest.mark.parametrize("most", [7, 64, 1000])
-def test_what_the_system_does_not_take_at_once_is_sent_after_it(pair, most):
+def test_rest_of_a_partial_send_is_sent(pair, most):
     sender, receiver = pair
     stream = sender._stream
     plain = stream if isinstance(stream, PlainStream) else stream._socket
@@ -233,7 +233,7 @@ def test_what_the_system_does_not_take_at_once_is_sent_after_it(pair, most):
         assert taken(receiver) == (b"second", b"")
 
 
-def test_frames_that_came_together_are_seen(pair):
+def test_frames_that_arrived_together_are_reported(pair):
     sender, receiver = pair
     assert not receiver.has_frame()
     assert not receiver.wait(0.0)
@@ -264,7 +264,7 @@ def test_bytes_are_counted(pair):
 # --- what is refused before memory is taken -------------------------------------------------------------
 
 
-def test_a_body_where_none_travels_is_refused(pair):
+def test_body_is_rejected_if_none_is_allowed(pair):
     sender, receiver = pair
     sender.send([(Kind.MESSAGE, b"", [bytes(100)])], soon())
     with pytest.raises(ForeignPeerError):
@@ -272,14 +272,14 @@ def test_a_body_where_none_travels_is_refused(pair):
 
 
 @pytest.mark.parametrize("num_bytes", [99, 101])
-def test_memory_of_another_size_than_the_body_is_not_used(plain_pair, num_bytes):
+def test_memory_of_the_wrong_size_is_not_used(plain_pair, num_bytes):
     sender, receiver = plain_pair
     sender.send([(Kind.MESSAGE, b"", [bytes(100)])], soon())
     with pytest.raises(ForeignPeerError):
         receiver.receive(soon(), lambda head, _: memoryview(bytearray(num_bytes)))
 
 
-def test_a_damaged_head_asks_for_no_memory():
+def test_damaged_head_allocates_no_memory():
     whole = bytearray(bytes_of([(Kind.MESSAGE, b"a head", b"a body")]))
     whole[HEADER_BYTES] ^= 1
 
@@ -303,7 +303,7 @@ def test_a_receive_that_gets_nothing_ends_at_its_deadline(pair, limit_s):
 
 
 @pytest.mark.parametrize("limit_s", LIMITS_S)
-def test_a_send_that_nobody_takes_ends_at_its_deadline(pair, limit_s):
+def test_blocked_send_ends_at_its_deadline(pair, limit_s):
     sender, _ = pair
     body = bytes(LARGE)
     took = seconds_of(lambda: sender.send([(Kind.MESSAGE, b"", [body])], soon(limit_s)), TimeoutError)
@@ -311,7 +311,7 @@ def test_a_send_that_nobody_takes_ends_at_its_deadline(pair, limit_s):
 
 
 @pytest.mark.parametrize("sent", [0, HEADER_BYTES - 1, HEADER_BYTES + 3, HEADER_BYTES + 5000])
-def test_a_frame_that_does_not_come_whole_ends_at_the_deadline(sockets, sent):
+def test_incomplete_frame_ends_at_the_deadline(sockets, sent):
     ours, theirs = sockets
     receiver = plain_connection(ours)
     theirs.sendall(bytes_of([(Kind.MESSAGE, b"head", bytes(10_000))])[:sent])
@@ -333,7 +333,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_body_has_ended(pair):
 
 @pytest.mark.parametrize("limit_s", [0.3, 1.3])
 def test_a_frame_that_comes_byte_by_byte_ends_at_the_deadline(sockets, limit_s):
-    """A deadline is for all of it, not for each byte."""
+    """A deadline is for the complete frame, not for each byte."""
     ours, theirs = sockets
     receiver = plain_connection(ours)
     whole, is_over = bytes_of([(Kind.MESSAGE, b"head", bytes(10_000))]), threading.Event()
@@ -350,7 +350,7 @@ def test_a_frame_that_comes_byte_by_byte_ends_at_the_deadline(sockets, limit_s):
     receiver.close()
 
 
-def test_a_peer_that_takes_slowly_holds_a_send_no_longer_than_its_deadline(sockets):
+def test_slow_reader_delays_a_send_at_most_to_its_deadline(sockets):
     ours, theirs = sockets
     sender, is_over = plain_connection(ours), threading.Event()
 
@@ -369,7 +369,7 @@ def test_a_peer_that_takes_slowly_holds_a_send_no_longer_than_its_deadline(socke
 # --- several threads ----------------------------------------------------------------------------------
 
 
-def test_64_mb_travel_both_ways_at_once(pair):
+def test_64_mb_are_sent_both_ways_at_once(pair):
     pattern = np.arange(LARGE // 8)
     bodies = [pattern.view(np.uint8).data, pattern[::-1].copy().view(np.uint8).data]
     got = [Received(), Received()]
@@ -413,7 +413,7 @@ def test_frames_of_several_senders_do_not_mix(pair):
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "the peer"])
-def test_the_end_of_a_connection_wakes_who_sends_and_who_receives(pair, how):
+def test_closing_a_connection_wakes_sender_and_receiver(pair, how):
     ours, theirs = pair
     body, errors = bytes(LARGE), []
 
@@ -443,8 +443,8 @@ def test_the_end_of_a_connection_wakes_who_sends_and_who_receives(pair, how):
     assert ours._socket.fileno() == -1
 
 
-def test_a_descriptor_that_a_thread_still_uses_is_not_given_up(plain_pair, monkeypatch):
-    """Its number would soon be another connection's."""
+def test_descriptor_in_use_by_a_thread_is_not_released(plain_pair, monkeypatch):
+    """Its number would soon belong to another connection."""
     ours, _ = plain_pair
     monkeypatch.setattr(connections, "_RELEASE_S", 0.1)
     with ours._receiving:
@@ -454,7 +454,7 @@ def test_a_descriptor_that_a_thread_still_uses_is_not_given_up(plain_pair, monke
     assert ours._socket.fileno() == -1
 
 
-def test_what_is_closed_says_so(pair):
+def test_closed_connection_raises(pair):
     for end in pair:
         end.close()
         for call in (lambda: end.receive(soon()), lambda: end.send([(Kind.MESSAGE, b"", ())], soon())):  # noqa: B023
@@ -488,7 +488,7 @@ def test_a_peer_whose_system_resets_the_connection(plain_pair):
 
 @pytest.mark.parametrize("is_refusal", [False, True])
 @pytest.mark.parametrize("reason", ["the task is ending", "", "é" * 100_000])
-def test_a_peer_says_why_it_ends(pair, is_refusal, reason):
+def test_peer_gives_its_reason_to_end(pair, is_refusal, reason):
     ours, theirs = pair
     theirs.send([(Kind.MESSAGE, b"before", ())], soon())
     with in_a_thread(lambda: theirs.end(reason, is_refusal=is_refusal)):
@@ -503,7 +503,7 @@ def test_a_peer_says_why_it_ends(pair, is_refusal, reason):
 
 
 def test_a_reason_is_read_although_its_reader_is_still_writing(pair, monkeypatch):
-    """What it still writes is taken: it gets no error before it has read the reason."""
+    """The data that it still writes is read, so it gets no error before it has read the reason."""
     monkeypatch.setattr(connections, "_LAST_WORDS_S", 30.0)
     ours, theirs = pair
     body = bytes(LARGE)
@@ -516,7 +516,7 @@ def test_a_reason_is_read_although_its_reader_is_still_writing(pair, monkeypatch
     assert (ended.value.reason, ended.value.is_refusal) == ("too large", True)
 
 
-def test_a_peer_that_writes_on_and_on_is_cut(sockets, monkeypatch):
+def test_peer_that_keeps_writing_is_cut(sockets, monkeypatch):
     monkeypatch.setattr(connections, "_LAST_WORDS_S", 0.3)
     ours, theirs = sockets
     ending = plain_connection(ours)
@@ -532,7 +532,7 @@ def test_a_peer_that_writes_on_and_on_is_cut(sockets, monkeypatch):
         assert time.monotonic() - started < 3
 
 
-def test_a_peer_that_takes_no_last_words_is_cut(sockets, monkeypatch):
+def test_peer_that_reads_no_last_message_is_cut(sockets, monkeypatch):
     monkeypatch.setattr(connections, "_LAST_WORDS_S", 0.3)
     ours, theirs = sockets
     ending = plain_connection(ours)
@@ -548,8 +548,8 @@ def test_a_peer_that_takes_no_last_words_is_cut(sockets, monkeypatch):
 
 
 @pytest.mark.parametrize("pair", ["TLS"], indirect=True)
-def test_bytes_that_tls_has_taken_are_seen(pair):
-    """The system shows nothing of them."""
+def test_bytes_buffered_by_tls_are_reported(pair):
+    """The system does not report them."""
     sender, receiver = pair
     sender.send([(Kind.MESSAGE, b"head", ())], soon())
     assert receiver._stream.read(memoryview(bytearray(1)), soon(), fill=False) == 1

@@ -1,4 +1,4 @@
-"""Frames become bytes and come back; every damage is found, and nothing is believed that is too large."""
+"""Frames become bytes and back; all damage is detected, and sizes over the limit are rejected."""
 
 import itertools
 import struct
@@ -27,7 +27,7 @@ kinds = st.sampled_from(list(Kind))
 
 
 def parsed(data, is_checked):
-    """What a reader makes of the bytes of one frame: its kind, head and body."""
+    """The result of reading the bytes of one frame: its kind, head and body."""
     header = parsed_header(data[:HEADER_BYTES])
     after_head = HEADER_BYTES + header.head_bytes
     after_body = after_head + header.body_bytes
@@ -41,7 +41,7 @@ def parsed(data, is_checked):
 
 
 @given(kinds, st.binary(max_size=300), st.lists(st.binary(max_size=300), max_size=4), st.booleans())
-def test_frames_come_back(kind, head, body, is_checked):
+def test_frames_round_trip(kind, head, body, is_checked):
     data = b"".join(frame_parts(kind, head, body, is_checked=is_checked))
     assert parsed(data, is_checked) == (kind, head, b"".join(body))
 
@@ -52,7 +52,7 @@ def test_a_body_is_not_copied():
     assert [np.shares_memory(np.frombuffer(part, np.uint8), body) for part in parts] == [False, True, False]
 
 
-def test_the_checksum_does_not_depend_on_how_a_body_is_cut():
+def test_checksum_does_not_depend_on_the_parts_of_a_body():
     data = bytes(range(256)) * 20
     whole = frame_parts(Kind.MESSAGE, b"", [data], is_checked=True)
     cut = frame_parts(
@@ -73,7 +73,7 @@ def test_a_frame_without_a_body_has_no_checksum_of_it(body):
 
 
 @pytest.mark.parametrize("body", [b"", bytes(range(100))])
-def test_any_byte_that_changed_is_found(body):
+def test_any_changed_byte_is_detected(body):
     data = b"".join(frame_parts(Kind.MESSAGE, b"a head", [body], is_checked=True))
     changed = bytearray(data)
     for at, change in itertools.product(range(len(data)), range(1, 256)):
@@ -96,12 +96,12 @@ def test_no_damage_makes_another_frame(kind, head, body, data):
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
-def test_random_bytes_are_no_header(data):
+def test_random_bytes_are_not_a_header(data):
     with pytest.raises(WireError):
         parsed_header(data)
 
 
-# --- headers that are whole and wrong -----------------------------------------------------------------
+# --- complete headers with wrong values ---------------------------------------------------------------
 
 
 def header_of(magic=b"RX", kind=1, head_bytes=0, body_bytes=0):
@@ -110,7 +110,7 @@ def header_of(magic=b"RX", kind=1, head_bytes=0, body_bytes=0):
     return header + struct.pack("<I", zlib.crc32(header))
 
 
-def test_the_largest_lengths_are_taken():
+def test_largest_lengths_are_accepted():
     got = parsed_header(header_of(head_bytes=LARGEST_HEAD, body_bytes=LARGEST_BODY))
     assert got == Header(Kind.MESSAGE, LARGEST_HEAD, LARGEST_BODY, 0)
 
@@ -129,6 +129,6 @@ def test_the_largest_lengths_are_taken():
     ],
     ids=str,
 )
-def test_a_whole_header_that_is_not_allowed_is_refused(wrong):
+def test_complete_header_with_invalid_values_is_rejected(wrong):
     with pytest.raises(ForeignPeerError):
         parsed_header(header_of(**wrong))

@@ -1,4 +1,4 @@
-"""The handshake: who gets a connection, what is read of a stranger, and what damage does."""
+"""The handshake: which peers get a connection, what is read from an unauthenticated peer, and the effect of damage."""
 
 import contextlib
 import socket
@@ -25,7 +25,7 @@ OF_STRANGER = 96
 
 
 class Recorded:
-    """A stream that keeps what it has sent and received, and may damage one byte that comes."""
+    """A stream that records what it sent and received, and may damage one received byte."""
 
     def __init__(self, connection, flip=None):
         self.connection, self.flip = connection, flip
@@ -45,7 +45,7 @@ class Recorded:
 
 
 def outcome(call, connection):
-    """What ``call`` gives or raises. The connection is closed if it raises, as a listener and ``connect`` do."""
+    """The result or error of ``call``. The connection is closed if it raises, as a listener and ``connect`` do."""
     try:
         return call()
     except OSError as error:
@@ -56,7 +56,7 @@ def outcome(call, connection):
 def shaken(
     of_client=TOKEN, of_server=TOKEN, *, flip_at_client=None, flip_at_server=None, wants=(False, False)
 ):
-    """What each end has of a handshake, and its recorded socket: the client's first."""
+    """The results of both ends of a handshake, and their recorded sockets: the client's first."""
     client, server = map(Recorded, socket.socketpair(), (flip_at_client, flip_at_server))
     deadline, outcomes = time.monotonic() + 10, []
     serving = threading.Thread(
@@ -90,19 +90,19 @@ def test_two_ends_with_one_token_agree(token, wants):
         (TOKEN[:-1], "it was shown a wrong token"),
     ],
 )
-def test_a_client_that_does_not_know_the_token_is_told_so(of_client, says):
+def test_client_without_the_token_is_told(of_client, says):
     got, at_server, client, _ = shaken(of_client)
     assert type(got) is type(at_server) is TokenError
     assert says in str(got)
     assert client.received[60:-4].rstrip() == says.encode()  # and gets no proof to guess the token from
 
 
-def test_a_server_that_has_no_token_refuses_one():
+def test_server_without_a_token_rejects_one():
     got, at_server, _, _ = shaken(TOKEN, b"")
     assert type(got) is type(at_server) is TokenError
 
 
-def test_the_token_never_travels():
+def test_token_is_never_sent():
     for of_client in (TOKEN, b"wrong"):
         _, _, client, server = shaken(of_client)
         for sent in (client.sent, server.sent):
@@ -110,19 +110,19 @@ def test_the_token_never_travels():
             assert not any(part in sent for part in (TOKEN[:8], TOKEN[-8:], TOKEN.hex()[:16].encode()))
 
 
-def test_no_handshake_is_like_another_one():
-    """So nothing that was heard can be said again."""
+def test_handshakes_differ():
+    """No recorded part can be replayed."""
     (_, _, first, first_server), (_, _, second, second_server) = shaken(), shaken()
     assert first.sent[24:56] != second.sent[24:56]
     assert first.sent[60:92] != second.sent[60:92]
     assert first_server.sent[60:92] != second_server.sent[60:92]
 
 
-# --- strangers at a server ----------------------------------------------------------------------------
+# --- unauthenticated peers at a server ------------------------------------------------------------------
 
 
 def at_server(say, *, seconds=10.0):
-    """What a server makes of a peer that ``say`` speaks for, its socket, and what it answered."""
+    """The server's result for a peer driven by ``say``, its socket, and its answer."""
     theirs, ours = socket.socketpair()
     server = Recorded(ours)
     speaking = threading.Thread(target=say, args=(theirs,))
@@ -140,13 +140,13 @@ def hello_of(protocol=PROTOCOL, magic=b"RPLX"):
     return hello + struct.pack("<I", zlib.crc32(hello))
 
 
-def test_what_was_heard_of_another_client_is_refused():
+def test_replayed_handshake_is_rejected():
     _, _, heard, _ = shaken()
     got, _ = at_server(lambda stranger: stranger.sendall(heard.sent))
     assert type(got) is TokenError
 
 
-def test_another_program_asks():
+def test_another_program_connects():
     got, server = at_server(
         lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
     )
@@ -154,7 +154,7 @@ def test_another_program_asks():
     assert server.sent == b""
 
 
-def test_another_version_asks_and_hears_which_one_this_is():
+def test_another_version_connects_and_is_told_this_version():
     got, server = at_server(lambda stranger: stranger.sendall(hello_of(protocol=PROTOCOL + 1)))
     assert isinstance(got, ForeignPeerError)
     assert f"version {PROTOCOL + 1}" in str(got)
@@ -162,7 +162,7 @@ def test_another_version_asks_and_hears_which_one_this_is():
 
 
 @pytest.mark.parametrize("said", [b"", b"R", hello_of()[:-1], hello_of(), hello_of() + bytes(35)], ids=len)
-def test_a_stranger_that_ends_early(said):
+def test_unauthenticated_peer_that_closes_early(said):
     def say(stranger):
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
@@ -170,7 +170,7 @@ def test_a_stranger_that_ends_early(said):
     assert type(at_server(say)[0]) is PeerEndedError
 
 
-def test_no_more_than_96_bytes_are_read_of_a_stranger():
+def test_at_most_96_bytes_are_read_from_an_unauthenticated_peer():
     def say(stranger):
         stranger.setblocking(False)
         with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def test_no_more_than_96_bytes_are_read_of_a_stranger():
 
 
 @pytest.mark.parametrize("first", [b"", hello_of()], ids=["hello", "proof"])
-def test_a_stranger_that_says_one_byte_at_a_time_is_cut_at_the_deadline(first):
+def test_unauthenticated_peer_that_sends_slowly_is_cut_at_the_deadline(first):
     def say(stranger):
         try:
             stranger.sendall(first)
@@ -224,7 +224,7 @@ def test_another_program_answers():
 
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH\r\n", b"R", b"RPLY"])
-def test_another_program_that_says_little_is_found_at_its_first_wrong_byte(says):
+def test_another_program_is_detected_at_its_first_wrong_byte(says):
     started = time.monotonic()
     got, _ = at_client(lambda other: other.sendall(says), seconds=1.0)
     assert time.monotonic() - started < 3
@@ -239,7 +239,7 @@ def test_another_version_answers():
 
 
 def test_a_mirror_does_not_prove_that_it_knows_the_token():
-    """It says what the client says."""
+    """It repeats the client's bytes."""
 
     def say(mirror):
         mirror.sendall(mirror.recv(60, socket.MSG_WAITALL))
@@ -248,7 +248,7 @@ def test_a_mirror_does_not_prove_that_it_knows_the_token():
     assert type(at_client(say)[0]) is TokenError
 
 
-def test_a_server_that_says_nothing_is_left_at_the_deadline():
+def test_silent_server_is_given_up_at_the_deadline():
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         raise at_client(lambda other: None, seconds=0.2)[0]
@@ -259,7 +259,7 @@ def test_a_server_that_says_nothing_is_left_at_the_deadline():
 
 
 @pytest.mark.parametrize("at", range(OF_STRANGER))
-def test_a_byte_that_changed_on_its_way_to_the_server_gives_no_connection(at):
+def test_changed_byte_to_the_server_gives_no_connection(at):
     for got in (*shaken(flip_at_server=(at, 0x01))[:2], *shaken(flip_at_server=(at, 0x80))[:2]):
         assert isinstance(got, WireError | ConnectionError)
         assert not isinstance(got, TokenError)
@@ -267,7 +267,7 @@ def test_a_byte_that_changed_on_its_way_to_the_server_gives_no_connection(at):
 
 @pytest.mark.parametrize("change", [0x01, 0x80])
 @pytest.mark.parametrize("at", range(OF_STRANGER))
-def test_a_byte_that_changed_on_its_way_to_the_client_gives_no_connection(at, change):
+def test_changed_byte_to_the_client_gives_no_connection(at, change):
     at_client, at_server, _, _ = shaken(flip_at_client=(at, change))
     assert isinstance(at_client, WireError)
     assert not isinstance(at_client, TokenError)
@@ -276,5 +276,5 @@ def test_a_byte_that_changed_on_its_way_to_the_client_gives_no_connection(at, ch
 
 
 @pytest.mark.parametrize("at", range(60, OF_STRANGER, 5))
-def test_a_refusal_that_changed_on_its_way_is_damage(at):
+def test_changed_rejection_counts_as_damage(at):
     assert type(shaken(b"wrong", flip_at_client=(at, 0x01))[0]) is DamagedFrameError

@@ -1,4 +1,4 @@
-"""The listener: strangers cost little and keep nobody out; peers with the token are served."""
+"""The listener: unauthenticated peers cost little and block no other; peers with the token are served."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ def wait_until(condition, limit_s=30.0):
 
 
 class Echo:
-    """A listener that sends back what it is sent, and the number of the connection in front of it."""
+    """A listener that echoes, with the number of the connection in front."""
 
     def __init__(self, security=TOKEN, host="127.0.0.1"):
         self.num_rejected, self.num_served = 0, 0
@@ -56,7 +56,7 @@ class Echo:
         return connect(self.host, self.listener.port, security, soon(seconds))
 
     def raw(self):
-        """A stranger."""
+        """An unauthenticated peer."""
         return socket.create_connection((self.host, self.listener.port))
 
     def __enter__(self):
@@ -104,7 +104,7 @@ def num_threads():
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_peers_are_served_each_on_its_own(is_encrypted, tls):
+def test_peers_are_served_independently(is_encrypted, tls):
     security = tls if is_encrypted else TOKEN
     with Echo(security) as echo:
         friends = []
@@ -122,8 +122,8 @@ def test_peers_are_served_each_on_its_own(is_encrypted, tls):
     wait_until(lambda: not num_threads())
 
 
-def test_no_part_of_a_handshake_waits_for_another_one(tls):
-    """A system holds small parts back for 40 ms, unless it is told not to."""
+def test_handshakes_do_not_wait_for_each_other(tls):
+    """A system delays small packets for 40 ms, unless it is told not to."""
     with Echo(tls) as echo:
         took = [1.0]
         while min(took) > 0.03 and len(took) < 100:  # on a busy machine most take longer
@@ -145,7 +145,7 @@ def test_the_connection_is_closed_when_its_peer_is_served(echo, monkeypatch):
 
 
 @pytest.mark.parametrize("of_peer", [b"wrong", b""])
-def test_who_does_not_know_the_token_is_told_and_counted(echo, of_peer):
+def test_peer_without_the_token_is_told_and_counted(echo, of_peer):
     for number in range(1, 4):
         with pytest.raises(TokenError):
             echo.connect(Security(of_peer))
@@ -156,14 +156,14 @@ def test_who_does_not_know_the_token_is_told_and_counted(echo, of_peer):
 
 
 def test_checksums_are_used_if_one_end_wants_them(echo):
-    """On loopback none are, unless one is told to."""
+    """On loopback there are none, unless one end requests them."""
     for of_client in (False, True):
         friend = echo.connect(Security(b"secret", always_checks=of_client))
         assert friend._is_checked is of_client
         friend.close()
 
 
-def test_after_its_end_nobody_is_accepted_and_peers_go_on(echo):
+def test_closed_listener_accepts_no_peer_and_served_peers_continue(echo):
     friend = echo.connect()
     assert said(friend).endswith(b" hello")  # it is served, and no stranger any more
     stranger = echo.raw()
@@ -180,7 +180,7 @@ def test_after_its_end_nobody_is_accepted_and_peers_go_on(echo):
     wait_until(lambda: not num_threads())
 
 
-# --- strangers ----------------------------------------------------------------------------------------
+# --- unauthenticated peers ------------------------------------------------------------------------------
 
 
 def memory():
@@ -189,7 +189,7 @@ def memory():
 
 
 @pytest.mark.parametrize("is_encrypted", [False, pytest.param(True, marks=pytest.mark.rest)])
-def test_300_idle_strangers_keep_nobody_out(is_encrypted, tls, monkeypatch):
+def test_300_idle_unauthenticated_peers_block_no_other(is_encrypted, tls, monkeypatch):
     monkeypatch.setattr(listeners, "HANDSHAKE_S", 4.0)
     security = tls if is_encrypted else TOKEN
     with Echo(security) as echo, contextlib.ExitStack() as strangers:
@@ -211,7 +211,7 @@ def test_300_idle_strangers_keep_nobody_out(is_encrypted, tls, monkeypatch):
         assert_serves(echo, security)
 
 
-def test_a_flood_of_strangers_does_not_become_more_than_are_kept(echo):
+def test_flood_of_unauthenticated_peers_is_bounded(echo):
     most = 0
     with contextlib.ExitStack() as strangers:
         for _ in range(600):
@@ -222,7 +222,7 @@ def test_a_flood_of_strangers_does_not_become_more_than_are_kept(echo):
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_stranger_that_says_one_byte_at_a_time_is_cut_in_time(is_encrypted, tls, monkeypatch):
+def test_unauthenticated_peer_that_sends_slowly_is_cut_in_time(is_encrypted, tls, monkeypatch):
     monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.4)
     first = b"\x16\x03\x01\x02\x00" if is_encrypted else b"RPLX"
     with Echo(tls if is_encrypted else TOKEN) as echo, echo.raw() as slow:
@@ -237,7 +237,7 @@ def test_a_stranger_that_says_one_byte_at_a_time_is_cut_in_time(is_encrypted, tl
         wait_until(lambda: echo.num_rejected == 1)
 
 
-def test_a_stranger_whose_handshake_of_tls_does_not_end_is_cut_before_its_time(tls):
+def test_unauthenticated_peer_with_an_endless_tls_handshake_is_cut_early(tls):
     """OpenSSL alone would read 128 KB of a first message, and wait for its end."""
     hello = b"\x01" + (100_000).to_bytes(3, "big") + bytes(60_000)
     records = [hello[start : start + 10_000] for start in range(0, len(hello), 10_000)]
@@ -251,7 +251,7 @@ def test_a_stranger_whose_handshake_of_tls_does_not_end_is_cut_before_its_time(t
         assert_serves(echo, tls)
 
 
-def test_what_a_stranger_says_costs_no_memory(echo):
+def test_data_of_an_unauthenticated_peer_cost_no_memory(echo):
     before = memory()
     for _ in range(20):
         with echo.raw() as stranger, contextlib.suppress(ConnectionError):
@@ -296,7 +296,7 @@ def test_a_connection_that_fails_leaves_no_descriptor(tls):
 
 
 class OutOfDescriptors:
-    """A socket that listens, and cannot accept for a time."""
+    """A listening socket that cannot accept for a while."""
 
     def __init__(self, listening):
         self.listening, self.is_out, self.num_failed = listening, True, 0
@@ -311,7 +311,7 @@ class OutOfDescriptors:
         return getattr(self.listening, name)
 
 
-def test_a_listener_without_descriptors_waits_and_goes_on(echo):
+def test_listener_without_descriptors_waits_and_continues(echo):
     out = echo.listener._acceptor._listening = OutOfDescriptors(echo.listener._acceptor._listening)
     assert_serves(echo)  # by the call that waits already
     wait_until(lambda: out.num_failed)
@@ -322,7 +322,7 @@ def test_a_listener_without_descriptors_waits_and_goes_on(echo):
     echo.listener._acceptor._listening = out.listening
 
 
-def test_a_listener_without_threads_turns_a_peer_away_and_goes_on(echo, monkeypatch):
+def test_listener_without_threads_rejects_a_peer_and_continues(echo, monkeypatch):
     start = threading.Thread.start
 
     def fails(thread):
@@ -340,7 +340,7 @@ def test_a_listener_without_threads_turns_a_peer_away_and_goes_on(echo, monkeypa
     assert_serves(echo)
 
 
-def test_a_name_that_is_not_resolved_in_time_is_given_up(echo, monkeypatch):
+def test_name_not_resolved_in_time_raises(echo, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: may_end.wait(30))
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Conditions and vouching in traced functions: ``rx.cond``, ``rx.assert_same``."""
+"""Conditions, and promises about values, in traced functions: ``rx.cond``, ``rx.assert_same``."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ BranchFunction = Callable[..., Any]
 
 
 def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands: Any) -> Any:
-    """Calls one of two functions; variables that they assign are assigned only by the one that is taken.
+    """Calls one of two functions; only the one that is called assigns its variables.
 
-    ``jax.lax.cond`` for code with variables: optimizer updates, metrics, ``rx.Variable.assign`` in a branch. Call it
-    in ``run``, in ``rx.function``, or anywhere. In a replica function the condition must be the same on all
-    replicas if a branch assigns mirrored variables or communicates (optimizers do); that is checked.
+    It is ``jax.lax.cond`` for code with variables: optimizer updates, metrics, ``rx.Variable.assign`` in a branch.
+    Call it in ``run``, in ``rx.function``, or elsewhere. In a replica function the condition must be the same on all
+    replicas if a branch assigns mirrored variables or communicates (optimizers do); this is checked.
 
     Args:
       pred: A scalar, true or false.
-      true_fn, false_fn: Take ``operands``; return nests of arrays alike.
-      *operands: Arrays, or nests of them.
+      true_fn, false_fn: Take ``operands``; return pytrees of arrays with the same structure.
+      *operands: Arrays, or pytrees of them.
 
     Returns:
-      What the function that was taken returns; None if one of the two returns nothing.
+      The result of the function that was called; None if one of the two returns nothing.
 
     Raises:
-      DivergentCollectiveError: A collective in a branch, and a condition that differs between replicas.
-      TypeError: The branches return different things (from ``jax.lax.cond``).
+      DivergentCollectiveError: A branch has a collective, and the condition varies between replicas.
+      TypeError: The branches return different structures (from ``jax.lax.cond``).
 
     >>> import replicax as rx
     >>> count = rx.Variable(0)
@@ -72,7 +72,7 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
 def _find_writes(
     capture: Capture, fn: BranchFunction, operands: tuple[Any, ...], written: dict[int, tuple[Any, str]]
 ) -> Any:
-    """Traces a branch abstractly, to learn which variables it assigns; gives the shapes of its result."""
+    """Traces a branch abstractly to find the variables that it assigns; returns the shapes of its result."""
 
     def probe(*values: Any) -> Any:
         with capture.branch() as branch:
@@ -85,7 +85,7 @@ def _find_writes(
 
 
 def _arrays(result: Any) -> Any:
-    """What a branch returns, variables as their values."""
+    """The result of a branch, with variables replaced by their values."""
     return jax.tree_util.tree_map(
         lambda leaf: leaf.value if is_variable(leaf) else leaf,
         result,
@@ -94,16 +94,16 @@ def _arrays(result: Any) -> Any:
 
 
 def assert_same(value: Any) -> Any:
-    """Vouches that a value is the same on all replicas, where the verdict cannot see it. Costs nothing.
+    """Declares that a value is the same on all replicas, where replicax cannot prove it. Costs nothing.
 
-    Call it in replica context. What is vouched for wrongly lets replicas fall out of sync unnoticed: the program
-    believes it.
+    Call it in replica context. If the value does vary, replicas diverge without an error, because the program relies
+    on it.
 
     Args:
-      value: An array, or a nest of them.
+      value: An array, or a pytree of them.
 
     Returns:
-      The same.
+      The same value.
 
     >>> import jax.numpy as jnp, replicax as rx
     >>> rx.assert_same(jnp.float32(2.0)).item()

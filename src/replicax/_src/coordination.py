@@ -1,5 +1,5 @@
-"""JAX's coordination service, of jaxlib alone: ``jax_compat.py`` for the one process that does without JAX, and so
-starts sooner.
+"""JAX's coordination service, using only jaxlib: the ``jax_compat.py`` of the one process that runs without JAX, and
+so starts sooner.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from typing import Any, Final
 
 from jaxlib import _jax as _jaxlib  # type: ignore[attr-defined]
 
-# Who is silent is our own channel's matter: JAX's would abort everybody.
+# Our own channel detects silent processes: JAX's service would abort all of them.
 NEVER_S: Final = 10**7
 
 
 def start_coordination_service(bind_address: str, num_processes: int) -> Any:
-    """The service, which is otherwise a part of process 0 and dies with it.
+    """Starts the service, which is otherwise a part of process 0 and dies with it.
 
     Args:
-      bind_address: Where it listens.
+      bind_address: The address to listen at.
 
     Returns:
-      What keeps it alive.
+      The object that keeps the service alive.
     """
     return _jaxlib.get_distributed_runtime_service(
         bind_address,

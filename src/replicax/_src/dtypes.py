@@ -1,4 +1,4 @@
-"""Dtypes as users name them: NumPy's, JAX's, TensorFlow's, torch's. None of these libraries is imported for it."""
+"""Dtypes as users name them: NumPy's, JAX's, TensorFlow's, torch's. The module imports none of these libraries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 
 def as_dtype(dtype: Any) -> Any:
-    """Returns a dtype of another library, such as ``tf.float32``, as NumPy and JAX take it; any other dtype as it
-    is.
+    """Returns a dtype of another library, such as ``tf.float32``, as NumPy and JAX accept it; any other dtype
+    unchanged.
     """
     try:
         np.dtype(dtype)

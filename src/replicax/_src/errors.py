@@ -1,4 +1,4 @@
-"""The exception tree. Each error says what was got, what is allowed and what to do.
+"""The exception tree. Each error says what it got, what is allowed and what to do.
 
 Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for each class::
 
@@ -38,7 +38,7 @@ from typing import Any
 
 
 class ReplicaxError(Exception):
-    """Everything that replicax raises on purpose."""
+    """Every error that replicax raises on purpose."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -46,7 +46,7 @@ class ReplicaxError(Exception):
 
 
 def _name_publicly(cls: type) -> None:
-    """Lets an error of replicax say where users find it, also if they have not imported ``replicax.errors``."""
+    """Gives an error of replicax its public module, also for users who have not imported ``replicax.errors``."""
     if cls.__module__.startswith("replicax._src.") and not cls.__name__.startswith("_"):
         cls.__module__ = "replicax.errors"
 
@@ -59,23 +59,23 @@ class InvalidArgumentError(ReplicaxError, ValueError):
 
 
 class DeviceError(InvalidArgumentError):
-    """Devices that do not exist, repeat, or are not of this process."""
+    """A device does not exist, repeats, or is not of this process."""
 
 
 class ReductionError(InvalidArgumentError):
-    """A value that cannot be reduced or gathered as asked."""
+    """A value cannot be reduced or gathered in this way."""
 
 
 class StructureError(InvalidArgumentError):
-    """Replicas that return different structures, or whose collectives do not match."""
+    """Replicas return different structures, or their collectives do not match."""
 
 
 class TopologyError(InvalidArgumentError):
-    """Hardware that nobody sells, or that nothing is known of."""
+    """Hardware that is not sold, or that replicax does not know."""
 
 
 class VariableError(InvalidArgumentError):
-    """A variable that cannot be made, read or assigned that way."""
+    """A variable cannot be made, read or assigned in this way."""
 
 
 class ContextError(ReplicaxError, RuntimeError):
@@ -107,7 +107,7 @@ class PerReplicaUseError(ReplicaxError, ValueError):
 
 
 class DivergenceError(ReplicaxError, ValueError):
-    """A value that must be the same on all replicas would differ between them."""
+    """A value that must be the same on all replicas would vary."""
 
 
 class NotFiniteError(ReplicaxError, FloatingPointError):
@@ -115,7 +115,7 @@ class NotFiniteError(ReplicaxError, FloatingPointError):
 
 
 class DivergentCollectiveError(DivergenceError):
-    """A collective under a condition that differs between replicas: it would wait for ever."""
+    """A collective stands under a condition that varies between replicas; some would wait forever."""
 
 
 class TracedConditionError(ReplicaxError, TypeError):
@@ -131,7 +131,7 @@ class TraceError(ReplicaxError, RuntimeError):
 
 
 class UnsupportedError(ReplicaxError, NotImplementedError):
-    """TensorFlow has it; it has no meaning, or no derivative, here."""
+    """TensorFlow has this feature, but it has no meaning, or no derivative, here."""
 
 
 class BackendStartedError(ReplicaxError, RuntimeError):
@@ -147,7 +147,7 @@ class KerasLossError(ReplicaxError, ValueError):
 
 
 class KerasScopeError(ReplicaxError, ValueError):
-    """A Keras model, or metrics of it, made outside the scope of the strategy that trains it."""
+    """A Keras model, or one of its metrics, was made outside the scope of the strategy that trains it."""
 
 
 class DonatedError(ReplicaxError, RuntimeError):
@@ -159,11 +159,11 @@ class OneDeviceDifferenceError(ReplicaxError, AssertionError):
 
 
 class PlanError(ReplicaxError, RuntimeError):
-    """A plan that cannot be made, or not in this process."""
+    """The plan cannot be made, or not in this process."""
 
 
 class SummaryError(ReplicaxError, OSError):
-    """Summaries that could not be written, noticed by the thread that writes them."""
+    """A summary could not be written; the writing thread detects it."""
 
 
 class JaxVersionError(ReplicaxError, ImportError):

@@ -17,9 +17,9 @@ class Package:
     """A package that an extra installs.
 
     Attributes:
-      name: As pip knows it.
-      module: That it brings; the same name by default.
-      like_jax: It must have the version of JAX.
+      name: The name for pip.
+      module: The module that the package provides; the same name by default.
+      like_jax: True if it must have the version of JAX.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Package:
 
     @property
     def to_install(self) -> str:
-        """What to write after ``pip install``."""
+        """The argument for ``pip install``."""
         jax = Package("jax").version if self.like_jax else None
         return self.name if jax is None else f"{self.name}=={jax}"
 
@@ -76,13 +76,13 @@ def missing_packages(extra: str) -> tuple[Package, ...]:
 
 
 def missing_extra(what: str, extra: str, *names: str, advice: str = "") -> MissingExtraError:
-    """Returns the error for something that needs packages of an extra.
+    """Returns the error for a feature that needs packages of an extra.
 
     Args:
-      what: Needs them.
+      what: The feature, as the subject of the sentence.
       extra: One of ``EXTRAS``.
       names: The packages that it needs, as pip knows them; all of the extra by default.
-      advice: What works without them.
+      advice: A sentence about what works without them.
 
     >>> print(missing_extra("rx.optax", "optax"))  # doctest: +SKIP
     rx.optax needs optax, which is not installed. Run: pip install optax (the extra replicax[optax]).

@@ -72,10 +72,10 @@ def function(func: None = None, **options: Any) -> Callable[[Callable[_P, _R]], 
 def function(func: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compiles a function of cross-replica code into one program; a decorator.
 
-    The function is traced once per signature of its arguments; ``strategy.run``, ``reduce`` and ``gather`` in it
-    become part of its program, so that a step is one call. Variables may be read and assigned, a ``GradientTape``
-    may be used. Called inside another traced function it is a plain function. A function that loops over a
-    distributed dataset runs as Python, with each ``run`` and ``reduce`` compiled, and says so once.
+    The function is traced once per signature of its arguments. ``strategy.run``, ``reduce`` and ``gather`` in it
+    become part of its program, so that a step is one call. The function may read and assign variables, and use a
+    ``GradientTape``. Called inside another traced function it is a plain function. A function that loops over a
+    distributed dataset runs as Python, and each ``run`` and ``reduce`` in it is compiled; a log line says so once.
 
     Args:
       func: The function; without it, a decorator is returned.
@@ -111,7 +111,7 @@ _ACCEPTED = ("input_signature", "autograph", "jit_compile", "reduce_retracing", 
 
 @final
 class Function(PlacedByItself, Generic[_P, _R]):
-    """What ``rx.function`` returns: call it like the function that it was made of."""
+    """The result of ``rx.function``: call it like the original function."""
 
     def __init__(self, python_function: Callable[_P, _R]):
         functools.update_wrapper(self, python_function)
@@ -133,11 +133,11 @@ class Function(PlacedByItself, Generic[_P, _R]):
 
     @property
     def runs_as_python(self) -> bool:
-        """It loops over a distributed dataset, as was seen when it was traced: it is no program itself."""
+        """True if its trace has shown that it loops over a distributed dataset, so that it is not one program."""
         return self._runs_as_python
 
     def place(self, strategy: Strategy, step: Step) -> StepProgram:
-        """The program of a call, to be lowered; nothing is run or kept.
+        """The program of a call, for lowering; it runs and keeps nothing.
 
         Raises:
           UnsupportedError: It loops over a distributed dataset.
@@ -218,7 +218,7 @@ class Function(PlacedByItself, Generic[_P, _R]):
 
 
 def _num_replicas(mesh: Any) -> int | None:
-    """For how many replicas a function will be compiled; None where only its trace will tell."""
+    """The number of replicas that a function will be compiled for; None if only its trace will show it."""
     if mesh is not None:
         return mesh.shape[REPLICA_AXIS]
     return context.get_strategy().num_replicas_in_sync if context.has_strategy() else None

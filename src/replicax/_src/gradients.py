@@ -21,21 +21,21 @@ def value_and_grad(
     variables: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """Makes a function that returns what ``fn`` returns and the gradients.
+    """Makes a function that returns the result of ``fn`` and the gradients.
 
-    ``jax.value_and_grad`` for code with variables. In ``run`` the gradients are the replica's own; an optimizer's
-    ``apply`` sums them. Outside of traced functions it compiles, as ``rx.function`` does.
+    It is ``jax.value_and_grad`` for code with variables. In ``run`` the gradients are the replica's own; an
+    optimizer's ``apply`` sums them. Outside traced functions it compiles, as ``rx.function`` does.
 
     Args:
       fn: Returns a scalar loss, or with ``has_aux`` a pair (loss, anything).
-      argnums: Which positional arguments to differentiate by; 0 if neither this nor ``variables`` is given.
-      variables: A nest of variables to differentiate by, or a function that returns one (for models that are built
-        when they are first called).
-      has_aux: Whether ``fn`` returns a pair.
+      argnums: The positional arguments to differentiate by; 0 if neither this nor ``variables`` is given.
+      variables: A pytree of variables to differentiate by, or a function that returns one (for models that their first
+        call builds).
+      has_aux: True if ``fn`` returns a pair.
 
     Returns:
-      A function that returns (loss, gradients), or ((loss, aux), gradients). The gradients are like the argument (a
-      tuple of such for several), like ``variables``, or a pair of both if both are given.
+      A function that returns (loss, gradients), or ((loss, aux), gradients). The gradients have the structure of the
+      argument (a tuple of such for several), of ``variables``, or a pair of both if both are given.
 
     >>> import replicax as rx
     >>> loss, gradient = rx.value_and_grad(lambda x: x * x)(3.0)
@@ -74,6 +74,6 @@ def value_and_grad(
 
 
 def _as_array(leaf: Any) -> Any:
-    # A Python number needs a dtype of its own: see GradientTape.watch.
+    # A Python number needs an explicit dtype: see GradientTape.watch.
     is_number = isinstance(leaf, (float, complex))
     return jnp.asarray(leaf, jnp.result_type(type(leaf)) if is_number else None)

@@ -1,6 +1,6 @@
-"""Which backend Keras has, or would have if it were imported now, and what to write if that is not JAX.
+"""The backend that Keras has, or would have if it were imported now, and what to write if that is not JAX.
 
-Imports no Keras.
+The module does not import Keras.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ADVICE: Final = (
 @final
 @dataclass(frozen=True)
 class KerasBackend:
-    """A backend of Keras, and what chose it.
+    """A backend of Keras, and what selected it.
 
     Attributes:
       name: ``"jax"``, ``"tensorflow"``.
-      source: What chose it, in words.
-      is_imported: Keras has been imported with it.
+      source: What selected it, in words.
+      is_imported: True if Keras has been imported with it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class KerasBackend:
 
 
 def chosen_backend(environ: Mapping[str, str]) -> KerasBackend:
-    """Returns the backend that Keras takes when it is imported in this environment, by Keras's own rules.
+    """Returns the backend that Keras selects when it is imported in this environment, by Keras's own rules.
 
     Source: keras/src/backend/config.py.
     """
@@ -62,7 +62,7 @@ def chosen_backend(environ: Mapping[str, str]) -> KerasBackend:
 
 
 def backend_now() -> KerasBackend:
-    """Returns the backend of the Keras that this process has imported, else the one it would take."""
+    """Returns the backend of the Keras that this process has imported, or otherwise the one that Keras would select."""
     told = getattr(sys.modules.get("keras.src.backend.config"), "backend", None)
     chosen = chosen_backend(os.environ)
     if told is None:  # not imported, or not yet to its end
@@ -77,7 +77,7 @@ def check_keras(what: str) -> None:
     """Checks that Keras is installed and runs, or will run, on JAX. Call it before importing Keras.
 
     Args:
-      what: Needs Keras.
+      what: The feature that needs Keras.
 
     Raises:
       MissingExtraError: It is not installed.

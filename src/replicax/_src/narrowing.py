@@ -1,6 +1,7 @@
-"""64-bit host arrays in the dtypes that JAX gives them, 32 bits by default. Numbers that do not fit are an error.
+"""64-bit host arrays in the dtypes that JAX gives them, 32 bits by default. A number that does not fit raises an
+error.
 
-JAX itself would keep the lower bits without a word: another row of a table is looked up then, and another one trained.
+JAX itself would silently keep the lower bits: a program would then look up and train another row of a table.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ class NarrowingError(InvalidArgumentError):
 
 
 def narrowed(leaves: Sequence[Any], tree: Any, *roots: str) -> Sequence[Any]:
-    """Returns the leaves of a nest with 64-bit host arrays cast to the dtype that JAX gives them.
+    """Returns the leaves of a pytree, with 64-bit host arrays cast to the dtype that JAX gives them.
 
-    Integers cost a look at the largest and the smallest. Floats cost nothing more than the cast.
+    Integers cost a search for the largest and the smallest. Floats cost only the cast.
 
     Args:
-      leaves: Host arrays are checked, all else stays as it is.
-      tree: The structure of the nest.
-      roots: What the nest is called in errors; several are the names of its items.
+      leaves: Host arrays are checked; other leaves stay unchanged.
+      tree: The structure of the pytree.
+      roots: The name of the pytree in errors; several are the names of its items.
 
     Raises:
       NarrowingError: An integer does not fit, or a finite float becomes infinite.
@@ -39,12 +40,12 @@ def narrowed(leaves: Sequence[Any], tree: Any, *roots: str) -> Sequence[Any]:
 
 
 def as_numpy(value: Any) -> Any:
-    """An int as an array, which ``narrowed`` checks; anything else as it is."""
+    """Returns an int as an array, which ``narrowed`` checks; any other value unchanged."""
     return np.asarray(value) if isinstance(value, int) else value
 
 
 def narrowed_nest(nest: Any, *roots: str) -> Any:
-    """As ``narrowed``, of a whole nest."""
+    """Like ``narrowed``, for a complete pytree."""
     leaves, tree = jax.tree.flatten(nest)
     narrow = narrowed(leaves, tree, *roots)
     return nest if narrow is leaves else tree.unflatten(narrow)
@@ -53,7 +54,7 @@ def narrowed_nest(nest: Any, *roots: str) -> Any:
 def narrowed_at(
     positions: Iterable[int], leaves: Sequence[Any], names: Callable[[], Sequence[str]]
 ) -> Sequence[Any]:
-    """As ``narrowed``, of the leaves at some positions; ``names`` returns what errors call all leaves."""
+    """Like ``narrowed``, for the leaves at some positions; ``names`` returns the names of all leaves for errors."""
     wide = {i for i in positions if _is_wide(leaves[i])}
     if not wide:
         return leaves
@@ -99,7 +100,7 @@ def _error(array: Any, is_lost: Any, dtype: np.dtype, name: str) -> NarrowingErr
 
 
 def names_of(tree: Any, roots: Sequence[str]) -> list[str]:
-    """Returns ``args[0]['ids']`` and so on: where each leaf is in a nest; see ``narrowed``."""
+    """Returns the path of each leaf in a pytree, such as ``args[0]['ids']``; see ``narrowed``."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))]
     if len(roots) == 1:
         return [f"{roots[0]}{jax.tree_util.keystr(path)}" for path in paths]

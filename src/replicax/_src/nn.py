@@ -1,4 +1,4 @@
-"""Losses scaled for the whole global batch: ``rx.nn``."""
+"""Losses scaled for the global batch: ``rx.nn``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def compute_average_loss(
 ) -> jax.Array:
     """A replica's share of the mean loss over the global batch: Σ (loss · weight) / B.
 
-    The shares of all replicas add up to the mean, and so do the gradients, which an optimizer's ``apply`` sums.
-    Call it in replica context (with ``global_batch_size`` anywhere). Without ``global_batch_size``, B is the true
-    number of examples over all replicas, also when they have different numbers. Communicates only then.
+    The shares of all replicas add up to the mean, and so do the gradients, which an optimizer's ``apply`` sums. Call
+    it in replica context (with ``global_batch_size`` anywhere). Without ``global_batch_size``, B is the true number of
+    examples over all replicas, even if their numbers differ. It communicates only in this case.
 
     Args:
-      per_example_loss: [batch, ...] of this replica.
-      sample_weight: Broadcastable to it from the left ([batch] weighs examples), or None.
+      per_example_loss: [batch, ...], of this replica.
+      sample_weight: Broadcastable to the loss from the left ([batch] weighs examples), or None.
       global_batch_size: B, an int of at least 0; default: the sum of the replicas' batch sizes.
 
     Returns:
-      A scalar, 0 where B is 0.
+      A scalar; 0 if B is 0.
 
     Raises:
-      InvalidArgumentError: The loss is a scalar, or ``global_batch_size`` is no scalar int of at least 0.
-      ReplicaContextError: No ``global_batch_size`` outside of replica context.
+      InvalidArgumentError: The loss is a scalar, or ``global_batch_size`` is not a scalar int of at least 0.
+      ReplicaContextError: There is no ``global_batch_size``, outside replica context.
 
     Source: tf.nn.compute_average_loss, whose default B is R times the local size.
     """
@@ -60,10 +60,10 @@ def compute_average_loss(
 
 
 def size_of_global_batch(local_size: int) -> Any:
-    """The sum of the replicas' batch sizes, from this replica's. Communicates where they may differ.
+    """Returns the sum of the replicas' batch sizes, from this replica's. Communicates if they may differ.
 
     Raises:
-      ReplicaContextError: Outside of replica context.
+      ReplicaContextError: Outside replica context.
     """
     replica = context.get_replica_context()
     if replica is None:
@@ -97,9 +97,9 @@ def _checked_size(size: Any) -> Any:
 
 
 class SharedLoss(ArrayLike):
-    """A loss of a Keras model's own step whose gradient is this replica's share already: see ``keras/losses.py``.
+    """A loss of a Keras model's own step whose gradient already is this replica's share: see ``keras/losses.py``.
 
-    A sum of such is one too; anything else that is computed with it is an array.
+    A sum of such losses is one too; any other computation gives an array.
     """
 
     __slots__ = ("_share",)
@@ -122,15 +122,15 @@ class SharedLoss(ArrayLike):
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
-    """A replica's share of a regularisation loss, which is the same on all: Σ loss / R.
+    """A replica's share of a regularisation loss that is the same on all replicas: Σ loss / R.
 
     Call it in replica context.
 
     Args:
-      regularization_loss: [...] or a list of such, which is added up.
+      regularization_loss: [...] or a list of such, which is summed.
 
     Raises:
-      ReplicaContextError: Outside of replica context.
+      ReplicaContextError: Outside replica context.
 
     Source: tf.nn.scale_regularization_loss.
     """

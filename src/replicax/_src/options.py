@@ -1,4 +1,4 @@
-"""Enums and frozen options: the words that users hand to strategies. They validate themselves."""
+"""Enums and frozen options that users pass to strategies. They validate themselves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def whole_number(name: str, value: Any, *, least: int, meaning: str = "") -> int
     """Returns ``value`` as an int.
 
     Args:
-      name: Of the argument, for the message.
-      least: The smallest that is allowed.
-      meaning: What special values mean, for the message.
+      name: The name of the argument, for the message.
+      least: The smallest allowed value.
+      meaning: The meaning of special values, for the message.
 
     Raises:
-      InvalidArgumentError: It is no whole number, or smaller than ``least``.
+      InvalidArgumentError: ``value`` is not an integer, or is smaller than ``least``.
     """
     is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
     if not is_whole or operator.index(value) < least:
@@ -31,14 +31,14 @@ def whole_number(name: str, value: Any, *, least: int, meaning: str = "") -> int
 
 
 def path_of(given: Any, what: str, example: str) -> str:
-    """A path that a user gave, as a string.
+    """Returns a user's path as a string.
 
     Args:
-      what: It is, for the message.
-      example: Of one.
+      what: The meaning of the path, for the message.
+      example: An example path, for the message.
 
     Raises:
-      InvalidArgumentError: It is no path, or an empty one.
+      InvalidArgumentError: The value is not a path, or is empty.
     """
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
@@ -59,10 +59,10 @@ class _NamedOption(enum.Enum):
 
     @classmethod
     def parse(cls, value: object):
-        """Returns the member that ``value`` (a member or its name) stands for.
+        """Returns the member for ``value``, which is a member or its name.
 
         Raises:
-          InvalidArgumentError: It is neither.
+          InvalidArgumentError: ``value`` is neither.
         """
         try:
             return cls(value)
@@ -74,7 +74,7 @@ class _NamedOption(enum.Enum):
 
 
 class ReduceOp(_NamedOption):
-    """How the values of the replicas become one: their sum or their mean."""
+    """The operation that combines the values of the replicas: their sum or their mean."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -83,8 +83,8 @@ class ReduceOp(_NamedOption):
 def get_loss_reduction() -> ReduceOp:
     """Returns ``ReduceOp.SUM``: optimizers sum the gradients of the replicas.
 
-    So each replica's loss is its share of the mean over the global batch: ``rx.nn.compute_average_loss``. TensorFlow
-    has another answer for Estimators only.
+    Each replica's loss is therefore its share of the mean over the global batch: ``rx.nn.compute_average_loss``.
+    TensorFlow returns another value for Estimators only.
 
     Source: tf.compat.v1.distribute.get_loss_reduction.
     """
@@ -92,7 +92,7 @@ def get_loss_reduction() -> ReduceOp:
 
 
 class VariableSynchronization(_NamedOption):
-    """When the copies of a variable are brought together."""
+    """The time when the copies of a variable are combined."""
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -101,7 +101,7 @@ class VariableSynchronization(_NamedOption):
 
 
 class VariableAggregation(_NamedOption):
-    """How values that replicas write to one variable become one value."""
+    """The rule that combines the values that replicas write to one variable."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -110,8 +110,8 @@ class VariableAggregation(_NamedOption):
 
 
 class ShardState(_NamedOption):
-    """What replicas divide among them instead of holding it all: the optimizer's variables (ZeRO 1), or the trainable
-    ones too (ZeRO 3).
+    """The state that replicas shard instead of mirroring it: the optimizer's variables (ZeRO 1), or the trainable ones
+    too (ZeRO 3).
     """
 
     OPTIMIZER = "OPTIMIZER"
@@ -119,14 +119,14 @@ class ShardState(_NamedOption):
 
 
 class UnconnectedGradients(_NamedOption):
-    """What a tape answers for a source that the target does not depend on."""
+    """The gradient of a tape for a source that the target does not depend on."""
 
     NONE = "NONE"
     ZERO = "ZERO"
 
 
 class CommunicationImplementation(_NamedOption):
-    """Which library carries collectives between processes."""
+    """The library that carries collectives between processes."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -135,28 +135,28 @@ class CommunicationImplementation(_NamedOption):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How ``Strategy.run`` runs a function.
+    """Options of ``Strategy.run``.
 
     Attributes:
-      experimental_enable_dynamic_batch_size: Accepted for TensorFlow's sake: per-replica shapes may
-        always differ here.
-      experimental_bucketizing_dynamic_shape: Accepted for TensorFlow's sake. Must be False: a program
-        is compiled for each pattern of shapes.
-      experimental_xla_options: A mapping of XLA compiler options, handed to the compiler.
+      experimental_enable_dynamic_batch_size: Accepted for compatibility with TensorFlow: per-replica shapes may always
+        differ here.
+      experimental_bucketizing_dynamic_shape: Accepted for compatibility with TensorFlow. Must be False: a program is
+        compiled for each pattern of shapes.
+      experimental_xla_options: A mapping of XLA compiler options for the compiler.
       eager: Run the function itself, in the calling thread, with real values: for prints, breakpoints and Python
-        ``if``. Slow. One replica gets the rows of all, and ``num_replicas_in_sync`` is 1 inside, so losses, gradients
-        and weights are those of a compiled step. Batch statistics, random numbers and ``replica_id_in_sync_group`` (0)
-        are those of one replica. The components of a per-replica value are concatenated along axis 0, in replica order,
-        whatever their numbers of rows; scalars that are equal are passed as they are, of random keys the first
-        replica's; others raise ``UnsupportedError``. Each array of the result is a ``PerReplica`` of one component, of
-        the whole batch.
-      donate_args: Give the arrays of the ``PerReplica`` and ``Mirrored`` values in these positional
-        arguments to the program, which then needs no second copy of them. They are gone afterwards.
+        ``if``. This is slow. One replica gets the rows of all, and ``num_replicas_in_sync`` is 1 inside, so losses,
+        gradients and weights are those of a compiled step. Batch statistics, random numbers and
+        ``replica_id_in_sync_group`` (0) are those of one replica. The components of a per-replica value are
+        concatenated along axis 0, in replica order, with any numbers of rows. Equal scalars are passed unchanged, and
+        of random keys the first replica's is passed; other values raise ``UnsupportedError``. Each array of the result
+        is a ``PerReplica`` with one component, that of the global batch.
+      donate_args: Donate the arrays of the ``PerReplica`` and ``Mirrored`` values in these positional arguments to the
+        program, which then needs no second copy of them. They are deleted afterwards.
       check_same: Raise ``DivergenceError`` for state that was the same on all replicas, differs when the function
-        returns it, and is passed to it again. Else this is a warning, once.
-      check_finite: Raise ``NotFiniteError`` when a result, or the new value of a variable, is not finite. It names the
-        first computation that gave a NaN or an infinity, with its line and replica; variables keep the values that they
-        had. Each call waits for its results and takes about twice as long; ``donate_args`` has no effect.
+        returns it, and is passed to the function again. Otherwise this is a warning, once.
+      check_finite: Raise ``NotFiniteError`` if a result, or the new value of a variable, is not finite. The error
+        names the first computation that gave a NaN or an infinity, with its line and replica; variables keep their
+        previous values. Each call waits for its results and takes about twice as long; ``donate_args`` has no effect.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -195,16 +195,17 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How collectives communicate.
+    """Options of collectives.
 
     Attributes:
-      bytes_per_pack: Arrays of one dtype are joined into buffers of at most this many bytes before they are
-        reduced; larger arrays travel by themselves, and are not cut. 0 lets replicax choose: on CPUs buffers of 4 MiB,
-        and between processes arrays of 2 MiB and more by themselves (in one process, of 256 KiB).
-      timeout_seconds: How long a task may take to come to a program, or to an agreement, in which others wait for it;
-        then the wait fails. None is 600. A collective in which all are has no limit.
-      implementation: AUTO, RING (gloo, on CPUs) or NCCL (on GPUs). The hardware has one of them each, which AUTO is; to
-        ask for the other logs a warning, and changes nothing. In one process XLA chooses, and this has no effect.
+      bytes_per_pack: Arrays of one dtype are joined into buffers of at most this many bytes before they are reduced;
+        larger arrays are reduced separately, and are not cut. 0 lets replicax choose: on CPUs buffers of 4 MiB, and
+        between processes arrays of 2 MiB and more separately (in one process, of 256 KiB).
+      timeout_seconds: The time that a task may take to reach a program, or an agreement, in which others wait for it;
+        then the wait fails. None means 600. A collective that all have reached has no limit.
+      implementation: AUTO, RING (gloo, on CPUs) or NCCL (on GPUs). Each kind of hardware has one of them, which AUTO
+        selects; asking for the other logs a warning, and changes nothing. In one process XLA chooses, and this option
+        has no effect.
     """
 
     bytes_per_pack: int = 0
@@ -226,10 +227,10 @@ def collective_hints(bytes_per_pack: int = 0, timeout_seconds: float | None = No
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What the function of ``experimental_distribute_values_from_function`` may know.
+    """The information for the function of ``experimental_distribute_values_from_function``.
 
     Attributes:
-      replica_id_in_sync_group: Index of the replica, from 0.
+      replica_id_in_sync_group: The index of the replica, from 0.
       num_replicas_in_sync: R.
     """
 

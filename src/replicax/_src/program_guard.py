@@ -1,6 +1,4 @@
-"""What is to happen around each program of a training: nothing, but while somebody watches for the end of its
-machine.
-"""
+"""A context entered around each program launch while preemption handling is active."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ current: Guard | None = None
 
 @contextlib.contextmanager
 def guarding(guard: Guard) -> Iterator[None]:
-    """Meanwhile each call of a strategy or a compiled function by the program as a whole is in a ``with`` of
-    ``guard()``.
-    """
+    """Each call of a strategy or a compiled function by the program is then in a ``with`` of ``guard()``."""
     global current
     before, current = current, guard
     try:

@@ -1,4 +1,4 @@
-"""What users get under a public name: it says that name, and its errors show the user's lines."""
+"""Gives public objects their public name, and makes their errors show the user's lines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from replicax._src.tracebacks import bound_methods, boundary
 
 
 def publish(module: str, name: str, value: Any) -> Any:
-    """Returns what a public module holds under a name: classes as they are, functions wrapped.
+    """Returns the object that a public module has under a name: classes unchanged, functions wrapped.
 
-    A class that has several public names keeps the first, and ``replicax.errors`` where it is an error.
+    A class with several public names keeps the first; an error class keeps ``replicax.errors``.
     """
     if isinstance(value, type):
         _publish_class(module, name, value)
@@ -27,10 +27,10 @@ def publish(module: str, name: str, value: Any) -> Any:
 
 
 def publish_all(namespace: dict[str, Any]) -> Callable[[], list[str]]:
-    """Publishes the names in ``__all__`` of a public module, at its end.
+    """Publishes the names in ``__all__`` of a public module; called at its end.
 
     Returns:
-      The module's ``__dir__``: it lists these names only.
+      Returns the module's ``__dir__``, which lists only these names.
     """
     for name in namespace["__all__"]:
         if name in namespace:
@@ -39,11 +39,11 @@ def publish_all(namespace: dict[str, Any]) -> Callable[[], list[str]]:
 
 
 def publish_loaded(module: str, places: Mapping[str, str]) -> None:
-    """Publishes the classes of a public module whose private modules are loaded: users meet objects of them before the
-    names.
+    """Publishes the classes of a public module whose private modules are loaded, because users meet their objects
+    before the names.
 
     Args:
-      places: For each public name its module in ``replicax._src``.
+      places: The module in ``replicax._src`` of each public name.
     """
     for name, place in places.items():
         private = sys.modules.get(f"replicax._src.{place}")

@@ -1,4 +1,4 @@
-"""Tracebacks that show the user's lines: frames of replicax, JAX and Keras are removed where an error leaves a public
+"""Tracebacks that show the user's lines: frames of replicax, JAX and Keras are removed when an error leaves a public
 call.
 
 ``REPLICAX_TRACEBACK=full`` keeps them all, and so does ``JAX_TRACEBACK_FILTERING=off``.
@@ -18,12 +18,12 @@ from replicax._src.user_code import is_standard_library
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 _HIDDEN: Final = frozenset({"replicax", "jax", "jaxlib", "keras"})
-# Hidden where those above have called them; shown where the user has.
+# Hidden if the packages above have called them; shown if the user has.
 _HIDDEN_BELOW: Final = frozenset(
     {"absl", "cloudpickle", "etils", "flax", "grain", "ml_dtypes", "numpy", "opt_einsum", "optax", "optree"}
     | {"orbax", "pyarrow", "rich", "scipy", "tensorboardX", "tensorstore", "tree"}
 )
-# Called very often, or where Python expects nothing to go wrong.
+# Called very often, or in places where Python expects no error.
 _NOT_WRAPPED: Final = frozenset(
     {"__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dir__", "__getattribute__", "__hash__"}
     | {
@@ -37,7 +37,7 @@ _NOT_WRAPPED: Final = frozenset(
     }
     | {"__getstate__", "__setstate__", "__instancecheck__", "__getnewargs__", "__reduce_ex__", "__sizeof__"}
 )
-# JAX adds a note of it after the message, where users look for what to do.
+# JAX adds a note about it after the message, where users look for what to do.
 _JAX_NOTE: Final = "JAX has removed its internal frames"
 
 _bound: set[type] = set()
@@ -57,7 +57,7 @@ def is_full() -> bool:
 
 
 def boundary(fn: _Callable) -> _Callable:
-    """Wraps a public function: errors that leave it have short tracebacks. Costs 60 ns where there is no error."""
+    """Wraps a public function, so that errors that leave it have short tracebacks. It costs 60 ns without an error."""
     if getattr(fn, "_replicax_boundary", False):
         return fn
 
@@ -77,9 +77,7 @@ def boundary(fn: _Callable) -> _Callable:
 
 
 def bound_methods(cls: type) -> None:
-    """Makes a boundary of each public method, operator and property that a class of replicax defines or inherits from
-    one.
-    """
+    """Wraps each public method, operator and property that a class of replicax defines or inherits from one."""
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] != "replicax" or base in _bound:
             continue
@@ -94,7 +92,7 @@ def bound_methods(cls: type) -> None:
 
 
 def bounded(member: Any) -> Any:
-    """A member of a class as a boundary, if it is a function, a method or a property."""
+    """Wraps a member of a class, if it is a function, a method or a property."""
     if type(member) is FunctionType:
         return boundary(member)
     if type(member) in (classmethod, staticmethod):
@@ -107,10 +105,9 @@ def bounded(member: Any) -> Any:
 
 
 def shorten(error: BaseException) -> None:
-    """Removes the hidden frames from the traceback of an error that leaves a public call, and of those that it came
-    from.
+    """Removes the hidden frames from the traceback of an error that leaves a public call, and from its causes.
 
-    Errors that the callers of the public call are handling stay as they are: they are not of this call.
+    Errors that the callers of the public call are handling stay unchanged: they do not belong to this call.
     """
     if is_full():
         return
@@ -152,7 +149,7 @@ def _shown(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_hidden(frame: FrameType, is_below: bool) -> bool:
-    """``is_below``: the frame that has called this one is hidden."""
+    """``is_below`` is true if the frame that has called this one is hidden."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     if package in _HIDDEN:
         return True

@@ -1,4 +1,4 @@
-"""Which code is the user's: everything outside replicax, the standard library and installed packages."""
+"""Decides which code is the user's: everything outside replicax, the standard library and installed packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNKNOWN = "an unknown line"
 
 
 def is_user_code(filename: str) -> bool:
-    """Whether a source file is the user's."""
+    """True if a source file is the user's."""
     return not filename.startswith(_SKIPPED)
 
 
@@ -42,7 +42,8 @@ def user_line() -> str:
 
 
 def user_line_of_main_thread() -> str:
-    """Where the main thread is: ``file:line in function`` of its innermost user code. From any thread."""
+    """The position of the main thread: ``file:line in function`` of its innermost user code. It may be called from any
+    thread."""
     return _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
 
 

@@ -1,4 +1,4 @@
-"""Stands for MLflow, which needs a server: says what it is told."""
+"""Replaces MLflow, which needs a server: prints its calls."""
 
 import contextlib
 

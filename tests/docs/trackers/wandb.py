@@ -1,4 +1,4 @@
-"""Stands for W&B, which needs the network: says what it is told."""
+"""Replaces W&B, which needs the network: prints its calls."""
 
 
 class Run:

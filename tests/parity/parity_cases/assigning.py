@@ -13,7 +13,7 @@ METHODS = ["assign", "assign_add", "assign_sub"]
 
 
 def state(side: Side, v: Any) -> dict[str, Any]:
-    """What a variable holds, component by component and as read from outside and from each replica."""
+    """The value of a variable, component by component, and as read from outside and from each replica."""
     return {
         "components": side.components(v),
         "read": attempt(lambda: side.read(v)),
@@ -34,7 +34,7 @@ EQUAL = ["literal", "array", "array_made_inside"]
 
 
 def equal(side: Side, what: str) -> Callable[[], Any]:
-    """A function that gives 2 in every replica: TensorFlow tells one object from equal ones."""
+    """A function that returns 2 in every replica: TensorFlow distinguishes one object from equal ones."""
     if what == "array_made_inside":
         return lambda: side.array(2.0)
     value = 2.0 if what == "literal" else side.array(2.0)
@@ -101,7 +101,7 @@ def cross_replica_per_replica_value(side: Side, agg: str, method: str) -> Any:
 
 @case(33, sync=["ON_WRITE", "ON_READ"], agg=["SUM", "MEAN", "ONLY_FIRST_REPLICA"], method=METHODS)
 def returned_in_replicas(side: Side, sync: str, agg: str, method: str) -> Any:
-    """What assign returns in a replica, used as an array."""
+    """The result of assign in a replica, used as an array."""
     v = side.variable(1.0, sync, agg)
     return side.strategy.run(lambda: getattr(v, method)(side.replica_id() + 1.0) * 10.0)
 

@@ -276,6 +276,6 @@ def all_gather_of_unequal_shapes(side: Side, what: str) -> Any:
 
 @case(0)
 def collective_in_cross_replica_context(side: Side) -> Any:
-    """There is no replica context to ask: get_replica_context() is None in a scope."""
+    """There is no replica context: get_replica_context() is None in a scope."""
     with side.strategy.scope():
         return side.dist.get_replica_context()

@@ -9,7 +9,7 @@ from parity_cases.side import Side
 
 
 def state(side: Side) -> dict[str, Any]:
-    """What the functions that ask for the current context say."""
+    """The results of the functions that return the current context."""
     context = side.dist.get_replica_context()
     found = {
         "has_strategy": side.dist.has_strategy(),

@@ -1,7 +1,7 @@
-"""Where replicax gives something else than TensorFlow on purpose, and what it gives.
+"""The intended differences between replicax and TensorFlow, and replicax's results.
 
-``DIFFERENCES``: case -> the row of the design's table "Where we differ from TensorFlow" (or the place that
-says so) and replicax's observation. ``OPEN``: recorded from TensorFlow, decided nowhere, not tested.
+``DIFFERENCES``: case -> the row of the design's table "Where we differ from TensorFlow" (or the place that says so)
+and replicax's observation. ``OPEN``: recorded from TensorFlow, but not decided and not tested.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from parity_cases.scattering import OPERATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """``gives`` is replicax's observation; with ``like``, it is what TensorFlow gave in that other case."""
+    """``gives`` is replicax's observation; with ``like`` it is TensorFlow's observation in that other case."""
 
     row: str
     gives: Any = None
@@ -119,7 +119,7 @@ _differ(
     {"reducing.plain_number[MEAN,0]@S2": 0},
 )
 
-# How a batch of the numbers 0, 1, ... is cut: the rules of both, said again, independent of either program.
+# The split of a batch of the numbers 0, 1, ...: the rules of both, restated independently of either program.
 
 BATCHES = [
     f"feeding.{name}["
@@ -149,7 +149,7 @@ def _as_tensorflow(num_rows: int, batch: int, num_replicas: int, policy: str) ->
 
 
 def _cut_otherwise(case: Case) -> list[list[list[int]]] | None:
-    """What each replica gets at each step; None where TensorFlow gives the same."""
+    """The rows of each replica at each step; None if TensorFlow gives the same."""
     rows, batch = rows_and_batch(case.params.get("size", "10/4"))
     drops = case.params.get("drop_remainder", "dropping" in case.id)
     policy = case.params.get("policy", "AUTO")

@@ -1,6 +1,6 @@
-"""Cases about datasets: what each replica gets at each step, how the data ends, epochs, options.
+"""Cases about datasets: the rows of each replica at each step, the end of the data, epochs, options.
 
-Nothing is run here: loops that do are in ``looping.py``.
+No step runs here: ``looping.py`` has loops with steps.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from parity_cases.registry import case
 from parity_cases.side import Side
 
 ON = "S1 S2 S3 S4"
-# Rows and batch size: whole batches, a partial last one, less than a row for each replica, nothing.
+# Rows and batch size: full batches, a partial last one, less than a row for each replica, no rows.
 SIZES = ["10/4", "9/4", "5/4", "14/8", "3/2", "5/8", "1/3", "0/2"]
 
 
@@ -29,7 +29,7 @@ def rows_and_batch(size: str) -> tuple[int, int]:
 
 
 def steps(side: Side, distributed: Any, count: int | None = None) -> list[Any]:
-    """For each step, or the first ``count``, what each replica gets."""
+    """The rows of each replica for each step, or the first ``count`` steps."""
     return [side.local(element) for element in itertools.islice(distributed, count)]
 
 
@@ -42,7 +42,7 @@ def distributed(side: Side, rows: Any, batch: int) -> Any:
     return side.strategy.experimental_distribute_dataset(side.dataset(rows).batch(batch))
 
 
-# How a batch is cut.
+# The split of a batch.
 
 
 @case(63, on=ON, size=SIZES)
@@ -63,7 +63,7 @@ def batches_with_policy(side: Side, size: str, policy: str) -> Any:
 
 @case(63, 65, on="S2 S3 S4", size=["10/4", "14/8", "5/8"], policy=["AUTO", "OFF"])
 def rows_of_steps(side: Side, size: str, policy: str) -> Any:
-    """The rows of all replicas together, which do not depend on how a batch is cut."""
+    """The rows of all replicas together, which do not depend on the split of a batch."""
     given = steps(side, side.distribute(batched(side, size), policy))
     return [[int(row) for part in parts for row in np.asarray(part)] for parts in given]
 
@@ -127,7 +127,7 @@ def dtypes(side: Side) -> Any:
     return steps(side, distributed(side, rows, 4))
 
 
-# What is no dataset of batches.
+# Invalid datasets.
 
 
 @case(63, what=["numbers", "number_beside_batch"])
@@ -249,7 +249,7 @@ def options_for(side: Side, chosen: str) -> Any:
 OPTIONS = ["host", "per_worker", "buffer", "per_replica", "place_per_replica_host"]
 WRONG_OPTIONS = ["place", "place_per_replica", "no_buffer"]
 
-# In processes of their own: in TensorFlow a strategy that was asked for PER_REPLICA once stays so.
+# In separate processes: in TensorFlow a strategy that was asked for PER_REPLICA once stays so.
 
 
 @case(61, on="S1 S3 C2", alone=True, chosen=["per_replica"])
@@ -496,7 +496,7 @@ def empty_dataset_reduce(side: Side) -> Any:
 
 @case(0, on="S2 S3", op=["SUM", "MEAN"], size=["10/4", "7/3"])
 def reduced_batches(side: Side, op: str, size: str) -> Any:
-    """These do not depend on how a batch is cut."""
+    """These do not depend on the split of a batch."""
     rows, batch = rows_and_batch(size)
     dataset = distributed(side, numbers(rows, "float32"), batch)
     return [side.strategy.reduce(op, x, axis=0) for x in dataset]

@@ -1,4 +1,4 @@
-"""Cases about loops over distributed datasets: what ``run`` and ``reduce`` give over all of the data."""
+"""Cases about loops over distributed datasets: the results of ``run`` and ``reduce`` over all of the data."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def square(x: Any) -> Any:
 
 
 def runner(side: Side, replica_fn: Callable[[Any], Any], where: str) -> Callable[[Any], Any]:
-    """``strategy.run`` of a function: as it is, made a function itself, or in a function."""
+    """``strategy.run`` of a function: plain, as a function of the framework, or inside one."""
     strategy = side.strategy
     if where == "replica_function":
         return lambda x: strategy.run(side.function(replica_fn), args=(x,))
@@ -122,7 +122,7 @@ def sum_squares(side: Side) -> Any:
 
 @case(60, on="S3", policy=["AUTO", "OFF"], size=["14/8", "5/8"])
 def sums_of_replicas(side: Side, policy: str, size: str) -> Any:
-    """What is reduced after ``run`` does not depend on how a batch is cut."""
+    """The values reduced after ``run`` do not depend on the split of a batch."""
     rows, batch = rows_and_batch(size)
     dataset = side.distribute(side.dataset(numbers(rows, "float32")).batch(batch), policy)
 

@@ -1,4 +1,4 @@
-"""What a case gave, as plain JSON, and how two observations are compared.
+"""The result of a case as plain JSON, and the comparison of two observations.
 
 float32, int32 and bool arrays are nested lists (1.0 is floating, 1 is integer); other dtypes are named:
 ``{"dtype": "float64", "value": 2.5}``. ``{"per_replica": [...]}``, ``{"tuple": [...]}``,
@@ -19,14 +19,14 @@ EVERY_ERROR = ("Exception", "BaseException", "object")
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An exception as an observation; ``types`` are the names in its class's line of inheritance."""
+    """An exception as an observation; ``types`` are the names of its class and its bases."""
 
     types: tuple[str, ...]
     message: str
 
 
 def attempt(fn: Callable[[], Any]) -> Any | Raised:
-    """What ``fn`` returns, or the exception it raises as a value."""
+    """The result of ``fn``, or the exception that it raises, as a value."""
     try:
         return fn()
     except Exception as error:  # whatever it is, it is the observation
@@ -35,11 +35,11 @@ def attempt(fn: Callable[[], Any]) -> Any | Raised:
 
 
 def discard(*_: Any) -> None:
-    """Drops its arguments: for calls that are made for what they do."""
+    """Drops its arguments: for calls that are made for their effect."""
 
 
 def observe(value: Any, distributed_values: Callable[[Any], tuple[Any, ...] | None]) -> Any:
-    """Turns what a case returned into plain JSON."""
+    """Turns the result of a case into plain JSON."""
 
     def visit(x: Any) -> Any:
         if x is None or isinstance(x, (bool, int, str)):
@@ -70,7 +70,7 @@ NOT_MEANT = ("AssertionError", "AttributeError", "IndexError")
 def _same_error(seen: Any, wanted: dict[str, Any]) -> bool:
     """Errors agree by built-in type.
 
-    Any error will do where TensorFlow's type is its own (InvalidArgumentError) or an accident (a bare
+    Any error is accepted if TensorFlow's type is its own (InvalidArgumentError) or an accident (a bare
     AssertionError). A TypeError may be a ValueError: both are mistakes of the caller.
     """
     if not isinstance(seen, dict) or "raises" not in seen:
@@ -83,7 +83,7 @@ def _same_error(seen: Any, wanted: dict[str, Any]) -> bool:
 
 
 def same(seen: Any, wanted: Any, rtol: float) -> bool:
-    """Whether ``seen`` is the observation ``wanted``: numbers to ``rtol``, errors by type, not by text."""
+    """True if ``seen`` equals the observation ``wanted``: numbers to ``rtol``, errors by type, not by text."""
     if isinstance(wanted, dict) and "raises" in wanted:
         return _same_error(seen, wanted)
     if type(seen) is not type(wanted):
@@ -115,7 +115,7 @@ def _number(x: float) -> float | str:
 
 
 def _stable(message: str) -> str:
-    """The first 120 characters of a message without what changes from run to run or place to place."""
+    """The first 120 characters of a message, without parts that differ between runs or places."""
     message = re.sub(r"\{\{.*?\}\} |0x[0-9a-f]{6,}", "", " ".join(message.split()))
     message = message.partition(" Detected at node ")[0]
     if 'File "' in message:  # a traceback from inside a traced function

@@ -1,4 +1,4 @@
-"""The table of cases: what a case is, and the decorator that adds one for each strategy and parameter."""
+"""The table of cases: the class of a case, and the decorator that adds one for each strategy and parameter."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ STRATEGIES = {
 class Case:
     """One program under one strategy.
 
-    ``spec`` are the case numbers of the table in the specification of tf.distribute's behaviour (0: a
-    section of it without a number). ``alone``: TensorFlow needs a process of its own for it.
+    ``spec`` has the case numbers of the table in the specification of tf.distribute's behaviour (0: a section of it
+    without a number). ``alone``: TensorFlow needs a separate process for it.
     """
 
     id: str
@@ -43,8 +43,8 @@ def case(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers ``body(side, **one of each params)`` under every strategy named in ``on``.
 
-    ``rtol`` is 1e-6 where a value takes a few float32 operations, whose order may differ; loops of
-    several steps give a larger one.
+    ``rtol`` is 1e-6 if a value takes a few float32 operations, whose order may differ; loops of several steps give a
+    larger one.
     """
 
     def register(body: Callable[..., Any]) -> Callable[..., Any]:

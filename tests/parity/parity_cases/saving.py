@@ -1,4 +1,4 @@
-"""Cases about checkpoints: names of what is saved, values for each replica, what one side lacks, and managers."""
+"""Cases about checkpoints: names of saved objects, per-replica values, objects missing on one side, and managers."""
 
 import tempfile
 from typing import Any
@@ -13,7 +13,7 @@ ASSERTIONS = ["assert_consumed", "assert_existing_objects_matched", "assert_nont
 @case(46, agg=["SUM", "MEAN", "ONLY_FIRST_REPLICA"], dtype=["float32"])
 @case(46, agg=["SUM", "ONLY_FIRST_REPLICA"], dtype=["int32"])
 def on_as_many_replicas(side: Side, agg: str, dtype: str) -> Any:
-    """Components (3, 4) come back onto two replicas."""
+    """Components (3, 4) are restored onto two replicas."""
     v = side.variable(side.array(0, dtype), "ON_READ", agg)
     own = side.to_int if dtype == "int32" else side.to_float
     side.strategy.run(lambda: discard(v.assign(own(side.replica_id()) + side.array(3, dtype))))
@@ -26,7 +26,7 @@ def on_as_many_replicas(side: Side, agg: str, dtype: str) -> Any:
 
 @case(46, agg=["SUM", "ONLY_FIRST_REPLICA"])
 def integer_of_others(side: Side, agg: str) -> Any:
-    """5, saved of one variable, onto two replicas."""
+    """5, saved from one variable, onto two replicas."""
     v = side.variable(side.array(0, "int32"), "ON_READ", agg)
     with tempfile.TemporaryDirectory() as folder:
         side.restore(side.save(folder + "/saved", side.Variable(side.array(5, "int32"))), v)
@@ -35,7 +35,7 @@ def integer_of_others(side: Side, agg: str) -> Any:
 
 @case(47, on="D S2")
 def names_of_nests(side: Side) -> Any:
-    """Attributes, positions and keys, whatever the variables are called; what is there twice is there once."""
+    """Attributes, positions and keys, for any names of variables; an object that appears twice is saved once."""
     one, two = side.variable(1.0), side.variable(2.0)
     inner = side.checkpoint(first=one, again=one)
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def names_of_nests(side: Side) -> Any:
 
 @case(47, asserted=ASSERTIONS)
 def no_path(side: Side, asserted: str) -> Any:
-    """``restore(manager.latest_checkpoint)`` in the first run of a program: there is none."""
+    """``restore(manager.latest_checkpoint)`` in the first run of a program, without a checkpoint."""
     v = side.variable(1.0)
     status = side.checkpoint(v=v).restore(None)
     discard(status.expect_partial())
@@ -54,7 +54,7 @@ def no_path(side: Side, asserted: str) -> Any:
 
 @case(47, asserted=ASSERTIONS, saved=["more", "less", "other"])
 def on_one_side(side: Side, asserted: str, saved: str) -> Any:
-    """The checkpoint has more than there is, or less, or nothing of it."""
+    """The checkpoint has more objects than the program, fewer, or other ones."""
     v, w = side.variable(1.0), side.variable(2.0)
     of_saved = {"more": {"v": v, "w": w}, "less": {"v": v}, "other": {"w": w}}[saved]
     here = {"more": {"v": v}, "less": {"v": v, "w": w}, "other": {"v": v}}[saved]
@@ -70,7 +70,7 @@ def on_one_side(side: Side, asserted: str, saved: str) -> Any:
 
 @case(47, now=["same", "more", "less", "other"])
 def managed(side: Side, now: str) -> Any:
-    """``restore_or_initialize`` where there is the same, more, less, or another name for it."""
+    """``restore_or_initialize`` with the same objects, more, fewer, or another name."""
     v, w = side.variable(1.0), side.variable(2.0)
     saved = {"v": v, "w": w} if now == "less" else {"v": v}
     here = {"same": {"v": v}, "more": {"v": v, "w": w}, "less": {"v": v}, "other": {"w": v}}[now]
@@ -86,7 +86,7 @@ def managed(side: Side, now: str) -> Any:
 
 @case(47)
 def counted(side: Side) -> Any:
-    """Numbers go on after restoring; two are kept."""
+    """Numbers continue after restoring; two checkpoints are kept."""
     v = side.variable(1.0)
     with tempfile.TemporaryDirectory() as folder:
         manager = side.checkpoint_manager(side.checkpoint(v=v), folder)

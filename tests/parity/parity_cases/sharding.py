@@ -54,7 +54,7 @@ def make(side: Side, parts: Any = PARTS) -> Any:
 
 
 def after(variable: Any, call: Any) -> Any:
-    """What the call gave, if it is no variable, and the values after it."""
+    """The result of the call, if it is not a variable, and the values after it."""
     out = attempt(call)
     return ["itself" if out is variable else out, variable.numpy()]
 
@@ -71,7 +71,7 @@ def partitioners(side: Side, kind: str, num_bytes: int, count: int, bytes_per_st
 
 @case(on="D", kind=["fixed", "min", "max", "max_and_count"])
 def counts(side: Side, kind: str) -> Any:
-    """Of 200 shapes, dtypes and sizes at random."""
+    """Results for 200 random shapes, dtypes and sizes."""
     choose = random.Random(7)
     out = []
     for _ in range(200):

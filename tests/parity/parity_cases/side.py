@@ -1,4 +1,4 @@
-"""What a case may use: the names that TensorFlow and replicax share, and a handful of array operations.
+"""The functions that a case may use: the names that TensorFlow and replicax share, and some array operations.
 
 ``tensorflow_side.py`` and ``replicax_side.py`` are the two implementations.
 """
@@ -35,7 +35,7 @@ class Side(abc.ABC):
     def num_replicas(self) -> int:
         return self.strategy.num_replicas_in_sync
 
-    # The framework's own way.
+    # The framework's own form.
 
     @abc.abstractmethod
     def make_strategy(self, code: str) -> Any: ...
@@ -77,11 +77,11 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def indexed_slices(self, values: Any, indices: Any, shape: Sequence[int] | None = None) -> Any:
-        """Rows of an array, the rest of which is zero or left alone."""
+        """Rows of an array whose other rows are zero or unchanged."""
 
     @abc.abstractmethod
     def tensor_shape(self, shape: Sequence[int]) -> Any:
-        """A shape, as the framework's partitioners take it."""
+        """A shape, as the framework's partitioners expect it."""
 
     @abc.abstractmethod
     def ragged(self, rows: Sequence[Sequence[Any]], dtype: str) -> Any:
@@ -115,13 +115,13 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def creates_another(self, made: Sequence[Any]) -> bool:
-        """Whether a replica function that keeps its variable in ``made`` creates it in this call."""
+        """True if a replica function that keeps its variable in ``made`` creates it in this call."""
 
     # Datasets, made the framework's own way; all have ``batch``, ``repeat``, ``take`` and ``shard``.
 
     @abc.abstractmethod
     def dataset(self, rows: Any) -> Any:
-        """A dataset of the rows of a nest of NumPy arrays."""
+        """A dataset of the rows of a pytree of NumPy arrays."""
 
     @abc.abstractmethod
     def range_dataset(self, count: int) -> Any:
@@ -133,11 +133,11 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def batch_dataset(self, batches: Sequence[Any]) -> Any:
-        """A dataset of nests of NumPy arrays as they are, whose first dims may vary."""
+        """A dataset of unchanged pytrees of NumPy arrays, whose first dims may vary."""
 
     @abc.abstractmethod
     def numpy_dataset(self, rows: Any) -> Any:
-        """What ``extended.experimental_make_numpy_dataset`` makes."""
+        """The result of ``extended.experimental_make_numpy_dataset``."""
 
     @abc.abstractmethod
     def shuffled(self, dataset: Any, order: str) -> Any:
@@ -151,7 +151,7 @@ class Side(abc.ABC):
     def replica_specs(self, distributed: Any) -> Any:
         """The ``element_spec`` of a distributed dataset; for each array ``[[dtype, *shape] of each replica]``."""
 
-    # Said with the above.
+    # Included above.
 
     def replica_id(self) -> Any:
         """The replica id as a float32 scalar, in replica context."""
@@ -188,8 +188,8 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def distributed_values(self, x: Any) -> tuple[Any, ...] | None:
-        """The per-replica values if x is a DistributedValues and no variable, else None."""
+        """The per-replica values if x is a DistributedValues but not a variable, otherwise None."""
 
     def attempt(self, fn: Callable[[], Any]) -> Any | Raised:
-        """What ``fn`` returns, or the exception it raises as a value."""
+        """The result of ``fn``, or the exception that it raises, as a value."""
         return attempt(fn)

@@ -474,7 +474,7 @@ def watched_variables(side: Side) -> Any:
 
 @case()
 def through_an_assignment(side: Side) -> Any:
-    """x is assigned to v inside the tape: v's value is a new source, x is not connected to it."""
+    """x is assigned to v inside the tape: v's value is a new source, and x is not connected to it."""
     v = side.variable(1.0)
 
     def replica_fn() -> Any:

@@ -34,8 +34,8 @@ def device(index: int) -> str:
 def make_strategy(code: str) -> Any:
     """One strategy of each kind in a process.
 
-    The collectives of a second one, of the same size too, begin with the numbers of the first one's, and
-    fail with "Shape mismatch in the collective instance".
+    The collectives of a second one, even of the same size, start with the numbers of the first one's, and fail with
+    "Shape mismatch in the collective instance".
     """
     if code == "D":
         return tf.distribute.get_strategy()

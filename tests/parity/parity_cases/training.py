@@ -198,7 +198,7 @@ def keras_uneven_default_denominator(side: Side) -> Any:
 
 @case(on="S1 S2", rtol=LOOP_RTOL, scaled=[True, False])
 def keras_regularisation(side: Side, scaled: bool) -> Any:
-    """Every weight is regularised; the loss is scaled as the guide says, or forgotten to be."""
+    """Every weight is regularised; the loss is scaled as the guide says, or the scaling is forgotten."""
 
     def loss_fn(model: Any, x: Any, y: Any, size: int) -> Any:
         penalty = sum(side.sum(w * w) for w in model.trainable_variables) * 0.01
@@ -211,7 +211,7 @@ def keras_regularisation(side: Side, scaled: bool) -> Any:
 
 @case(on="S1 S2", rtol=LOOP_RTOL, optimizer=["sgd", "adam"])
 def keras_weight_in_regularisation_only(side: Side, optimizer: str) -> Any:
-    """Two weights are touched by the regularisation loss alone: equal gradients, summed all the same."""
+    """Only the regularisation loss affects two weights: equal gradients, which are summed all the same."""
 
     def loss_fn(model: Any, x: Any, y: Any, size: int) -> Any:
         kernel, bias = model.trainable_variables[:2]
@@ -224,7 +224,7 @@ def keras_weight_in_regularisation_only(side: Side, optimizer: str) -> Any:
 
 @case(on="S1 S2", rtol=LOOP_RTOL)
 def keras_plain_arguments(side: Side) -> Any:
-    """Every replica gets the whole batch: R equal gradients, summed."""
+    """Every replica gets the full batch: R equal gradients, summed."""
     with side.strategy.scope():
         model = keras_model(side)
         opt = keras_optimizer(side, "sgd")
