@@ -1,7 +1,7 @@
 """``rx.keras.callbacks.CheckpointCallback``: ``fit`` saves, and goes on where it was, in the middle of an epoch too.
 
-``loop_callbacks.py`` has ``fit`` run in its ``in_fit``, so that it comes after the other callbacks, and is closed whatever
-happens.
+``loop_callbacks.py`` has ``fit`` run in its ``in_fit``, so that it comes after the other callbacks, and is closed
+whatever happens.
 """
 
 from __future__ import annotations
