@@ -143,6 +143,24 @@ def _empty() -> EmptyDatasetError:
 
 
 @final
+class RowsOfWorker:
+    """A batch of the rows of one process, which Keras passes on as it is.
+
+    Keras puts what it takes ahead on a device (3.15: on GPUs and TPUs), where rows would lose the sizes of all
+    replicas. JAX puts nothing there of an object without arrays.
+
+    Attributes:
+      batch: The arrays.
+    """
+
+    def __init__(self, batch: Any):
+        self.batch = batch
+
+
+jax.tree_util.register_pytree_node(RowsOfWorker, lambda rows: ((), rows), lambda rows, _: rows)
+
+
+@final
 class DistributedInput(DataAdapter):
     """The batches of a DistributedDataset, whole; a thread reads them ahead.
 
@@ -173,11 +191,6 @@ class DistributedInput(DataAdapter):
         """None for a dataset without end, and for one whose end is not known."""
         return None if self._cardinality in (None, INFINITE) else int(self._cardinality)
 
-    @property
-    def builtin_prefetch(self) -> bool:
-        """True, or Keras 3.12 puts batches on one device, where those of several processes lose their sizes."""
-        return True
-
     def get_jax_iterator(self) -> Iterator[Any]:
         """The batches of a pass. Keras makes iterators that it does not use: a pass begins with the first batch.
 
@@ -188,7 +201,7 @@ class DistributedInput(DataAdapter):
             self._read(self._dataset.start(), 0)
         reader, again = self._reader, self._again
         self._is_begun, self._again = False, []
-        yield from again
+        yield from map(self._for_loop, again)
         assert reader is not None
         while True:
             try:
@@ -204,7 +217,12 @@ class DistributedInput(DataAdapter):
                 self._looked_at.append(batch)
                 if len(self._looked_at) > _MOST_LOOKED_AT:
                     self._looked_at = None
-            yield batch
+            yield self._for_loop(batch)
+
+    def _for_loop(self, batch: Any) -> Any:
+        """What a step takes. To build a model Keras looks into it."""
+        is_looked_at = self._looked_at is not None or self._dataset.placer.topology.peers is None
+        return batch if is_looked_at else RowsOfWorker(batch)
 
     def position(self, num_batches: int | None) -> Any:
         """What can be written as JSON: where the pass is after so many of its batches (None: all); None if it cannot be

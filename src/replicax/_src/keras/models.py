@@ -281,6 +281,8 @@ def _take_datasets(
         if data is not given.get(argument):
             given[argument] = data
             made.append(data)
+            if method == "predict" and all(layer.built for layer in given["self"]._flatten_layers()):
+                data.on_epoch_end()  # Keras takes no batch beforehand, as it says in fit and evaluate
     return made
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
+from replicax._src.keras.datasets import RowsOfWorker
 from replicax._src.keras.divided_state import with_divided_state
 from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
@@ -146,6 +147,7 @@ class StepFunction(abc.ABC):
                 self._same_batches.look_at_end()
                 return
             self._num_batches = 1
+            data = data.batch if isinstance(data, RowsOfWorker) else data
             batch = Batch(self._standardised(data), is_kept=is_kept)
             self._same_batches.look_at(batch)
             yield batch
