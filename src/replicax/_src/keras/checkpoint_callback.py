@@ -136,19 +136,15 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._begin = functools.partial(
             ResumableFit, model, strategy, loop, given, others, self._saving, only_epochs=has_servers
         )
+        is_failing = True
         try:
             with loop.watched(model):
                 yield
-        except BaseException:
-            self._close(is_failing=True)
-            raise
-        else:
-            self._close(is_failing=False)
-
-    def _close(self, *, is_failing: bool) -> None:
-        run, self._run, self._begin = self._run, None, None
-        if run is not None:
-            run.close(is_failing=is_failing)
+            is_failing = False
+        finally:
+            run, self._run, self._begin = self._run, None, None
+            if run is not None:
+                run.close(is_failing=is_failing)
 
     # --- what Keras calls -----------------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ class DataOfFit:
 
     def __init__(self, x: Any, loop: LoopOfFit, progress: Progress):
         self._x, self._loop, self._progress = x, loop, progress
+        self._has_state = isinstance(x, keras.utils.PyDataset) and _has_state(x)
         self._random = HostRandomState()
         self._at_pass: dict[str, Any] = {}
         self._restored: Mapping[str, Any] = {}
@@ -133,8 +134,8 @@ class DataOfFit:
         taken = state["taken"] or 0
         before = state["at_pass"] if taken else state
         self._random.set_state(before["random"])
-        if before["dataset"] is not None:
-            getattr(self._x, "set_state", _ignore)(before["dataset"])
+        if before["dataset"] is not None and self._has_state:
+            self._x.set_state(before["dataset"])
         if isinstance(self._x, DistributedInput):
             self.is_there = self._x.resume(state["position"], taken)
         self._at_pass = {"random": before["random"], "dataset": before["dataset"]}
@@ -145,13 +146,7 @@ class DataOfFit:
         self._random.set_state(self._restored["random"])
 
     def _state_of_x(self) -> Any:
-        get, set_ = getattr(self._x, "get_state", None), getattr(self._x, "set_state", None)
-        is_dataset = isinstance(self._x, keras.utils.PyDataset)
-        return get() if is_dataset and callable(get) and callable(set_) else None
-
-
-def _ignore(state: Any) -> None:
-    """The data are of another kind now."""
+        return self._x.get_state() if self._has_state else None
 
 
 @final
@@ -189,8 +184,8 @@ class CallbackStates:
             self._callbacks[name].set_state(states[name])
 
 
-def _has_state(callback: Any) -> bool:
-    return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
+def _has_state(given: Any) -> bool:
+    return callable(getattr(given, "get_state", None)) and callable(getattr(given, "set_state", None))
 
 
 @final

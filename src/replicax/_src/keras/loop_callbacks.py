@@ -49,15 +49,12 @@ def _check_has_tensorflow(callbacks: Sequence[Any]) -> None:
     Raises:
       MissingExtraError: TensorFlow is not installed.
     """
-    if any(isinstance(one, keras.callbacks.TensorBoard) for one in callbacks) and not _has_tensorflow():
+    is_needed = any(isinstance(one, keras.callbacks.TensorBoard) for one in callbacks)
+    if is_needed and importlib.util.find_spec("tensorflow") is None:
         raise MissingExtraError(
             "keras.callbacks.TensorBoard needs TensorFlow, which is not installed. Use rx.keras.callbacks.TensorBoard in its "
             "place: it takes the same arguments, writes the same, and needs pip install tensorboardX pillow."
         )
-
-
-def _has_tensorflow() -> bool:
-    return importlib.util.find_spec("tensorflow") is not None
 
 
 @contextlib.contextmanager
