@@ -313,3 +313,47 @@ def test_keras_distribution_beside_a_strategy(mirrored):
     model = model_of(mirrored)
     with keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope():
         refused(errors.UnsupportedError, lambda: model.fit(features(), targets()), "keras.distribution")
+
+
+def classes():
+    return (np.arange(ROWS) % 3).astype("int32")
+
+
+def test_class_weights_count_for_the_elements_of_a_dataset(mirrored):
+    """Keras applies them to data that it knows only."""
+
+    def losses(data, **given):
+        keras.utils.set_random_seed(0)
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input((3,)), layers.Dense(3)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        given |= {"class_weight": {0: 0.5, 2: 3.0}, "epochs": 2, "verbose": 0}
+        return model.fit(*data, **given).history["loss"]
+
+    dataset = rx.data.from_arrays((features(), classes())).batch(BATCH)
+    expected = losses((features(), classes()), batch_size=BATCH, shuffle=False)
+    np.testing.assert_allclose(losses((dataset,)), expected, rtol=1e-6)
+    weighted = rx.data.from_arrays((features(), classes(), np.ones(ROWS, "float32"))).batch(BATCH)
+    with pytest.raises(errors.InvalidArgumentError, match="`class_weight`"):
+        losses((weighted,))
+
+
+@pytest.mark.parametrize("method", ["fit", "predict"])
+def test_a_batch_that_builds_a_model_is_read_once(mirrored, method):
+    """A pass over a file, or a random one, cannot be begun again for its first batch."""
+    begun = []
+
+    class Source:
+        def __iter__(self):
+            begun.append(len(begun))
+            return generator()
+
+    with mirrored.scope():
+        model = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    dataset = mirrored.experimental_distribute_dataset(Source())
+    before = len(begun)
+    result = getattr(model, method)(dataset, verbose=0)
+    assert len(begun) - before == 1
+    if method == "predict":
+        np.testing.assert_allclose(result, model.predict(features(), verbose=0), rtol=1e-5, atol=1e-6)

@@ -312,12 +312,14 @@ def fitting(*seeds):
 def fitting_of_datasets(kind, style, given):
     """Keras's loops over datasets: each worker has its own rows or takes its rows of shared batches.
 
-    ``kind``: "shared" batches, "files" of which each worker reads its own (in the folder ``given``), a "function" that
-    returns each worker's part, or "steps": the batches that ``given`` lists. ``style`` of the steps: "jax",
-    "tensorflow", or "several" in one call.
+    ``kind``: "shared" batches, "files" of which each worker reads its own (in the folder ``given``), a "function" that gives
+    each worker its part, or "steps": the batches that ``given`` lists.
+    ``style`` of the steps: "jax", "tensorflow", "several" in one call, or "ahead": Keras puts batches on a device ahead, as
+    it does on GPUs.
     """
     import json
 
+    import jax
     import keras
     import numpy as np
 
@@ -373,6 +375,8 @@ def fitting_of_datasets(kind, style, given):
         policy = {"shared": "DATA", "files": "FILE"}[kind]
         lines = rx.data.from_text_lines(f"{given}/*.txt").map(parse).batch(7)
         dataset = strategy.experimental_distribute_dataset(lines, distribute_options=policy)
+    if style == "ahead":
+        jax.default_backend = lambda: "gpu"  # Keras 3.15 asks for it
     local = strategy.experimental_local_results
     report(
         steps=[

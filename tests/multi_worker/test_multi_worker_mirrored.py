@@ -286,6 +286,7 @@ def assert_fitted_alike(got, expected):
 
 KINDS = [
     ("files", "tensorflow"),
+    ("function", "ahead"),
     *(
         pytest.param(kind, style, marks=pytest.mark.long)
         for kind, style in [

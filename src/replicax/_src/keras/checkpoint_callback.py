@@ -1,14 +1,15 @@
 """``rx.keras.callbacks.CheckpointCallback``: ``fit`` saves, and goes on where it was, in the middle of an epoch too.
 
-``models.py`` has ``fit`` run in its ``in_fit``, so that it comes after the other callbacks, and is closed whatever
-happens.
+``loop_callbacks.py`` has ``fit`` run in its ``in_fit``, so that it comes after the other callbacks, and is closed
+whatever happens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 import keras
@@ -18,7 +19,7 @@ from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
 from replicax._src.framework import use_imported
 from replicax._src.keras.passes import LoopOfFit
-from replicax._src.keras.resumable_fit import ResumableFit
+from replicax._src.keras.resumable_fit import ResumableFit, SavingRules
 from replicax._src.options import path_of
 from replicax._src.preemption.termination import TerminationConfig
 from replicax._src.variables.server_placement import ServerPlacement
@@ -78,9 +79,8 @@ class CheckpointCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         _check(save_freq, mode, termination_config)
-        self._every = save_freq if isinstance(save_freq, int) else None
-        self._monitor = monitor
-        self._config = termination_config or TerminationConfig()
+        every = save_freq if isinstance(save_freq, int) else None
+        self._saving = SavingRules(every, monitor, termination_config or TerminationConfig())
         self._manager: CheckpointManager | None = None
         self._directory: str | None = None
         if isinstance(directory, CheckpointManager):
@@ -99,7 +99,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "best_fn": lambda metrics: metrics[monitor],
                 "best_mode": _mode_of(monitor) if mode == "auto" else mode,
             }
-        self._in_fit: tuple[Any, LoopOfFit, Mapping[str, Any], list[Any]] | None = None
+        self._begin: Callable[..., ResumableFit] | None = None  # set while a fit runs
         self._run: ResumableFit | None = None
         self._restored_from: str | None = None
         use_imported()
@@ -122,57 +122,43 @@ class CheckpointCallback(keras.callbacks.Callback):
         self, model: Any, strategy: Strategy | None, given: Mapping[str, Any], others: list[Any]
     ) -> Iterator[None]:
         """Around a ``fit`` of a model with these arguments and other callbacks. Private."""
-        if self._in_fit is not None:
+        if self._begin is not None:
             raise ContextError(
                 "This CheckpointCallback is in a fit that has not ended. Make another one, with another directory."
             )
-        if _has_servers(strategy) and self._every is not None:
+        has_servers = strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
+        if has_servers and self._saving.every is not None:
             raise UnsupportedError(
-                f"CheckpointCallback(save_freq={self._every}): with parameter servers workers take batches at the same time, and no "
+                f"CheckpointCallback(save_freq={self._saving.every}): with parameter servers workers take batches at the same time, and no "
                 "moment is between two of them. Save at the ends of epochs, with save_freq='epoch'; steps_per_epoch makes them shorter."
             )
         loop = LoopOfFit()
-        self._in_fit = strategy, loop, given, others
+        self._begin = functools.partial(
+            ResumableFit, model, strategy, loop, given, others, self._saving, only_epochs=has_servers
+        )
+        is_failing = True
         try:
             with loop.watched(model):
                 yield
-        except BaseException:
-            self._close(is_failing=True)
-            raise
-        else:
-            self._close(is_failing=False)
-
-    def _close(self, *, is_failing: bool) -> None:
-        run, self._run, self._in_fit = self._run, None, None
-        if run is not None:
-            run.close(is_failing=is_failing)
+            is_failing = False
+        finally:
+            run, self._run, self._begin = self._run, None, None
+            if run is not None:
+                run.close(is_failing=is_failing)
 
     # --- what Keras calls -----------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores the newest checkpoint, if there is one."""
-        if self._in_fit is None:
+        if self._begin is None:
             raise ContextError(
                 "CheckpointCallback works in fit(), which it has to know from its beginning on. In loops of your own use "
                 "rx.CheckpointManager and rx.experimental.PreemptionCheckpointHandler."
             )
-        strategy, loop, given, others = self._in_fit
         if self._directory is not None:
             self._manager = CheckpointManager(Checkpoint(model=self.model), self._directory, **self._rules)
         assert self._manager is not None
-        self._run = ResumableFit(
-            self.model,
-            self._manager,
-            strategy,
-            loop,
-            given,
-            self.params or {},
-            others,
-            every=self._every,
-            monitor=self._monitor,
-            config=self._config,
-            only_epochs=_has_servers(strategy),
-        )
+        self._run = self._begin(manager=self._manager, num_epochs=int((self.params or {}).get("epochs") or 1))
         self._restored_from = self._run.restored_from
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -210,20 +196,16 @@ def _check(save_freq: Any, mode: str, config: Any) -> None:
         )
 
 
-def _has_servers(strategy: Strategy | None) -> bool:
-    return strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
-
-
 def _mode_of(monitor: str) -> str:
     return "max" if any(word in monitor for word in _GROWING) else "min"
 
 
 @contextlib.contextmanager
-def in_fit(model: Any, strategy: Strategy | None, given: Mapping[str, Any], callbacks: Any) -> Iterator[Any]:
-    """Inside ``fit`` runs, with the callbacks that it is to be given: those of this kind come last."""
-    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
-    listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks) if callbacks else []
-    ours = [one for one in listed if isinstance(one, CheckpointCallback)]
+def in_fit(
+    model: Any, strategy: Strategy | None, given: Mapping[str, Any], callbacks: list[Any]
+) -> Iterator[list[Any]]:
+    """Inside ``fit`` runs, with the callbacks that it is to be given: that of this kind comes last."""
+    ours = [one for one in callbacks if isinstance(one, CheckpointCallback)]
     if not ours:
         yield callbacks
         return
@@ -231,6 +213,6 @@ def in_fit(model: Any, strategy: Strategy | None, given: Mapping[str, Any], call
         raise InvalidArgumentError(
             f"fit() was given {len(ours)} CheckpointCallbacks, and it can go on from one checkpoint. Give one; monitor= keeps the best too."
         )
-    others = [one for one in listed if one is not ours[0]]
+    others = [one for one in callbacks if one is not ours[0]]
     with ours[0].in_fit(model, strategy, given, others):
-        yield callbacks if is_list else [*others, *ours]
+        yield [*others, *ours]

@@ -1,4 +1,4 @@
-"""Distributed datasets as what Keras takes for ``x``: a ``PyDataset`` of whole batches, on the host."""
+"""Distributed datasets as what Keras takes for ``x``: adapters that give its loops whole batches, on the host."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
-import keras
 import numpy as np
+
+# Keras takes an adapter that is not its own for ``x``, but no public name is that of its class (Keras 3.12 to 3.15).
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
 from replicax._src.errors import InvalidArgumentError, KerasScopeError, MixedStrategiesError
 from replicax._src.input.agreed import AgreedParts
@@ -28,21 +31,9 @@ from replicax._src.values import DistributedValues
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
 
-_END_OF_DATA: Final = np.zeros((0,) * 7, bool)
-"""In place of a batch, where a dataset whose length is not known has ended. Nothing else looks like it."""
 _MOST_LOOKED_AT: Final = 4
 _NUM_POSITIONS: Final = 4
 """Keras may have taken a batch or two that its loop has not come to."""
-
-
-def is_end(batch: Any) -> bool:
-    """Whether there is no further batch. (Keras may have put what it was given on a device.)"""
-    if not isinstance(batch, tuple) or len(batch) != 1:
-        return False
-    (leaf,) = batch
-    return (
-        isinstance(leaf, (np.ndarray, jax.Array)) and leaf.shape == _END_OF_DATA.shape and leaf.dtype == bool
-    )
 
 
 def check_not_per_replica(method: str, argument: str, value: Any) -> None:
@@ -101,7 +92,8 @@ def as_keras_input(data: Any, strategy: Strategy, argument: str, given: Mapping[
             f"`{argument}` is a {name} without end, and Keras would go on for ever: say how many batches to take, with "
             f"`{steps}`, or leave `repeat` out."
         )
-    return DistributedInput(data, cardinality, ends_by_itself=given.get(steps) is None)
+    class_weight = given.get("class_weight") if argument == "x" else None
+    return DistributedInput(data, cardinality, class_weight, ends_by_itself=given.get(steps) is None)
 
 
 def _agreed_cardinality(data: DistributedDataset) -> Cardinality | None:
@@ -151,58 +143,86 @@ def _empty() -> EmptyDatasetError:
 
 
 @final
-class DistributedInput(keras.utils.PyDataset):
-    """The batches of a DistributedDataset, whole; a thread reads them ahead.
+class RowsOfWorker:
+    """A batch of the rows of one process, which Keras passes on as it is.
 
-    Keras asks for the batches 0, 1, ... of an epoch in order, and then calls ``on_epoch_end``. It may look at the first
-    ones beforehand, to build the model: then, and always before the first epoch of ``fit`` and ``evaluate``, it calls
-    ``on_epoch_end`` too. What it has looked at belongs to the first epoch: the dataset is not started again for it.
+    Keras puts what it takes ahead on a device (3.15: on GPUs and TPUs), where rows would lose the sizes of all
+    replicas. JAX puts nothing there of an object without arrays.
+
+    Attributes:
+      batch: The arrays.
     """
 
-    def __init__(self, dataset: DistributedDataset, cardinality: Cardinality | None, *, ends_by_itself: bool):
-        super().__init__()
-        self._dataset, self._cardinality = dataset, cardinality
+    def __init__(self, batch: Any):
+        self.batch = batch
+
+
+jax.tree_util.register_pytree_node(RowsOfWorker, lambda rows: ((), rows), lambda rows, _: rows)
+
+
+@final
+class DistributedInput(DataAdapter):
+    """The batches of a DistributedDataset, whole; a thread reads them ahead.
+
+    Keras may take the first ones beforehand, to build the model: then, and always before the first epoch of ``fit`` and
+    ``evaluate``, it calls ``on_epoch_end``. What it has taken belongs to the first epoch: the dataset is not started
+    again for it.
+    """
+
+    def __init__(
+        self,
+        dataset: DistributedDataset,
+        cardinality: Cardinality | None,
+        class_weight: Mapping[int, float] | None,
+        *,
+        ends_by_itself: bool,
+    ):
+        self._dataset, self._cardinality, self._class_weight = dataset, cardinality, class_weight
         self._ends_by_itself = ends_by_itself  # nobody asked for a number of batches
         self._reader: Reader | None = None
         self._looked_at: list[Any] | None = []  # until the first epoch begins
-        self._again: collections.deque[Any] = collections.deque()
-        self._num_skipped = 0  # of the batches that Keras asks for next
+        self._again: list[Any] = []
+        self._is_begun = False  # what Keras takes next continues a pass
         self._num_taken = 0  # in this pass
         self._positions: collections.deque[tuple[int, Any]] = collections.deque(maxlen=_NUM_POSITIONS)
 
     @property
     def num_batches(self) -> int | None:
-        """Keras takes None for a dataset without end; one of unknown length says where it ends."""
+        """None for a dataset without end, and for one whose end is not known."""
         return None if self._cardinality in (None, INFINITE) else int(self._cardinality)
 
-    def __getitem__(self, index: int) -> Any:
-        """The next batch; index 0 starts again.
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """The batches of a pass. Keras makes iterators that it does not use: a pass begins with the first batch.
 
         Raises:
           EmptyDatasetError: There is none at all.
         """
-        if self._num_skipped:
-            self._num_skipped -= 1
-            return (np.zeros((1,), np.float32),)
-        if self._again:
-            return self._again.popleft()
-        if self._reader is None or index == 0:
-            self.close()
+        if not self._is_begun:
             self._read(self._dataset.start(), 0)
-        assert self._reader is not None
-        try:
-            batch = _whole_batch(self._reader.take_on_host())
-        except StopIteration:
-            if index == 0:
-                raise _empty() from None
-            batch = (_END_OF_DATA,)
-        self._num_taken += 1
-        self._note_position()
-        if self._looked_at is not None:
-            self._looked_at.append(batch)
-            if len(self._looked_at) > _MOST_LOOKED_AT:
-                self._looked_at = None
-        return batch
+        reader, again = self._reader, self._again
+        self._is_begun, self._again = False, []
+        yield from map(self._for_loop, again)
+        assert reader is not None
+        while True:
+            try:
+                batch = _whole_batch(reader.take_on_host())
+            except StopIteration:
+                if not self._num_taken:
+                    raise _empty() from None
+                return
+            self._num_taken += 1
+            self._note_position()
+            batch = batch if self._class_weight is None else _weighted(batch, self._class_weight)
+            if self._looked_at is not None:
+                self._looked_at.append(batch)
+                if len(self._looked_at) > _MOST_LOOKED_AT:
+                    self._looked_at = None
+            yield self._for_loop(batch)
+
+    def _for_loop(self, batch: Any) -> Any:
+        """What a step takes. To build a model Keras looks into it."""
+        is_looked_at = self._looked_at is not None or self._dataset.placer.topology.peers is None
+        return batch if is_looked_at else RowsOfWorker(batch)
 
     def position(self, num_batches: int | None) -> Any:
         """What can be written as JSON: where the pass is after so many of its batches (None: all); None if it cannot be
@@ -213,8 +233,6 @@ class DistributedInput(keras.utils.PyDataset):
 
     def resume(self, position: Any, num_batches: int) -> bool:
         """Goes to a position, maybe of another process.
-
-        Keras will ask for the batches before it first, and gets nothing there.
 
         Args:
           position: As ``position`` gave it.
@@ -228,14 +246,13 @@ class DistributedInput(keras.utils.PyDataset):
         elements = self._dataset.start()
         elements.set_state(position)
         self.close()
-        self._again.clear()
-        self._looked_at = None
-        self._num_skipped = num_batches
+        self._again, self._looked_at, self._is_begun = [], None, num_batches > 0
         if num_batches:
             self._read(elements, num_batches)
         return True
 
     def _read(self, elements: Pass, num_taken: int) -> None:
+        self.close()
         self._reader = self._dataset.reader_of(elements, places_ahead=False)
         self._num_taken = num_taken
         self._positions.clear()
@@ -249,7 +266,7 @@ class DistributedInput(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         """Before the first epoch: what was looked at will be asked for again."""
         if self._looked_at:
-            self._again.extend(self._looked_at)
+            self._again, self._is_begun = self._looked_at, True
         self._looked_at = None
 
     @contextlib.contextmanager
@@ -287,6 +304,16 @@ def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
     if isinstance(batch, (tuple, dict)):
         return batch
     return tuple(batch) if isinstance(batch, list) else (batch,)
+
+
+def _weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
+    """A batch with the weights of its rows, as Keras makes them of the weights of classes."""
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise InvalidArgumentError(
+            "`class_weight` was given beside a dataset whose elements are not (x, y). Let them be (x, y, sample_weight), "
+            "and leave class_weight out."
+        )
+    return (*batch, class_weight_to_sample_weights(batch[1], class_weight))
 
 
 def _agreed_sizes(step: AgreedParts) -> tuple[int, ...]:

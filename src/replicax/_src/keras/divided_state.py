@@ -38,44 +38,44 @@ _Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class _Making(threading.local):
-    """Whether this thread makes a variable for an optimizer, and for which one of the model's."""
+    """What this thread makes variables for.
 
+    Attributes:
+      is_alone: The other processes do not make them.
+      is_for_optimizer: An optimizer keeps them.
+      reference: The variable of the model that they belong to; None if there is none.
+    """
+
+    is_alone = False
     is_for_optimizer = False
     reference: Any = None
 
 
-_making = _Making()
+making = _Making()
 
 
-@contextlib.contextmanager
-def of_optimizer(reference: Any = None) -> Iterator[None]:
+def made_alone(is_alone: bool) -> contextlib.AbstractContextManager[None]:
+    """Inside, if ``is_alone``, this thread makes variables that the other processes do not make."""
+    return overridden(making, is_alone=making.is_alone or is_alone)
+
+
+def of_optimizer(reference: Any = None) -> contextlib.AbstractContextManager[None]:
     """Inside, variables are made for an optimizer; with a ``reference`` for that variable of the model."""
-    before = _making.is_for_optimizer, _making.reference
-    _making.is_for_optimizer = True
-    _making.reference = _making.reference if reference is None else reference
-    try:
-        yield
-    finally:
-        _making.is_for_optimizer, _making.reference = before
+    reference = making.reference if reference is None else reference
+    return overridden(making, is_for_optimizer=True, reference=reference)
 
 
 def note_purpose(variable: Any) -> None:
-    """Remembers of a new variable that an optimizer keeps it, and for which one of the model's."""
-    if _making.is_for_optimizer:
+    """Remembers that an optimizer keeps a new variable, and which variable of the model it belongs to."""
+    if making.is_for_optimizer:
         note_of_optimizer(variable)
-        if isinstance(_making.reference, keras.Variable):
-            note_companion(variable, _making.reference)
+        if isinstance(making.reference, keras.Variable):
+            note_companion(variable, making.reference)
 
 
-def make(
-    original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_alone: bool
-) -> None:
-    """Initialises a variable, in pieces where the current strategy divides it.
-
-    Args:
-      is_alone: The other processes do not make it.
-    """
-    has_strategy = context.has_strategy() and not is_alone
+def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Initialises a variable, in pieces where the current strategy divides it."""
+    has_strategy = context.has_strategy() and not making.is_alone
     strategy = context.strategy_for_new_variable() if has_strategy else None
     initializer = args[0] if args else kwargs.get("initializer")
     with laid_out(strategy, initializer) as agreed:

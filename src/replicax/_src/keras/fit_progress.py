@@ -1,20 +1,26 @@
-"""The position of a ``fit`` in a checkpoint: epoch, batch, history, and the position in its data."""
+"""The position of a ``fit`` in a checkpoint: epoch, batch, history, the position in its data, states of callbacks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import keras
 import numpy as np
 
 from replicax._src.checkpoint.trees import HostRandomState
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.keras.datasets import DistributedInput
+from replicax._src.keras.overriding import muted
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.keras.steps import StepFunction
+
+_BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
 @final
@@ -80,13 +86,18 @@ class DataOfFit:
       x: The argument ``x`` of ``fit``.
       loop: Keras's loop, which counts the batches that it takes.
       progress: The epoch and batch.
+
+    Attributes:
+      is_there: The data continue where the checkpoint is: no batch is to be read again.
     """
 
     def __init__(self, x: Any, loop: LoopOfFit, progress: Progress):
         self._x, self._loop, self._progress = x, loop, progress
+        self._has_state = isinstance(x, keras.utils.PyDataset) and _has_state(x)
         self._random = HostRandomState()
         self._at_pass: dict[str, Any] = {}
         self._restored: Mapping[str, Any] = {}
+        self.is_there = False
 
     def begin_epoch(self) -> None:
         """Notes that an epoch begins, and perhaps a pass with it."""
@@ -117,16 +128,16 @@ class DataOfFit:
         """Goes to the restored position; called in place of ``begin_epoch``.
 
         Returns:
-          The number of batches that Keras will give again, which have been trained with.
+          The number of batches of the pass that have been trained with.
         """
         state = self._restored
         taken = state["taken"] or 0
         before = state["at_pass"] if taken else state
         self._random.set_state(before["random"])
-        if before["dataset"] is not None:
-            getattr(self._x, "set_state", _ignore)(before["dataset"])
+        if before["dataset"] is not None and self._has_state:
+            self._x.set_state(before["dataset"])
         if isinstance(self._x, DistributedInput):
-            self._x.resume(state["position"], taken)
+            self.is_there = self._x.resume(state["position"], taken)
         self._at_pass = {"random": before["random"], "dataset": before["dataset"]}
         return taken
 
@@ -135,41 +146,87 @@ class DataOfFit:
         self._random.set_state(self._restored["random"])
 
     def _state_of_x(self) -> Any:
-        get, set_ = getattr(self._x, "get_state", None), getattr(self._x, "set_state", None)
-        is_dataset = isinstance(self._x, keras.utils.PyDataset)
-        return get() if is_dataset and callable(get) and callable(set_) else None
+        return self._x.get_state() if self._has_state else None
 
 
-def _ignore(state: Any) -> None:
-    """The data are of another kind now."""
+@final
+class CallbackStates:
+    """The states of the callbacks that have ``get_state`` and ``set_state``, by class and number.
+
+    The other callbacks restart, Keras's own among them.
+
+    Raises:
+      UnsupportedError: A callback that restarts would train on from the wrong weights.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]):
+        counts: Counter[str] = Counter()
+        self._callbacks: dict[str, Any] = {}
+        for one in callbacks:
+            name = type(one).__name__
+            if _has_state(one):
+                self._callbacks[f"{name}/{counts[name]}"] = one
+            elif isinstance(one, keras.callbacks.SwapEMAWeights) and one.swap_on_epoch:
+                raise UnsupportedError(
+                    "SwapEMAWeights(swap_on_epoch=True) beside a CheckpointCallback: at the end of an epoch the model has the "
+                    "averaged weights, and after a restart training would continue from them. Leave swap_on_epoch out: "
+                    "validation uses the averaged weights all the same, and so does the model after fit."
+                )
+            counts[name] += 1
+
+    def get_state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {name: one.get_state() for name, one in self._callbacks.items()}
+
+    def set_state(self, states: Mapping[str, Any]) -> None:
+        """From the checkpoint. Callbacks without a state in it restart."""
+        for name in states.keys() & self._callbacks.keys():
+            self._callbacks[name].set_state(states[name])
+
+
+def _has_state(given: Any) -> bool:
+    return callable(getattr(given, "get_state", None)) and callable(getattr(given, "set_state", None))
 
 
 @final
 class ReplayedSteps:
     """Stands in for ``model.train_function`` in a resumed epoch.
 
-    It reads the batches that had been trained with, and trains nothing.
+    It reads the batches that had been trained with, and trains nothing. Meanwhile the other callbacks are not told of
+    batches.
 
     Args:
-      num_before: The number of batches of earlier epochs, which come first; one call reads all of them.
-      num_batches: The number of batches of this epoch; each call reads as many as ``steps_per_execution``.
-      logs: The logs of the last of these batches.
+      num_taken: The number of batches to read. Those of earlier epochs come first, and one call reads all of them. Of
+        this epoch each call reads as many as ``steps_per_execution``.
+      progress: The batch of the epoch that has been reached, and its logs.
       data: Told when all have been read.
+      callbacks: The other callbacks.
     """
 
     def __init__(
-        self, model: Any, loop: LoopOfFit, num_before: int, num_batches: int, logs: Any, data: DataOfFit
+        self,
+        model: Any,
+        loop: LoopOfFit,
+        num_taken: int,
+        progress: Progress,
+        data: DataOfFit,
+        callbacks: Sequence[Any],
     ):
         self._model, self._loop, self._function = model, loop, model.train_function
-        self._num_before, self._num_left, self._num_batches = num_before, num_batches, num_batches
-        self._logs, self._data = logs, data
-        steps = max(1, int(model.steps_per_execution))
-        if num_batches % steps:
+        self._num_left = self._num_batches = progress.batch
+        self._num_before = num_taken - progress.batch
+        self._logs, self._data = progress.logs, data
+        self._steps = max(1, int(model.steps_per_execution))
+        if self._num_batches % self._steps:
             raise InvalidArgumentError(
-                f"The checkpoint was saved after batch {num_batches} of an epoch, and the model now takes steps_per_execution={steps} "
-                "batches at a time, which do not end there. Compile it with the steps_per_execution that it had."
+                f"The checkpoint was saved after batch {self._num_batches} of an epoch, and the model now takes "
+                f"steps_per_execution={self._steps} batches at a time, which do not end there. Compile it with the "
+                "steps_per_execution that it had."
             )
-        self._steps = steps
+        self._is_reading = self._num_batches > 0
+        self._muted = contextlib.ExitStack()
+        for one in callbacks if self._is_reading else ():
+            self._muted.enter_context(muted(one, *_BATCH_HOOKS))
         model.train_function = self
 
     @property
@@ -177,29 +234,31 @@ class ReplayedSteps:
         """True if training has begun again, or does so with the next batch."""
         return not self._num_before and not self._num_left
 
+    def end_batch(self) -> bool:
+        """Notes that callbacks have been told of a batch; True if it was only read."""
+        was_read = self._is_reading
+        if was_read and self.has_ended:
+            self._is_reading = False
+            self._muted.close()
+        return was_read
+
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         if self._num_before:
             self._loop.skip(self._num_before)
-        self._num_before -= self._read(iterator, self._num_before, self._num_before)
-        if self._num_left:
-            is_last = self._num_left <= self._steps
-            self._read(iterator, self._steps, 1)
-            self._num_left -= self._steps
-            if is_last:
-                self._finish()
-            return self._logs, state
-        self._finish()
-        return self._function(state, iterator)
+            self._read(iterator, self._num_before, self._num_before)
+            self._num_before = 0
+        if not self._num_left:
+            self._finish()
+            return self._function(state, iterator)
+        self._read(iterator, self._steps, 1)
+        self._num_left = max(0, self._num_left - self._steps)
+        if not self._num_left:
+            self._finish()
+        return self._logs, state
 
-    def _read(self, iterator: Iterator[Any], num_wanted: int, num_needed: int) -> int:
-        for number in range(num_wanted):
-            try:
-                next(iterator)
-            except StopIteration:
-                if number < num_needed:
-                    raise self.too_few() from None
-                break
-        return num_wanted
+    def _read(self, iterator: Iterator[Any], num_wanted: int, num_needed: int) -> None:
+        if not self._data.is_there and sum(1 for _ in itertools.islice(iterator, num_wanted)) < num_needed:
+            raise self.too_few()
 
     def too_few(self) -> InvalidArgumentError:
         """The error for data that end before all has been read again."""
@@ -212,9 +271,13 @@ class ReplayedSteps:
         self._data.end_replay()
         if isinstance(self._function, StepFunction):  # Keras's own, outside of every scope
             self._function.note_batches()
-        self.remove()
+        self._give_back()
 
-    def remove(self) -> None:
-        """Gives the model its function back."""
+    def _give_back(self) -> None:
         if self._model.train_function is self:
             self._model.train_function = self._function
+
+    def close(self) -> None:
+        """Gives the model and the callbacks their methods back."""
+        self._muted.close()
+        self._give_back()

@@ -94,20 +94,9 @@ class _Local(threading.local):
 _local = _Local()
 
 
-@contextlib.contextmanager
-def _inside(**changes: Any) -> Iterator[None]:
-    """With other values in ``_local``."""
-    before = {name: getattr(_local, name) for name in changes}
-    vars(_local).update(changes)
-    try:
-        yield
-    finally:
-        vars(_local).update(before)
-
-
 def in_replica_step(rows: int) -> contextlib.AbstractContextManager[None]:
     """Inside, a model's own step runs on a replica that has ``rows`` rows."""
-    return _inside(rows=rows, summed=())
+    return overridden(_local, rows=rows, summed=())
 
 
 def rows_of_replica_step() -> int | None:
@@ -123,7 +112,7 @@ def _is_shared() -> bool:
 
 def in_compute_loss() -> contextlib.AbstractContextManager[None]:
     """Inside ``Model.compute_loss`` runs, whose losses are those of the whole batch."""
-    return _inside(is_in_compute_loss=True)
+    return overridden(_local, is_in_compute_loss=True)
 
 
 @contextlib.contextmanager
@@ -141,12 +130,12 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
         if not _is_shared() or _local.is_gathered or given.get("y_pred") is None:
             return own(model, *args, **kwargs)
         y_pred = given["y_pred"]
-        with _inside(is_in_compute_loss=True):
+        with overridden(_local, is_in_compute_loss=True):
             gather = _Gather(_num_rows(y_pred))
             for name in ("x", "y", "sample_weight"):
                 given[name] = keras.tree.map_structure(gather.fixed, given.get(name))
             given["y_pred"] = keras.tree.map_structure(gather.differentiable, y_pred)
-            with _inside(is_gathered=True):
+            with overridden(_local, is_gathered=True):
                 value = own(*bound.args, **bound.kwargs)
         return value if gather.num_rows else value + _nothing(y_pred)
 

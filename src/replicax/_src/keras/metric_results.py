@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from replicax._src.keras.overriding import overridden
+
 
 class _Local(threading.local):
     results: list[tuple[Any, Any]] | None = None
@@ -18,12 +20,9 @@ _local = _Local()
 @contextlib.contextmanager
 def noting() -> Iterator[list[tuple[Any, Any]]]:
     """Inside, the results of metrics are noted: (metric, result)."""
-    before, results = _local.results, []
-    _local.results = results
-    try:
+    results: list[tuple[Any, Any]] = []
+    with overridden(_local, results=results):
         yield results
-    finally:
-        _local.results = before
 
 
 def noted(metric: Any, result: Any) -> Any:

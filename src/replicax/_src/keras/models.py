@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
@@ -25,16 +25,14 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.input.elements import EmptyDatasetError
-from replicax._src.keras import checkpoint_callback, servers, shared_reads
-from replicax._src.keras.callback_states import check_has_tensorflow, written_by_chief
+from replicax._src.keras import loop_callbacks, servers, shared_reads
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
 from replicax._src.keras.planned_steps import placed_and_left
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, keras_step
-from replicax._src.keras.server_steps import ServerStepFunction
+from replicax._src.keras.server_steps import WorkerSteps
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
-from replicax._src.keras.tensorboard_callback import closed_on_error
 from replicax._src.keras.worker_datasets import WorkerInput, as_worker_input
 from replicax._src.keras.workers import start_together
 from replicax._src.migrate import tensorflow_code
@@ -75,6 +73,8 @@ def _placed(name: str) -> Method:
     original = getattr(keras.Model, name)
     signature = inspect.signature(original)
 
+    is_loop = name in STEPS_OF_DATA
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_not_in_a_function(self, name)
         give_values()
@@ -86,53 +86,35 @@ def _placed(name: str) -> Method:
             if strategy is not None:
                 _check_has_steps(strategy, name)
                 stack.enter_context(strategy.scope())
-            args, kwargs, inputs = _with_datasets(
-                name,
-                signature,
-                self,
-                args,
-                kwargs,
-                context.get_strategy(),
-                narrows=strategy is not None,
-            )
+            try:
+                call = signature.bind(self, *args, **kwargs)
+            except TypeError:
+                return original(self, *args, **kwargs)  # Keras says what is wrong
+            given = call.arguments
+            inputs = _take_datasets(name, given, context.get_strategy(), narrows=strategy is not None)
             for made in inputs:
                 stack.enter_context(made.in_use())
             if strategy is None and inputs:
                 strategy = context.get_strategy()  # Keras's own steps would not see where the data end
-            is_loop = name in STEPS_OF_DATA
-            if is_loop and strategy is not None:
-                args, kwargs = _quiet(signature, self, args, kwargs, strategy.topology.peers)
-            given = _given(signature, self, args, kwargs) if is_loop else {}
-            if strategy is not None and strategy.topology.peers is not None and is_loop:
-                start_together(strategy.topology.peers, name, self, given)
             if strategy is not None:
-                _check_has_rows(self, name, given)
+                if is_loop:
+                    _begin_loop(self, name, strategy, given)
                 stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
-            check_has_tensorflow(given.get("callbacks"))
-            stack.enter_context(closed_on_error(given.get("callbacks")))
-            if name == "fit":
-                callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
-                stack.enter_context(written_by_chief(strategy, callbacks))
-                callbacks = stack.enter_context(checkpoint_callback.in_fit(self, strategy, given, callbacks))
-                if callbacks is not given.get("callbacks"):
-                    bound = signature.bind(self, *args, **kwargs)
-                    bound.arguments["callbacks"] = callbacks
-                    return original(*bound.args, **bound.kwargs)
-            return original(self, *args, **kwargs)
+            if is_loop:
+                stack.enter_context(loop_callbacks.in_loop(self, strategy, name, given))
+            return original(*call.args, **call.kwargs)
 
     return functools.wraps(original)(bounded(method))
 
 
-def _quiet(
-    signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a loop: of several processes only the first shows Keras's progress with ``verbose="auto"``."""
-    given = {} if peers is None or peers.is_leader else _given(signature, model, args, kwargs)
-    if not given or given.get("verbose", "auto") != "auto":
-        return args, kwargs
-    bound = signature.bind(model, *args, **kwargs)
-    bound.arguments["verbose"] = 0
-    return bound.args[1:], bound.kwargs
+def _begin_loop(model: Any, method: str, strategy: Strategy, given: dict[str, Any]) -> None:
+    """Compares what several processes are given, of which the first shows Keras's progress with ``verbose="auto"``."""
+    peers = strategy.topology.peers
+    if peers is not None:
+        if not peers.is_leader and given.get("verbose", "auto") == "auto":
+            given["verbose"] = 0
+        start_together(peers, method, model, given)
+    _check_has_rows(model, method, given)
 
 
 def _is_of_keras(error: BaseException) -> bool:
@@ -157,14 +139,6 @@ def _without_batch(model: Any, method: str, data: str = "x") -> EmptyDatasetErro
         f"{method}() of model {model.name!r} was given {what} without a single batch: arrays of no rows, or a dataset that is "
         "empty or used up."
     )
-
-
-def _given(signature: inspect.Signature, model: Any, args: Sequence[Any], kwargs: Any) -> Mapping[str, Any]:
-    """The arguments of a call by name; none if it is wrong, which Keras will say."""
-    try:
-        return signature.bind(model, *args, **kwargs).arguments
-    except TypeError:
-        return {}
 
 
 def _check_has_steps(strategy: Strategy, method: str) -> None:
@@ -233,19 +207,10 @@ def _placed_steps(
     """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
     phase = PHASES[method]
     function = _step_function(model, phase, strategy)
-    if is_loop:
-        function.begin()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(function.in_call(given, is_loop=is_loop))
         if planning.get():
             stack.enter_context(placed_and_left(function))
-        if isinstance(function, ServerStepFunction):
-            stack.enter_context(function.in_place_of_state())
-            if is_loop:
-                x = given.get("x")
-                dataset = x.dataset if isinstance(x, WorkerInput) else None
-                is_watched = phase.is_predict and bool(given.get("callbacks"))
-                stack.enter_context(function.in_loop(dataset, is_watched=is_watched))
-        stack.callback(function.finish)
         try:
             yield
         except (StopIteration, UnboundLocalError, TypeError) as error:
@@ -259,10 +224,10 @@ def _placed_steps(
 
 
 def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction:
-    make = f"make_{phase.function_name}"
-    if getattr(type(model), make) is not getattr(keras.Model, make):
+    maker = f"make_{phase.function_name}"
+    if getattr(type(model), maker) is not getattr(keras.Model, maker):
         raise UnsupportedError(
-            f"{type(model).__name__} overrides {make}, which makes the function that replicax has to place. Override "
+            f"{type(model).__name__} overrides {maker}, which makes the function that replicax has to place. Override "
             f"{phase.step_name} instead."
         )
     if keras.distribution.distribution() is not None:
@@ -272,15 +237,16 @@ def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction
             f"keras.distribution.set_distribution(None) takes away Keras's."
         )
     function: Any = getattr(model, phase.function_name, None)
-    kind: type[Any]
+    make: Callable[..., StepFunction] = GlobalStepFunction
     if _has_servers(strategy):
-        kind = ServerStepFunction
-    else:
-        kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
+        make = functools.partial(ReplicaStepFunction, make_workers=WorkerSteps)
+    elif is_replica_style(model, phase):
+        make = ReplicaStepFunction
     if planning.get():  # for other devices than the strategy's
-        return kind(model, phase, strategy)
-    if not isinstance(function, kind) or function.strategy is not strategy:
-        function = kind(model, phase, strategy)
+        return make(model, phase, strategy)
+    is_ours = isinstance(function, StepFunction) and function.strategy is strategy
+    if not is_ours or isinstance(function, GlobalStepFunction) is not (make is GlobalStepFunction):
+        function = make(model, phase, strategy)
         setattr(model, phase.function_name, function)  # compile() takes it away again
     return function
 
@@ -289,44 +255,35 @@ def _has_servers(strategy: Strategy) -> TypeGuard[ParameterServerStrategy]:
     return isinstance(strategy.variable_placement, ServerPlacement)
 
 
-def _with_datasets(
-    name: str,
-    signature: inspect.Signature,
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    strategy: Strategy,
-    *,
-    narrows: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any], list[DistributedInput | WorkerInput]]:
-    """The arguments of a method with datasets of ours as Keras takes them, and these.
+def _take_datasets(
+    method: str, given: dict[str, Any], strategy: Strategy, *, narrows: bool
+) -> list[DistributedInput | WorkerInput]:
+    """Replaces datasets of ours among the arguments of a method by what Keras takes for them.
 
     Args:
       narrows: Arrays of 64 bits become what JAX makes of them, or are refused. Keras casts floats here too, without a
         check.
+
+    Returns:
+      What replaces them.
     """
-    try:
-        bound = signature.bind(model, *args, **kwargs)
-    except TypeError:
-        return args, kwargs, []  # Keras says what is wrong
-    given = bound.arguments
     for argument in ("x", "y", "sample_weight"):
-        check_not_per_replica(name, argument, given.get(argument))
+        check_not_per_replica(method, argument, given.get(argument))
     if narrows:
         for argument in _ARRAYS.intersection(given):
             given[argument] = _narrowed(given[argument], argument)
     made = []
-    for argument, steps in STEPS_OF_DATA.get(name, {}).items():
+    for argument, steps in STEPS_OF_DATA.get(method, {}).items():
         data = given.get(argument)
         if _has_servers(strategy):
-            data = as_worker_input(data, strategy, name, argument, given, steps)
+            data = as_worker_input(data, strategy, method, argument, given, steps)
         data = as_keras_input(data, strategy, argument, given, steps)
         if data is not given.get(argument):
             given[argument] = data
             made.append(data)
-    if "shuffle" in signature.parameters and isinstance(given.get("x"), (DistributedInput, WorkerInput)):
-        given["shuffle"] = False
-    return bound.args[1:], bound.kwargs, made
+            if method == "predict" and all(layer.built for layer in given["self"]._flatten_layers()):
+                data.on_epoch_end()  # Keras takes no batch beforehand, as it says in fit and evaluate
+    return made
 
 
 def _narrowed(data: Any, argument: str) -> Any:

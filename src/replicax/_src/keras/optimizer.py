@@ -10,7 +10,6 @@ import keras
 
 from replicax._src.errors import PerReplicaUseError, VariableError
 from replicax._src.keras import divided_state, servers
-from replicax._src.keras.variable import made_alone
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.user_code import user_line
@@ -32,7 +31,7 @@ class PlacedOptimizer(_Keras):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # One of the base class itself is not for training: Keras makes it, to see its attributes, where a model is saved. One
         # worker may save alone, so the others are not asked for the values of its variables.
-        with made_alone(type(self) is keras.optimizers.Optimizer):
+        with divided_state.made_alone(type(self) is keras.optimizers.Optimizer):
             super().__init__(*args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable)

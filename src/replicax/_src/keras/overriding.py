@@ -1,4 +1,4 @@
-"""Attributes that an object has for a while, in place of those of its class."""
+"""Attributes that an object has for a while, in place of those of its class; ``threading.local`` objects too."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def overridden(owner: Any, **attributes: Any) -> Iterator[None]:
         for name in attributes:
             del own[name]
         own.update(before)
+
+
+def muted(owner: Any, *names: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, these methods of ``owner`` do nothing."""
+    return overridden(owner, **dict.fromkeys(names, _nothing))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a method."""

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, final
 
+from replicax._src.keras.overriding import overridden
+
 
 @final
 class LoopOfFit:
@@ -20,7 +22,6 @@ class LoopOfFit:
     @contextlib.contextmanager
     def watched(self, model: Any) -> Iterator[None]:
         """Inside, ``fit`` of this model is one. Its loop is seen where Keras gives it to the model, to build that."""
-        before = vars(model).get("_symbolic_build")  # of a fit around this one
         original = model._symbolic_build  # Keras 3.12 to 3.15: there is no public way to the loop
 
         def build(*args: Any, **kwargs: Any) -> Any:
@@ -28,14 +29,8 @@ class LoopOfFit:
                 self._loop = kwargs.get("iterator", args[0] if args else None)
             return original(*args, **kwargs)
 
-        vars(model)["_symbolic_build"] = build
-        try:
+        with overridden(model, _symbolic_build=build):
             yield
-        finally:
-            del vars(model)["_symbolic_build"]
-            if before is not None:
-                vars(model)["_symbolic_build"] = before
-            self._loop = None
 
     def num_taken(self, *, is_in_epoch: bool) -> int:
         """How many batches of its pass it has taken; 0: the next batch begins another pass."""

@@ -23,8 +23,6 @@ from replicax._src.keras.overriding import overridden
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
 from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
 from replicax._src.lowering.batch import Batch
-from replicax._src.lowering.global_view import GlobalStep
-from replicax._src.lowering.held_state import HeldState
 from replicax._src.strategies.lowering import NamedArray, Placer, Step, StepProgram, place_replica_function
 
 if TYPE_CHECKING:
@@ -86,38 +84,26 @@ def _placed(step: StepFunction, here: Batch) -> StepProgram:
 
 def _of_each_replica(step: ReplicaStepFunction, here: Batch, rows: int) -> StepProgram:
     """A step in TensorFlow's style, as ``strategy.run`` runs it."""
-    leaves = [_component(leaf, here.num_rows, rows) for leaf in here.leaves]
+    leaves = [_with_rows(leaf, here.num_rows, rows) for leaf in here.leaves]
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves]
     data = without_nones(here.tree.unflatten(leaves))
     with own_compute_loss_gathered(step.model):
         return place_replica_function(step.strategy, Step(step.replica_step, (data,), {}))
 
 
-def _of_all_replicas(one_step: GlobalStepFunction, here: Batch, rows: int) -> StepProgram:
+def _of_all_replicas(step: GlobalStepFunction, here: Batch, rows: int) -> StepProgram:
     """The model's own step, in the global view."""
-    strategy, phase = one_step.strategy, one_step.phase
-    topology = strategy.topology
-    num_rows = rows * topology.num_replicas
+    num_rows = rows * step.strategy.topology.num_replicas
     leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
     batch = Batch(here.tree.unflatten(leaves))
-    variables = list(itertools.chain.from_iterable(phase.variables_of(one_step.model)))
-    held = HeldState(topology, layouts=lambda: list(map(strategy.slots.layout_of, variables)))
-    held.hold(_described(one_step))
-    step = GlobalStep(
-        one_step.step_of_model,
-        one_step.name,
-        topology,
-        donates=not phase.is_predict,
-        keeps_all=phase.is_predict,
-    )
-    program = step.program(held, batch, 1)
-    compiled, operands = program.described(held)
-    written, names = set(program.written), [v.path for v in variables]
+    compiled, operands, values, written = step.described(_described(step), batch)
+    variables = itertools.chain.from_iterable(step.phase.variables_of(step.model))
     arrays = [
-        NamedArray("variable", name, value, i in written)
-        for i, (name, value) in enumerate(zip(names, held.values(), strict=True))
+        NamedArray("variable", variable.path, value, i in written)
+        for i, (variable, value) in enumerate(zip(variables, values, strict=True))
     ]
     arrays += [NamedArray("argument", f"batch[{i}]", leaf) for i, leaf in enumerate(operands[-1])]
-    return StepProgram(one_step.name, compiled, operands, arrays, rows, is_split=True)
+    return StepProgram(step.name, compiled, operands, arrays, rows, is_split=True)
 
 
 def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:
@@ -126,14 +112,6 @@ def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:
     if shape and shape[0] == have:
         shape = (wanted, *shape[1:])
     return np.broadcast_to(np.zeros((), leaf.dtype), shape)
-
-
-def _component(leaf: Any, have: int, rows: int) -> jax.ShapeDtypeStruct:
-    """What one replica has of an array."""
-    shape = tuple(leaf.shape)
-    if shape and shape[0] == have:
-        shape = (rows, *shape[1:])
-    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def placer(phases: dict[str, Phase]) -> Callable[[Any], Placer | None]:

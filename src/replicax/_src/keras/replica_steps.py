@@ -1,13 +1,15 @@
-"""Steps in TensorFlow's style, ``train_step(self, data)``: replica functions, run with ``strategy.run``.
+"""Steps in TensorFlow's style, ``train_step(self, data)``, and Keras's own in terms of variables: replica functions.
 
-A replica sees its own rows; ``losses.py`` says what its losses are.
+A replica sees its own rows; ``losses.py`` says what its losses are. Steps run with ``strategy.run`` here, or on the
+workers of parameter servers (``server_steps.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -20,6 +22,7 @@ from replicax._src.devices.split import split_sizes
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.sources import LocalRows
+from replicax._src.keras import metric_results
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered, rows_of_replica_step
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
@@ -30,6 +33,7 @@ from replicax._src.tracing.tape import GradientTape
 from replicax._src.values import PerReplica, is_value
 
 if TYPE_CHECKING:
+    from replicax._src.keras.server_steps import WorkerSteps
     from replicax._src.strategies.strategy import Strategy
 
 
@@ -43,62 +47,124 @@ def is_replica_style(model: Any, phase: Phase) -> bool:
 
 
 @final
-class ReplicaStepFunction(StepFunction):
-    """Runs a step in TensorFlow's style. The state is where replica functions look for it: in the variables."""
+class ReplicaStep:
+    """A model's step as a replica function: its own in TensorFlow's style, or Keras's in terms of the variables.
 
-    def __init__(self, model: Any, phase: Phase, strategy: Strategy):
-        super().__init__(model, phase, strategy)
-        self._placer = BatchPlacer(strategy.topology)
-        self._weighted_mean = strategy.topology.compile(
-            weighted_mean, f"{self._name}, mean over rows", out_shardings=strategy.topology.replicated
-        )
+    Attributes:
+      model: The model.
+      phase: Which of its steps it is.
+      name: For people: ``"Classifier.train_step"``.
+      is_own: It is in TensorFlow's style.
+      metrics: Of the logs of the step that was traced last: for each one that is the result of a metric, the metric.
+    """
+
+    def __init__(self, model: Any, phase: Phase, strategy: Strategy, name: str):
+        self.model, self.phase, self.name, self._strategy = model, phase, name, strategy
+        self.is_own = is_replica_style(model, phase)
+        self.metrics: dict[str, Any] = {}
+        of_keras = keras_step(phase)
 
         def step(data: Any) -> Any:
+            data = without_nones(data)
             rows = next((leaf.shape[0] for leaf in jax.tree_util.tree_leaves(data) if leaf.ndim), 0)
-            with in_replica_step(rows):
-                return getattr(model, phase.step_name)(data)
+            with in_replica_step(rows), metric_results.noting() as results:
+                result = getattr(model, phase.step_name)(data) if self.is_own else of_keras(model, data)
+            if phase.is_predict:
+                return result
+            if not isinstance(result, dict):
+                raise InvalidArgumentError(
+                    f"{name} returned {type(result).__name__}. It must return a dict of logs: self.get_metrics_result(), say."
+                )
+            self.metrics = metric_results.metrics_of(result, results)
+            return result
 
-        step.__qualname__ = self._name
-        # What another model's step is traced for is no reason to warn of this one.
-        step.replicax_family = object()
-        self._replica_step = step
+        self.function = named(step, name)
+
+    def run(self, data: Any, sizes: Any, mean: Callable[[Any, Any], Any], options: Any = None) -> Any:
+        """Runs it on all replicas.
+
+        Args:
+          data: What each of them has of a batch.
+          sizes: [R] how many rows each has.
+          mean: ``weighted_mean``.
+          options: Of ``strategy.run``.
+
+        Returns:
+          The logs, or the predictions for all rows.
+        """
+        strategy = self._strategy
+        with own_compute_loss_gathered(self.model):
+            result = strategy.run(self.function, args=(data,), options=options)
+        if self.phase.is_predict:
+            return result if strategy.num_replicas_in_sync == 1 else strategy.gather(result, axis=0)
+        return of_all_rows(result, sizes, mean)
+
+
+def named(function: Any, name: str) -> Any:
+    """The function, under a name for people."""
+    function.__name__ = function.__qualname__ = name
+    # What another model's step is traced for is no reason to warn of this one.
+    function.replicax_family = object()
+    return function
+
+
+@final
+class ReplicaStepFunction(StepFunction):
+    """Runs a step as a replica function. The state is where such functions look for it: in the variables.
+
+    Args:
+      make_workers: Makes what runs the steps on the workers of parameter servers; None: they run here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        phase: Phase,
+        strategy: Strategy,
+        make_workers: Callable[[ReplicaStep, Any], WorkerSteps] | None = None,
+    ):
+        super().__init__(model, phase, strategy)
+        self._step = ReplicaStep(model, phase, strategy, self.name)
+        self._workers = None if make_workers is None else make_workers(self._step, strategy)
+        self._placer = BatchPlacer(strategy.topology)
+        self._weighted_mean = strategy.topology.compile(
+            weighted_mean, f"{self.name}, mean over rows", out_shardings=strategy.topology.replicated
+        )
 
     @property
     def replica_step(self) -> Callable[[Any], Any]:
         """The model's step as a replica function: what each replica does with its rows."""
-        return self._replica_step
+        return self._step.function
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-        for group, variables in zip(state, self._phase.variables_of(self._model), strict=True):
+        for group, variables in zip(state, self.phase.variables_of(self.model), strict=True):
             values = list(group)
             accessor.set(variables[: len(values)], values)
-        outputs = [self._run(batch) for batch in self._take(iterator, is_kept=True)]
+        workers = self._workers
+        run = self._run if workers is None else workers.run
+        outputs = [run(batch) for batch in self._take(iterator, is_kept=True)]
         if not outputs:
             raise StopIteration
         # No state: it is in the variables, and what Keras holds too would be copied in each step.
-        return (joined(outputs) if self._phase.is_predict else outputs[-1]), tuple([] for _ in state)
+        empty = tuple([] for _ in state)
+        if not self.phase.is_predict:
+            return outputs[-1], empty
+        return (joined(outputs) if workers is None else workers.joined(outputs)), empty
 
     def _standardised(self, data: Any) -> Any:
         return without_nones(data)
 
-    def finish(self) -> None:
-        """Nothing is left to do: the variables have had their values all along."""
+    def _around(self, given: Mapping[str, Any], *, is_loop: bool) -> contextlib.AbstractContextManager[None]:
+        if self._workers is None:  # the variables have their values all along
+            return contextlib.nullcontext()
+        return self._workers.in_call(given, is_loop=is_loop)
 
     def _run(self, batch: Batch) -> Any:
-        rows = _rows_here(batch, self._strategy.topology)
-        sizes = rows.all_sizes or rows.sizes
-        value = self._placer.place(rows)
+        topology = self.strategy.topology
+        rows = _rows_here(batch, topology)
+        sizes = topology.put_whole(np.asarray(rows.all_sizes or rows.sizes, np.float32))
         options = None if self._is_compiled else RunOptions(eager=True)
-        with own_compute_loss_gathered(self._model):
-            result = self._strategy.run(self._replica_step, args=(value,), options=options)
-        if result is None:
-            raise InvalidArgumentError(
-                f"{self._name} returned None. It must return {self._phase.described_result}."
-            )
-        if self._phase.is_predict:
-            return result if len(sizes) == 1 else self._strategy.gather(result, axis=0)
-        weights = self._strategy.topology.put_whole(np.asarray(sizes, np.float32))
-        return of_all_rows(result, weights, self._weighted_mean)
+        return self._step.run(self._placer.place(rows), sizes, self._weighted_mean, options)
 
 
 def _rows_here(batch: Batch, topology: Topology) -> LocalRows:

@@ -7,14 +7,14 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras.callback_states import CallbackStates, Muted
 from replicax._src.keras.capture import accessor
-from replicax._src.keras.fit_progress import DataOfFit, Progress, ReplayedSteps
+from replicax._src.keras.fit_progress import CallbackStates, DataOfFit, Progress, ReplayedSteps
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.preemption.steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
@@ -26,6 +26,22 @@ log = logging.getLogger("replicax")
 
 
 @final
+@dataclass(frozen=True)
+class SavingRules:
+    """When a ``fit`` saves.
+
+    Attributes:
+      every: The number of batches between two checkpoints; None: one at the end of each epoch.
+      monitor: The name in the logs by which epochs are judged.
+      termination: What to do when the process is told to end.
+    """
+
+    every: int | None
+    monitor: str | None
+    termination: TerminationConfig
+
+
+@final
 class ResumableFit:
     """Its methods are called where a callback's are, after the other callbacks.
 
@@ -34,47 +50,39 @@ class ResumableFit:
       strategy: The model's strategy, if it has one.
       loop: Keras's loop.
       given: The arguments of ``fit``, by name.
-      params: The parameters that Keras gives callbacks: "epochs", "steps".
       others: The other callbacks.
-      every: The number of batches between two checkpoints; None: one at the end of each epoch.
-      monitor: The name in the logs by which epochs are judged.
-      config: What to do when the process is told to end.
+      rules: When it saves.
       only_epochs: True if it can end only after an epoch, since workers take batches at the same time.
+      manager: Writes and reads the checkpoints.
+      num_epochs: The number of the last epoch, as Keras counts.
     """
 
     def __init__(
         self,
         model: Any,
-        manager: CheckpointManager,
-        strategy: Strategy,
+        strategy: Strategy | None,
         loop: LoopOfFit,
         given: Mapping[str, Any],
-        params: Mapping[str, Any],
         others: Sequence[Any],
+        rules: SavingRules,
         *,
-        every: int | None,
-        monitor: str | None,
-        config: TerminationConfig,
         only_epochs: bool,
+        manager: CheckpointManager,
+        num_epochs: int,
     ):
-        self._only_epochs = only_epochs
         self._model, self._manager, self._others = model, manager, others
-        self._loop = loop
-        self._every, self._monitor, self._config = every, monitor, config
+        self._rules, self._only_epochs, self._loop = rules, only_epochs, loop
         is_validated = given.get("validation_data") is not None or bool(given.get("validation_split"))
         self._has_gaps = is_validated and given.get("validation_freq", 1) != 1
-        self._num_epochs = int(params.get("epochs") or 1)
+        self._num_epochs = num_epochs
         self._steps_per_call = max(1, int(model.steps_per_execution))
         self._progress = Progress()
         self._data = DataOfFit(given.get("x"), loop, self._progress)
         self._saved_at: tuple[int, int, int] | None = None
         self._replay: ReplayedSteps | None = None
-        self._muted: Muted | None = None
         self._is_to_resume = False
-        self._restored: tuple[list[Any], list[Any]] = (
-            [],
-            [],
-        )  # variables in the middle of an epoch, their values
+        # In the middle of an epoch: the variables, and their values in the checkpoint.
+        self._restored: tuple[list[Any], list[Any]] = ([], [])
         self._initial_epoch = model._initial_epoch
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
@@ -83,14 +91,14 @@ class ResumableFit:
         """Watches for the end of the process; only the main thread can."""
         if (
             threading.current_thread() is not threading.main_thread()
-            and self._config.termination_watcher_fn is None
+            and self._rules.termination.termination_watcher_fn is None
         ):
             log.warning(
                 "fit runs outside of the main thread, so CheckpointCallback does not see SIGTERM: what was done since the last "
                 "checkpoint is lost then. TerminationConfig(termination_watcher_fn=...) may say when to end."
             )
             return None
-        return GuardedSteps(peers, self._config)
+        return GuardedSteps(peers, self._rules.termination)
 
     # --- resuming -------------------------------------------------------------------------------------------
 
@@ -109,11 +117,9 @@ class ResumableFit:
         self._is_to_resume = True
         self._saved_at = self._now
         if progress.batch:
-            variables = [
-                *self._model.variables,
-                *self._model.metrics_variables,
-                *_optimizer_variables(self._model),
-            ]
+            model = self._model
+            optimizer = [] if model.optimizer is None else model.optimizer.variables
+            variables = [*model.variables, *model.metrics_variables, *optimizer]
             self._restored = variables, accessor.get(variables)
         is_over = progress.has_stopped or progress.epoch >= self._num_epochs
         # As Keras's BackupAndRestore does.
@@ -151,12 +157,9 @@ class ResumableFit:
         accessor.set(*self._restored)
         self._restored = [], []
         if num_taken:
-            num_before = num_taken - progress.batch
             self._replay = ReplayedSteps(
-                self._model, self._loop, num_before, progress.batch, progress.logs, self._data
+                self._model, self._loop, num_taken, progress, self._data, self._others
             )
-            if progress.batch:
-                self._muted = Muted(self._others)
 
     def _give_history(self) -> None:
         history = self._model.history
@@ -168,17 +171,12 @@ class ResumableFit:
 
     def end_batch(self, batch: int, logs: Any) -> None:
         """After a call of the model's step, whose last batch this is."""
-        if self._muted is not None:  # it was only read
-            assert self._replay is not None
-            if self._replay.has_ended:
-                self._muted.end()
-                self._muted = None
+        if self._replay is not None and self._replay.end_batch():
             return
-        progress, steps = self._progress, self._steps_per_call
-        before = progress.num_batches
+        progress, every, before = self._progress, self._rules.every, self._progress.num_batches
         progress.batch, progress.logs = batch + 1, dict(logs or {})
-        progress.num_batches += steps
-        if self._every is not None and progress.num_batches // self._every > before // self._every:
+        progress.num_batches += self._steps_per_call
+        if every is not None and progress.num_batches // every > before // every:
             self._save()
         if self._guarded is not None and not self._only_epochs:
             self._guarded.end_and_save(self._save_now)
@@ -190,7 +188,7 @@ class ResumableFit:
         progress, has_stopped = self._progress, bool(self._model.stop_training)
         progress.end_epoch(epoch, logs, has_stopped=has_stopped)
         is_last = has_stopped or epoch + 1 >= self._num_epochs
-        if self._every is None or self._monitor is not None or is_last:
+        if self._rules.every is None or self._rules.monitor is not None or is_last:
             self._save(logs)
         if self._guarded is not None and not is_last:
             self._guarded.end_and_save(self._save_now)
@@ -200,14 +198,15 @@ class ResumableFit:
         return self._progress.num_batches, self._progress.epoch, self._progress.batch
 
     def _save(self, logs: Mapping[str, Any] | None = None) -> None:
-        monitor, metrics = self._monitor, None
-        if monitor is not None and logs is not None and not self._is_unjudged(monitor, logs):
-            if monitor not in logs:
+        monitor, metrics = self._rules.monitor, None
+        if monitor is not None and logs is not None:
+            if monitor in logs:
+                metrics = {monitor: logs[monitor]}
+            elif not self._is_unjudged(monitor, logs):
                 raise InvalidArgumentError(
                     f"CheckpointCallback(monitor={monitor!r}): the logs of an epoch have no such name, but {sorted(logs)}. Names that "
                     "begin with val_ need validation_data."
                 )
-            metrics = {monitor: logs[monitor]}
         self._manager.save(metrics=metrics)
         self._saved_at = self._now
 
@@ -218,8 +217,8 @@ class ResumableFit:
 
     def _save_now(self) -> None:
         """Saves before the process ends."""
-        if self._config.save_fn is not None:
-            self._config.save_fn()
+        if self._rules.termination.save_fn is not None:
+            self._rules.termination.save_fn()
             return
         if self._saved_at != self._now:
             self._manager.save(check_interval=False)
@@ -237,15 +236,9 @@ class ResumableFit:
     def close(self, *, is_failing: bool) -> None:
         """Leaves everything as it was before, also after an error."""
         self._model._initial_epoch = self._initial_epoch
-        if self._muted is not None:
-            self._muted.end()
         if self._replay is not None:
-            self._replay.remove()
+            self._replay.close()
         if self._guarded is not None:
             self._guarded.close()
         with contextlib.suppress(*([CheckpointError] if is_failing else [])):
             self._manager.close()
-
-
-def _optimizer_variables(model: Any) -> list[Any]:
-    return [] if model.optimizer is None else list(model.optimizer.variables)

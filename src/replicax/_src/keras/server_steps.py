@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -17,20 +17,14 @@ import keras
 import numpy as np
 
 from replicax._src.cluster.progress import compiling
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.keras import metric_results
-from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered
+from replicax._src.errors import UnsupportedError
 from replicax._src.keras.overriding import overridden
-from replicax._src.keras.replica_steps import (
-    is_replica_style,
-    keras_step,
-    of_all_rows,
-    weighted_mean,
-    without_nones,
-)
-from replicax._src.keras.steps import Phase, State, StepFunction, joined
+from replicax._src.keras.replica_steps import ReplicaStep, named, weighted_mean, without_nones
+from replicax._src.keras.steps import joined
+from replicax._src.keras.worker_datasets import WorkerInput
+from replicax._src.lowering.batch import Batch
 from replicax._src.parameter_servers.coordinator.cluster_coordinator import ClusterCoordinator, coordinator_of
-from replicax._src.parameter_servers.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
+from replicax._src.parameter_servers.coordinator.per_worker import PerWorkerIterator
 from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 from replicax._src.parameter_servers.programs.elements import cut_rows
 from replicax._src.values import PerReplica, is_value
@@ -45,122 +39,83 @@ logs.
 
 
 @final
-class ServerStepFunction(StepFunction):
+class WorkerSteps:
     """Schedules a model's steps on the workers; those of ``run_eagerly=True`` run in this process, one by one.
-
-    A step is the model's own in TensorFlow's style, or what Keras's is in terms of the variables.
 
     Raises:
       UnsupportedError: The model's own step is one of arrays, Keras's style on JAX, which has nothing to push.
     """
 
-    def __init__(self, model: Any, phase: Phase, strategy: ParameterServerStrategy):
-        super().__init__(model, phase, strategy)
-        self._servers = strategy
-        _check_style(model, phase)
+    def __init__(self, step: ReplicaStep, strategy: ParameterServerStrategy):
+        self._model, self._phase, self._name = step.model, step.phase, step.name
+        self._servers, self._replica_step = strategy, step
+        _check_style(step)
         self._coordinator: ClusterCoordinator | None = None
         self._pending: deque[RemoteValue] = deque()
         self._logs: dict[str, Any] | None = None
-        self._metrics_of_logs: dict[str, Any] = {}
         self._num_ahead = 0
         self._has_failed = False  # and what is raised says why
         self._has_started = False
         self._iterator: PerWorkerIterator | None = None
-        name = self._name
-        run = getattr(type(model), phase.step_name) if is_replica_style(model, phase) else keras_step(phase)
+        self._step = named(lambda data: self._run_on_worker(data), self._name)
+        self._step_of_worker = named(lambda iterator: self._run_on_worker(next(iterator)), self._name)
 
-        def replica_step(data: Any) -> Any:
-            data = without_nones(data)
-            rows = next((leaf.shape[0] for leaf in jax.tree_util.tree_leaves(data) if leaf.ndim), 0)
-            with in_replica_step(rows), metric_results.noting() as results:
-                result = run(model, data)
-            if phase.is_predict:
-                return result
-            if isinstance(result, dict):
-                self._metrics_of_logs = metric_results.metrics_of(result, results)
-                return result
-            raise InvalidArgumentError(
-                f"{name} returned {type(result).__name__}. It must return {phase.described_result}."
-            )
-
-        def step(data: Any) -> Any:
-            if strategy.num_replicas_in_sync == 1:
-                return strategy.run(replica_step, args=(data,))
-            if not is_replica_style(model, phase):
-                return strategy.run_as_one(replica_step, without_nones(data))
-            rows = _in_rows(without_nones(data), strategy.num_replicas_in_sync)
-            with own_compute_loss_gathered(model):
-                result = strategy.run(replica_step, args=(rows,))
-            return strategy.gather(result, axis=0) if phase.is_predict else _of_all_rows(result, rows)
-
-        def step_of_worker(iterator: Any) -> Any:
-            return step(next(iterator))
-
-        self._step, self._step_of_worker = _named(step, name), _named(step_of_worker, name)
+    def _run_on_worker(self, data: Any) -> Any:
+        step, strategy = self._replica_step, self._servers
+        if strategy.num_replicas_in_sync == 1:
+            return strategy.run(step.function, args=(data,))
+        data = without_nones(data)
+        if not step.is_own:
+            return strategy.run_as_one(step.function, data)
+        rows = _in_rows(data, strategy.num_replicas_in_sync)
+        return step.run(rows, _sizes_of(rows), weighted_mean)
 
     # --- around a loop ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def in_loop(self, dataset: PerWorkerDataset | None, *, is_watched: bool) -> Iterator[None]:
-        """Around one of Keras's loops.
+    def in_call(self, given: Mapping[str, Any], *, is_loop: bool) -> Iterator[None]:
+        """Inside, Keras finds the model's state empty: it is on the servers; and asking for it waits for the steps.
 
-        Args:
-          dataset: Each worker takes its data from its own; None: batches come from Keras.
-          is_watched: The outputs of each step are looked at before the next one is taken.
+        Afterwards nothing that was scheduled goes on.
         """
-        is_eager = self._model.run_eagerly
-        if dataset is not None and is_eager:
+        x, before = given.get("x"), (self._num_ahead, self._iterator)
+        if is_loop:
+            # Callbacks look at the predictions of a step before the next one is taken.
+            is_watched = self._phase.is_predict and bool(given.get("callbacks"))
+            self._num_ahead = 0 if is_watched else _AHEAD_PER_WORKER * self._servers.session.num_workers
+            self._iterator = self._iterator_of(x) if isinstance(x, WorkerInput) else None
+        try:
+            with overridden(self._model, _get_jax_state=_empty_state, jax_state_sync=self._sync):
+                yield
+        finally:
+            self._num_ahead, self._iterator = before
+            if self._pending:
+                with contextlib.suppress(Exception):  # another one is being raised
+                    self._join()
+            self._logs = self._coordinator = None
+            self._has_failed = False
+
+    def _iterator_of(self, x: WorkerInput) -> PerWorkerIterator:
+        """Each worker takes its data from its own dataset."""
+        if self._model.run_eagerly:
             raise UnsupportedError(
                 f"Model {self._model.name!r} was compiled with run_eagerly=True, which runs its steps in this process, and the "
                 "elements of a per-worker dataset are on the workers. Pass arrays or a dataset, or leave run_eagerly out."
             )
-        before = self._num_ahead, self._iterator
-        num_workers = self._servers.session.num_workers
-        self._num_ahead = 0 if is_watched else _AHEAD_PER_WORKER * num_workers
-        self._iterator = None if dataset is None else iter(dataset)
-        try:
-            yield
-        finally:
-            self._num_ahead, self._iterator = before
-
-    @contextlib.contextmanager
-    def in_place_of_state(self) -> Iterator[None]:
-        """Inside, Keras finds the model's state empty: it is on the servers; and asking for it waits for the steps."""
-
-        def get_state(purge_model_variables: bool = False, **groups: bool) -> tuple[list[Any], ...]:
-            del purge_model_variables
-            return tuple([] for is_wanted in groups.values() if is_wanted)
-
-        with overridden(self._model, _get_jax_state=get_state, jax_state_sync=self._sync):
-            yield
-
-    def finish(self) -> None:
-        """The loop has ended, or failed: nothing that it has scheduled goes on."""
-        if self._pending:
-            with contextlib.suppress(Exception):  # another one is being raised
-                self._join()
-        self._logs = self._coordinator = None
-        self._has_failed = False
+        return iter(x.dataset)
 
     # --- steps -----------------------------------------------------------------------------------------
 
-    def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-        outputs = [self._start(data) for data in self._data(iterator)]
-        if not outputs:
-            raise StopIteration
-        empty = tuple([] for _ in state)
-        if not self._phase.is_predict:
-            return self._logs, empty
+    def run(self, batch: Batch) -> Any:
+        """Returns the logs of a step that has ended, or the predictions that the step will have made."""
+        value = self._start(self._iterator or batch.tree.unflatten(batch.leaves))
+        return value if self._phase.is_predict else self._logs
+
+    def joined(self, outputs: Sequence[Any]) -> Any:
+        """The predictions of several steps as those for one batch."""
         if self._num_ahead and all(isinstance(value, RemoteValue) for value in outputs):
-            return _outputs_to_come(outputs), empty
-        return joined([self._result(value) for value in outputs]), empty
-
-    def _data(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch in self._take(iterator, is_kept=True):
-            yield self._iterator or batch.tree.unflatten(batch.leaves)
-
-    def _standardised(self, data: Any) -> Any:
-        return without_nones(data)
+            return _outputs_to_come(outputs)
+        return joined([self._result(value) for value in outputs])
 
     def _start(self, data: Any) -> Any:
         """Has a worker run a step.
@@ -169,7 +124,7 @@ class ServerStepFunction(StepFunction):
         """
         if self._has_started or self._model.run_eagerly:
             return self._started(data)
-        with compiling(self._name, self._strategy.num_replicas_in_sync):
+        with compiling(self._name, self._servers.num_replicas_in_sync):
             value = self._started(data)
         self._has_started = True
         return value
@@ -224,7 +179,7 @@ class ServerStepFunction(StepFunction):
         self._join()
         if self._logs is not None:
             self._logs.update(last.fetch())
-            self._logs.update((name, metric.result()) for name, metric in self._metrics_of_logs.items())
+            self._logs.update((name, metric.result()) for name, metric in self._replica_step.metrics.items())
         self._logs = None
 
 
@@ -234,27 +189,24 @@ def _in_rows(data: Any, num_replicas: int) -> Any:
     return data if any(isinstance(leaf, PerReplica) for leaf in leaves) else cut_rows(data, num_replicas)
 
 
-def _of_all_rows(logs: Any, rows: Any) -> Any:
+def _sizes_of(rows: Any) -> Any:
     first = jax.tree_util.tree_leaves(rows, is_leaf=is_value)[0]
-    sizes = [first.component_shape(replica)[0] for replica in range(first.num_replicas)]
-    return of_all_rows(logs, jnp.asarray(sizes, jnp.float32), weighted_mean)
+    return jnp.asarray([first.component_shape(r)[0] for r in range(first.num_replicas)], jnp.float32)
 
 
-def _named(function: Any, name: str) -> Any:
-    function.__name__ = function.__qualname__ = name
-    # What another model's step is traced for is no reason to warn of this one.
-    function.replicax_family = object()
-    return function
+def _empty_state(purge_model_variables: bool = False, **groups: bool) -> tuple[list[Any], ...]:
+    del purge_model_variables
+    return tuple([] for is_wanted in groups.values() if is_wanted)
 
 
-def _check_style(model: Any, phase: Phase) -> None:
-    own = getattr(type(model), phase.step_name)
-    if own is getattr(keras.Model, phase.step_name) or is_replica_style(model, phase):
+def _check_style(step: ReplicaStep) -> None:
+    kind, name = type(step.model), step.phase.step_name
+    if step.is_own or getattr(kind, name) is getattr(keras.Model, name):
         return
     raise UnsupportedError(
-        f"{type(model).__name__}.{phase.step_name}(self, state, data) computes new values of all variables, and with parameter "
-        f"servers no worker has these: it sends what is to be done to them. Write it in TensorFlow's style, "
-        f"{phase.step_name}(self, data): a rx.GradientTape, self.optimizer.apply_gradients, and metrics with update_state."
+        f"{step.name}(self, state, data) computes new values of all variables, and with parameter servers no worker has these: it "
+        f"sends what is to be done to them. Write it in TensorFlow's style, {name}(self, data): a rx.GradientTape, "
+        "self.optimizer.apply_gradients, and metrics with update_state."
     )
 
 

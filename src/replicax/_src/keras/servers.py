@@ -19,6 +19,7 @@ from replicax._src import context, jax_compat
 from replicax._src.errors import UnsupportedError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.initial_values import InitialValue
+from replicax._src.keras.overriding import overridden
 from replicax._src.keras.tables import why_not_for_tables
 from replicax._src.parameter_servers.programs.events import Events, OptimizerCall
 from replicax._src.tracing.branches import without_conditions
@@ -160,13 +161,14 @@ def _trace_update(
     state: Sequence[Any],
     shape_of: Callable[[Any], tuple[int, ...]],
 ) -> tuple[Any, list[Any]]:
+    name = f"{type(optimizer).__name__} {optimizer.name!r}"
     every = [*state, *variables]
     avals = [_aval(v, shape_of) for v in [*state, *variables, *variables]]
 
     def update(*args: Any) -> list[Any]:
         gradients = args[len(state) : len(every)]
         values = [*args[: len(state)], *args[len(every) :]]
-        with replaced_capture(None), _of_shapes(every, shape_of), _updating(optimizer):
+        with replaced_capture(None), _of_shapes(every, shape_of), overridden(_local, optimizer=name):
             with keras.StatelessScope(state_mapping=list(zip(every, values, strict=True))) as scope:
                 original(optimizer, list(gradients), list(variables))
             return [scope.get_current_value(v) for v in [*variables, *state]]
@@ -179,15 +181,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-@contextlib.contextmanager
-def _updating(optimizer: Any) -> Iterator[None]:
-    _local.optimizer = f"{type(optimizer).__name__} {optimizer.name!r}"
-    try:
-        yield
-    finally:
-        _local.optimizer = ""
 
 
 def _aval(variable: Any, shape_of: Callable[[Any], tuple[int, ...]]) -> jax.ShapeDtypeStruct:

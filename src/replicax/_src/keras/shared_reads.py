@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import jax
 import keras
 
 from replicax._src import context, jax_compat
+from replicax._src.keras.overriding import overridden
 from replicax._src.variables.state_layouts import StateLayouts
 
 if TYPE_CHECKING:
@@ -66,20 +67,27 @@ class SharedReads:
             if asked == number and gathered is not None:
                 return gathered
 
-    def open(self) -> None:
+    def open(self, *args: Any) -> None:
         """From here on each process may read by itself, until all ``meet``."""
         self._is_open = True
 
-    def close(self) -> None:
-        """Processes read together again. None waits for another."""
-        self._is_open = False
-
-    def meet(self) -> None:
+    def meet(self, *args: Any) -> None:
         """Waits until all processes are here, and gathers what the others read."""
         while self._is_open:
             asked, _ = self._gather_together(_DONE)
-            if asked == _DONE:
-                self.close()
+            self._is_open = asked != _DONE
+
+    @contextlib.contextmanager
+    def in_fit(self, callbacks: Sequence[Any]) -> Iterator[list[Any]]:
+        """Inside ``fit`` runs, with the callbacks that it is to be given. Afterwards none waits for another."""
+        opening, meeting = (
+            keras.callbacks.LambdaCallback(on_epoch_end=call, on_train_end=call)
+            for call in (self.open, self.meet)
+        )
+        try:
+            yield [opening, *callbacks, meeting]
+        finally:
+            self._is_open = False
 
     def _gather_together(self, number: int) -> tuple[int, jax.Array | None]:
         peers = self._layouts.topology.peers
@@ -118,15 +126,9 @@ def is_divided(value: Any) -> bool:
     return not value.is_fully_addressable and not value.is_fully_replicated
 
 
-@contextlib.contextmanager
-def pieces() -> Iterator[None]:
+def pieces() -> contextlib.AbstractContextManager[None]:
     """Inside, this thread takes values as they lie."""
-    before = _here.takes_pieces
-    _here.takes_pieces = True
-    try:
-        yield
-    finally:
-        _here.takes_pieces = before
+    return overridden(_here, takes_pieces=True)
 
 
 def whole(variable: Any, held: Any) -> Any:
@@ -135,49 +137,3 @@ def whole(variable: Any, held: Any) -> Any:
         return held
     reads = of(context.owners.get(id(variable)))
     return held if reads is None else reads.whole(variable, held)
-
-
-@final
-class _Opening(keras.callbacks.Callback):
-    """The first of a loop's callbacks."""
-
-    def __init__(self, reads: SharedReads):
-        super().__init__()
-        self._reads = reads
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._reads.open()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._reads.open()
-
-
-@final
-class _Meeting(keras.callbacks.Callback):
-    """The last of them."""
-
-    def __init__(self, reads: SharedReads):
-        super().__init__()
-        self._reads = reads
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._reads.meet()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._reads.meet()
-
-
-@contextlib.contextmanager
-def in_fit(strategy: Strategy | None, given: Mapping[str, Any]) -> Iterator[Any]:
-    """Inside ``fit`` runs, with the callbacks that it is to be given."""
-    reads, callbacks = of(strategy), given.get("callbacks")
-    if reads is None or isinstance(callbacks, keras.callbacks.CallbackList):
-        yield callbacks
-        return
-    listed = (
-        [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    )
-    try:
-        yield [_Opening(reads), *listed, _Meeting(reads)]
-    finally:
-        reads.close()

@@ -8,8 +8,9 @@ runs the model's variables are empty, so that what is in the groups is all there
 from __future__ import annotations
 
 import abc
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
-from replicax._src.keras.datasets import is_end
+from replicax._src.keras.datasets import RowsOfWorker
 from replicax._src.keras.divided_state import with_divided_state
 from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
@@ -37,11 +38,18 @@ class Phase:
 
     Attributes:
       name: "train", "test" or "predict": the model has ``<name>_step`` and ``<name>_function``.
-      variables_of: The model's variables by list, in the order of the state.
+      groups: The lists of variables that the state is made of, in its order.
     """
 
     name: str
-    variables_of: Callable[[Any], Sequence[Sequence[Any]]]
+    groups: tuple[str, ...]
+
+    def variables_of(self, model: Any) -> list[Sequence[Any]]:
+        """The model's variables by list."""
+        return [
+            model.optimizer.variables if group == "optimizer_variables" else getattr(model, group)
+            for group in self.groups
+        ]
 
     @property
     def function_name(self) -> str:
@@ -52,49 +60,43 @@ class Phase:
         return f"{self.name}_step"
 
     @property
-    def described_state(self) -> str:
-        """The lists of the state, for messages."""
-        optimizer = ["optimizer_variables"] if self.name == "train" else []
-        names = ["trainable_variables", "non_trainable_variables", *optimizer, "metrics_variables"]
-        return f"({', '.join(names)})"
-
-    @property
-    def described_result(self) -> str:
-        """What a step in TensorFlow's style returns, for messages."""
-        return "predictions" if self.is_predict else "a dict of logs: self.get_metrics_result(), say"
-
-    @property
     def is_predict(self) -> bool:
         return self.name == "predict"
 
 
-TRAIN = Phase(
-    "train",
-    lambda m: (m.trainable_variables, m.non_trainable_variables, m.optimizer.variables, m.metrics_variables),
-)
-TEST = Phase("test", lambda m: (m.trainable_variables, m.non_trainable_variables, m.metrics_variables))
-PREDICT = Phase("predict", lambda m: (m.trainable_variables, m.non_trainable_variables))
+_LAYERS = ("trainable_variables", "non_trainable_variables")
+TRAIN = Phase("train", (*_LAYERS, "optimizer_variables", "metrics_variables"))
+TEST = Phase("test", (*_LAYERS, "metrics_variables"))
+PREDICT = Phase("predict", _LAYERS)
 
 
 class StepFunction(abc.ABC):
     """A ``train_function``, ``test_function`` or ``predict_function`` of a model.
 
-    Args:
-      model: Whose steps to run.
+    Attributes:
+      model: The model whose steps it runs.
       phase: Which of them.
-      strategy: Where.
+      strategy: The strategy that they run under.
+      name: For people: ``"Classifier.train_step"``.
     """
 
     def __init__(self, model: Any, phase: Phase, strategy: Strategy):
-        self._model, self._phase, self._strategy = model, phase, strategy
-        self._name = f"{type(model).__name__}.{phase.step_name}"
-        self._same_batches = SameBatches(strategy.topology.peers, self._name)
+        self.model, self.phase, self.strategy = model, phase, strategy
+        self.name = f"{type(model).__name__}.{phase.step_name}"
+        self._same_batches = SameBatches(strategy.topology.peers, self.name)
         self._num_batches: int | None = None
 
-    def begin(self) -> None:
-        """Called before the loop."""
-        self._same_batches.begin()
-        self._num_batches = None
+    def in_call(self, given: Mapping[str, Any], *, is_loop: bool) -> contextlib.AbstractContextManager[None]:
+        """Entered around one of Keras's methods. Afterwards the variables have the state again, all of it.
+
+        Args:
+          given: The arguments of the method, by name.
+          is_loop: It goes through a dataset.
+        """
+        if is_loop:
+            self._same_batches.begin()
+            self._num_batches = None
+        return self._around(given, is_loop=is_loop)
 
     def note_batches(self) -> None:
         """The loop that was begun last has had batches, which another function has read."""
@@ -104,11 +106,6 @@ class StepFunction(abc.ABC):
     def has_met_no_batch(self) -> bool:
         """Whether the loop that was begun last has looked for a batch, and there was none."""
         return self._num_batches == 0
-
-    @property
-    def strategy(self) -> Any:
-        """The strategy that the steps run under."""
-        return self._strategy
 
     @abc.abstractmethod
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
@@ -132,24 +129,9 @@ class StepFunction(abc.ABC):
             raise StopIteration
         return batch
 
-    @property
-    def model(self) -> Any:
-        """The model whose steps it runs."""
-        return self._model
-
-    @property
-    def phase(self) -> Phase:
-        """Which of the model's steps it runs."""
-        return self._phase
-
-    @property
-    def name(self) -> str:
-        """For people: ``"Classifier.train_step"``."""
-        return self._name
-
     @abc.abstractmethod
-    def finish(self) -> None:
-        """Called when the loop has ended, or failed: the variables have the state again, all of it."""
+    def _around(self, given: Mapping[str, Any], *, is_loop: bool) -> contextlib.AbstractContextManager[None]:
+        """As ``in_call``."""
 
     def _take(self, iterator: Iterator[Any], *, is_kept: bool) -> Iterator[Batch]:
         """The batches for one call. An error of the dataset comes after the batches before it.
@@ -164,9 +146,8 @@ class StepFunction(abc.ABC):
                 self._num_batches = self._num_batches or 0
                 self._same_batches.look_at_end()
                 return
-            if is_end(data):
-                return
             self._num_batches = 1
+            data = data.batch if isinstance(data, RowsOfWorker) else data
             batch = Batch(self._standardised(data), is_kept=is_kept)
             self._same_batches.look_at(batch)
             yield batch
@@ -177,11 +158,11 @@ class StepFunction(abc.ABC):
 
     @property
     def _most_steps(self) -> int:
-        return max(1, int(self._model.steps_per_execution))
+        return max(1, int(self.model.steps_per_execution))
 
     @property
     def _is_compiled(self) -> bool:
-        return bool(self._model.jit_compile) and not self._model.run_eagerly
+        return bool(self.model.jit_compile) and not self.model.run_eagerly
 
 
 @final
@@ -196,28 +177,28 @@ class GlobalStepFunction(StepFunction):
             self._layouts,
         )
         self._step = GlobalStep(
-            self.step_of_model,
-            self._name,
+            self._step_of_model,
+            self.name,
             strategy.topology,
             donates=not phase.is_predict,  # Keras uses the state of a prediction again
             keeps_all=phase.is_predict,
         )
 
-    def step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
+    def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
         """The model's own step, pure. State that is divided is so in the results too."""
-        layouts = self._strategy.variable_placement.layouts
+        layouts = self.strategy.variable_placement.layouts
         if layouts is None:
             return self._step_of_whole_state(state, data)
         return with_divided_state(
-            self._step_of_whole_state, layouts, state, data, getattr(self._model, "optimizer", None)
+            self._step_of_whole_state, layouts, state, data, getattr(self.model, "optimizer", None)
         )
 
     def _step_of_whole_state(self, state: State, data: Any) -> tuple[Any, State]:
-        result = getattr(self._model, self._phase.step_name)(state, data)
+        result = getattr(self.model, self.phase.step_name)(state, data)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong_result(f"returned {type(result).__name__}")
         outputs, new = result
-        if self._phase.is_predict:
+        if self.phase.is_predict:
             new = state[0], new
         sizes, new_sizes = [len(group) for group in state], [len(group) for group in new]
         if sizes != new_sizes:
@@ -225,14 +206,14 @@ class GlobalStepFunction(StepFunction):
         return outputs, new
 
     def _wrong_result(self, got: str) -> InvalidArgumentError:
-        name = self._name
-        if self._phase.is_predict:
+        name = self.name
+        if self.phase.is_predict:
             return InvalidArgumentError(
                 f"{name} {got}. It must return (predictions, non_trainable_variables)."
             )
         return InvalidArgumentError(
             f"{name} {got}. It must return (logs, state), where the state has the lists that it was given, in their order: "
-            f"{self._phase.described_state}. A step in TensorFlow's style takes only `data`, and returns the logs."
+            f"({', '.join(self.phase.groups)}). A step in TensorFlow's style takes only `data`, and returns the logs."
         )
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
@@ -252,7 +233,22 @@ class GlobalStepFunction(StepFunction):
             outputs += self._run(list(group), capacity)
         if error is not None:
             raise error
-        return (joined(outputs) if self._phase.is_predict else outputs[-1]), groups
+        return (joined(outputs) if self.phase.is_predict else outputs[-1]), groups
+
+    def described(
+        self, state: Sequence[list[Any]], batch: Batch
+    ) -> tuple[Any, list[Any], list[Any], set[int]]:
+        """The program for a batch, of which no value is read.
+
+        Returns:
+          What ``jax.jit`` gave; what it takes; the arrays of the state, and the positions of those that it changes.
+        """
+        self._held.hold(state)
+        program = self._step.program(self._held, batch, 1)
+        compiled, operands = program.described(self._held)
+        arrays = self._held.values()
+        self._held.release()  # the variables shall not get descriptions
+        return compiled, operands, arrays, set(program.written)
 
     def _run(self, batches: Sequence[Batch], capacity: int) -> list[Any]:
         if not self._is_compiled:
@@ -267,9 +263,9 @@ class GlobalStepFunction(StepFunction):
     def _run_uncompiled(self, batch: Batch) -> Any:
         """Operation by operation, for debugging: all devices that hold the state compute everything."""
         self._held.adopt((), self._held_by_variables)
-        whole = self._strategy.topology.replicated
+        whole = self.strategy.topology.replicated
         leaves = [jax.device_put(v, whole) if isinstance(v, jax.Array) else v for v in batch.leaves]
-        outputs, new = self.step_of_model(
+        outputs, new = self._step_of_model(
             tuple(map(list, self._held.groups or ())), batch.tree.unflatten(leaves)
         )
         self._held.replace(list(itertools.chain.from_iterable(new)))
@@ -279,16 +275,24 @@ class GlobalStepFunction(StepFunction):
         return accessor.get(self._variables())
 
     def _variables(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(self._phase.variables_of(self._model)))
+        return list(itertools.chain.from_iterable(self.phase.variables_of(self.model)))
 
     def _layouts(self) -> list[Any]:
-        layouts = [self._strategy.slots.layout_of(variable) for variable in self._variables()]
-        by_map = self._strategy.variable_placement.logical_layouts
+        layouts = [self.strategy.slots.layout_of(variable) for variable in self._variables()]
+        by_map = self.strategy.variable_placement.logical_layouts
         if by_map is not None:
-            by_map.check_used(is_training=self._phase.name == "train")
+            by_map.check_used(is_training=self.phase.name == "train")
         return layouts
 
-    def finish(self) -> None:
+    @contextlib.contextmanager
+    def _around(self, given: Mapping[str, Any], *, is_loop: bool) -> Iterator[None]:
+        del given, is_loop
+        try:
+            yield
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
         if self._held.groups is None:
             return
         variables = self._variables()
@@ -296,7 +300,7 @@ class GlobalStepFunction(StepFunction):
             if not accessor.is_built(variable):  # the loop was left in the middle
                 accessor.set([variable], [value])
         self._held.release()
-        home = self._strategy.variable_placement.parameter_device
+        home = self.strategy.variable_placement.parameter_device
         if home is not None:  # central storage: between the loops one device holds the variables
             accessor.set(variables, jax.device_put(accessor.get(variables), home))
 

@@ -225,13 +225,12 @@ class TensorBoard(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def closed_on_error(callbacks: Any) -> Iterator[None]:
+def closed_on_error(callbacks: Sequence[Any]) -> Iterator[None]:
     """Around a loop of Keras: if it raises, those of its callbacks that are of this kind are closed."""
-    listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
     try:
         yield
     except BaseException as error:
-        for one in keras.tree.flatten(listed or []):
+        for one in callbacks:
             if isinstance(one, TensorBoard):
                 one.close_after(error)
         raise

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -23,26 +20,6 @@ from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.server_placement import ServerPlacement
 
 _Keras: Any = keras.Variable if TYPE_CHECKING else object
-
-
-class _Local(threading.local):
-    """Set while this thread makes variables that the other processes do not make."""
-
-    is_alone = False
-
-
-_local = _Local()
-
-
-@contextlib.contextmanager
-def made_alone(is_alone: bool) -> Iterator[None]:
-    """Inside, if ``is_alone``, this thread makes variables that the other processes do not make."""
-    before = _local.is_alone
-    _local.is_alone = before or is_alone
-    try:
-        yield
-    finally:
-        _local.is_alone = before
 
 
 # Keras's own getter: ``super()`` takes half a microsecond.
@@ -67,13 +44,13 @@ class PlacedVariable(_Keras):
         if placement is not None:
             servers.make(_own_init, self, placement, args, kwargs)
         else:
-            divided_state.make(_own_init, self, args, kwargs, is_alone=_local.is_alone)
+            divided_state.make(_own_init, self, args, kwargs)
         context.remember_owner(self)
         layouts = getattr(_placement_of(self), "logical_layouts", None)
         if layouts is not None:
             layouts.note(self)
         reads = shared_reads.of(context.owners.get(id(self)))
-        if reads is not None and not _local.is_alone:
+        if reads is not None and not divided_state.making.is_alone:
             reads.note(self)
         _take_leaders_value(self)
         placed_variables.place(self)
@@ -145,7 +122,7 @@ def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
 def _take_leaders_value(variable: Any) -> None:
     """In several processes a new variable begins with the value that it has in the first."""
     strategy = context.owners.get(id(variable))
-    if strategy is None or strategy.topology.peers is None or _local.is_alone:
+    if strategy is None or strategy.topology.peers is None or divided_state.making.is_alone:
         return
     if not accessor.is_built(variable):
         return

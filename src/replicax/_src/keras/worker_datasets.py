@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,7 +12,7 @@ import keras
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras.datasets import check_alone
+from replicax._src.keras.datasets import DataAdapter, check_alone
 from replicax._src.parameter_servers.coordinator.cluster_coordinator import coordinator_of
 from replicax._src.parameter_servers.coordinator.per_worker import (
     PerWorkerDataset,
@@ -80,16 +81,15 @@ def _is_dataset_fn(data: Any) -> bool:
 
 
 @final
-class WorkerInput(keras.utils.PyDataset):
+class WorkerInput(DataAdapter):
     """Stands for the elements of a dataset of the workers: the first batch has their shapes, for a model that is not
-    built.
+    built. Later ones only count.
 
     Attributes:
       dataset: The dataset.
     """
 
     def __init__(self, dataset: PerWorkerDataset):
-        super().__init__()
         self.dataset = dataset
 
     @property
@@ -97,14 +97,12 @@ class WorkerInput(keras.utils.PyDataset):
         """It has no end."""
         return None
 
-    def __getitem__(self, index: int) -> Any:
-        """A batch of zeros; later ones only count."""
-        if index:
-            return (np.zeros((1,), np.float32),)
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """Batches of zeros."""
         element = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.dataset.element_spec)
-        return tuple(element) if isinstance(element, list) else element
+        yield tuple(element) if isinstance(element, list) else element
+        yield from itertools.repeat((np.zeros((1,), np.float32),))
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Around the call that takes the batches."""
-        yield
+        return contextlib.nullcontext()

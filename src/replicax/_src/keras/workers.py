@@ -17,6 +17,10 @@ from replicax._src.input.agreed import WorkersDifferError
 from replicax._src.lowering.batch import Batch
 
 _NUM_COMPARED_ROWS = 32
+_OF_DATA = (
+    " Every worker must pass all rows, of which it takes its own; batch_size is that of the global batch. Where each has rows "
+    "of its own, pass strategy.distribute_datasets_from_function(...), or a dataset of files."
+)
 _DATA = ("x", "y", "sample_weight", "validation_data")
 _SETTINGS = (
     "batch_size",
@@ -40,65 +44,41 @@ def start_together(peers: Peers, method: str, model: Any, given: Mapping[str, An
       given: Its arguments, by name.
 
     Raises:
-      WorkersDifferError: The arrays that they were given differ, or how many steps they are to take.
+      WorkersDifferError: The data that they were given differ, or how many steps they are to take.
     """
-    arrays = {name: _look_at(given.get(name)) for name in _DATA}
     settings = {name: repr(given[name]) for name in _SETTINGS if name in given}
-    settings["x"] = _kind_of(given.get("x"))
+    settings |= {name: _form_of(given.get(name)) for name in _DATA}
     settings["steps_per_execution of the model"] = repr(model.steps_per_execution)
-    of_all = peers.gather("keras data", [arrays, settings], f"to start {method}")
-    for name in sorted({name for _, theirs in of_all for name in theirs}):
-        found = [theirs.get(name, "its default") for _, theirs in of_all]
+    of_all = peers.gather("keras data", settings, f"to start {method}")
+    for name in sorted({name for theirs in of_all for name in theirs}):
+        found = [theirs.get(name, "its default") for theirs in of_all]
         if len(set(found)) > 1:
             have = ", ".join(f"{task} {value}" for task, value in zip(peers.names, found, strict=True))
             raise WorkersDifferError(
                 f"{method}(): the workers were given different values of `{name}`: {have}. All workers go through the same "
-                "steps: give all of them the same."
-            )
-    for name in _DATA:
-        looks = [theirs[name] for theirs, _ in of_all]
-        if any(theirs != looks[0] for theirs in looks):
-            have = ", ".join(
-                f"{task} {theirs and theirs[0]}" for task, theirs in zip(peers.names, looks, strict=True)
-            )
-            raise WorkersDifferError(
-                f"{method}(): the workers were given different arrays as `{name}` ({have}; values were looked at too). Every "
-                "worker must pass all rows, of which it takes its own; batch_size is that of the global batch. Where each has "
-                "rows of its own, pass strategy.distribute_datasets_from_function(...), or a dataset of files."
+                f"steps: give all of them the same.{_OF_DATA if name in _DATA else ''}"
             )
     _share_random_state(peers, method)
 
 
-def _kind_of(data: Any) -> str:
-    """What kind of dataset it is, and how many batches it has, if it says so."""
+def _form_of(data: Any) -> str:
+    """The dtypes and shapes of arrays, with a digest of their first and last rows; of a dataset its kind and length."""
+    leaves = jax.tree_util.tree_leaves(data)
+    if leaves and all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
+        forms = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+        ends = [(x[:_NUM_COMPARED_ROWS], x[-_NUM_COMPARED_ROWS:]) if x.ndim else x for x in leaves]
+        return f"{forms} digest {_digest(jax.tree_util.tree_leaves(ends))[:8]}"
     count = getattr(data, "num_batches", None)
     return type(data).__name__ + ("" if count is None else f" of {count} batches")
 
 
-def _look_at(nest: Any) -> list[Any] | None:
-    """The shapes of arrays and a digest of their first and last rows; None for datasets."""
-    leaves = jax.tree_util.tree_leaves(nest)
-    if not leaves or not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
-        return None
-    ends = [
-        leaf if leaf.ndim == 0 else (leaf[:_NUM_COMPARED_ROWS], leaf[-_NUM_COMPARED_ROWS:]) for leaf in leaves
-    ]
-    forms = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
-    return [forms, _digest(jax.tree_util.tree_leaves(ends))]
-
-
 def _share_random_state(peers: Peers, method: str) -> None:
-    """Keras shuffles with the random states of NumPy and Python: where they differ, all take the first process's."""
+    """Keras shuffles with the random states of NumPy and Python: all processes take the first one's."""
     kind, keys, *rest = np.random.get_state()
-    version, words, gauss = random.getstate()
-    state = [[kind, np.asarray(keys).tolist(), *rest], [version, list(words), gauss]]
-    digests = peers.gather(
-        "keras random", hashlib.sha256(repr(state).encode()).hexdigest(), f"to start {method}"
-    )
-    if len(set(digests)) == 1:
-        return
-    first = peers.gather("keras random state", state if peers.is_leader else None, f"to start {method}")[0]
-    (kind, keys, *rest), (version, words, gauss) = first
+    state = [[kind, np.asarray(keys).tolist(), *rest], random.getstate()] if peers.is_leader else None
+    (kind, keys, *rest), (version, words, gauss) = peers.gather("keras random", state, f"to start {method}")[
+        0
+    ]
     np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
     random.setstate((version, tuple(words), gauss))
 

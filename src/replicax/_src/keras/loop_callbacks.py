@@ -1,0 +1,86 @@
+"""The callbacks of Keras's loops: in which order they are called, and which process writes their files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from replicax._src.errors import MissingExtraError
+from replicax._src.keras import checkpoint_callback, shared_reads
+from replicax._src.keras.overriding import muted, overridden
+from replicax._src.keras.tensorboard_callback import closed_on_error
+
+if TYPE_CHECKING:
+    from replicax._src.strategies.strategy import Strategy
+
+
+@contextlib.contextmanager
+def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str, Any]) -> Iterator[None]:
+    """Inside, Keras runs a loop of a model.
+
+    Args:
+      given: The arguments of the loop, by name. It gets the callbacks that Keras is to call.
+    """
+    callbacks = given.get("callbacks")
+    is_ordered = isinstance(callbacks, keras.callbacks.CallbackList)
+    listed: list[Any] = callbacks.callbacks if is_ordered else keras.tree.flatten(callbacks or [])
+    _check_has_tensorflow(listed)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(closed_on_error(listed))
+        if method == "fit":
+            stack.enter_context(_written_by_chief(strategy, listed))
+            reads = None if is_ordered else shared_reads.of(strategy)
+            if reads is not None:
+                listed = stack.enter_context(reads.in_fit(listed))
+            listed = stack.enter_context(checkpoint_callback.in_fit(model, strategy, given, listed))
+            if not is_ordered:
+                given["callbacks"] = listed
+        yield
+
+
+def _check_has_tensorflow(callbacks: Sequence[Any]) -> None:
+    """Raises if Keras's own TensorBoard callback would fail, which needs TensorFlow.
+
+    Raises:
+      MissingExtraError: TensorFlow is not installed.
+    """
+    is_needed = any(isinstance(one, keras.callbacks.TensorBoard) for one in callbacks)
+    if is_needed and importlib.util.find_spec("tensorflow") is None:
+        raise MissingExtraError(
+            "keras.callbacks.TensorBoard needs TensorFlow, which is not installed. Use rx.keras.callbacks.TensorBoard in its "
+            "place: it takes the same arguments, writes the same, and needs pip install tensorboardX pillow."
+        )
+
+
+@contextlib.contextmanager
+def _written_by_chief(strategy: Strategy | None, callbacks: Sequence[Any]) -> Iterator[None]:
+    """Inside, of several processes only the first writes the files of Keras's own callbacks; all read them."""
+    peers = None if strategy is None else strategy.topology.peers
+    if peers is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for one in callbacks:
+            is_backup = isinstance(one, keras.callbacks.BackupAndRestore)
+            if not is_backup and not isinstance(one, keras.callbacks.ModelCheckpoint):
+                continue
+            # No public name tells when they save (Keras 3.12 to 3.15).
+            due = functools.partial(_is_due, one, one._should_save_on_batch)
+            stack.enter_context(overridden(one, _should_save_on_batch=due))
+            if not peers.is_leader:
+                deletes = ("on_train_end",) if is_backup else ()
+                stack.enter_context(muted(one, "_save_model", *deletes))
+        yield
+
+
+def _is_due(callback: Any, is_due: Any, batch: int) -> bool:
+    """Every process gives the model its state where one saves it between two batches: saving communicates."""
+    due = is_due(batch)
+    if due:
+        callback.model.jax_state_sync()
+    return due
