@@ -1,6 +1,7 @@
 """What replicax changes in JAX."""
 
 import ast
+import errno
 import os
 import pathlib
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
-from jax._src import compilation_cache
+from jax._src import compilation_cache, distributed
 
 import replicax as rx
 from checks import in_a_process_of_its_own, message
@@ -41,6 +42,48 @@ def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypat
     cache.put("f", b"program")
     assert cache.get("f") == b"program"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """The folder of JAX's persistent cache, which takes programs that compile quickly too."""
+    jax.devices()  # before a test says that there are several processes
+    options = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_process_keeps_what_it_compiles_for_cpus(number, programs, monkeypatch):
+    monkeypatch.setattr(distributed.global_state, "process_id", number)
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    jax_compat.keep_programs()
+    jax.jit(lambda x: x * 3 + number)(1.0)
+    assert len(list(programs.glob("*-cache"))) == 1
+    with jax_compat.not_in_persistent_cache():
+        jax.jit(lambda x: x * 5 + number)(1.0)
+    assert len(list(programs.glob("*-cache"))) == 1
+
+
+def test_a_program_that_cannot_be_kept_runs_all_the_same(programs, monkeypatch, caplog):
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    jax_compat.keep_programs()
+    jax.jit(lambda x: x * 7)(1.0)
+    monkeypatch.setattr(pathlib.Path, "write_bytes", _disk_is_full)
+    with caplog.at_level("WARNING", "replicax"):
+        assert float(jax.jit(lambda x: x * 9)(1.0)) == 9
+    assert "No space left" in caplog.text
+
+
+def _disk_is_full(path, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("is_replicated", [False, True])

@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 import time
-import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -525,14 +524,16 @@ def not_in_persistent_cache() -> contextlib.AbstractContextManager[Any]:
 
 
 _PART_LIVES_S = 3600.0
+_WRITTEN = ("cache_key", "module_name", "executable")  # of what compiler._cache_write is given
 
 
 def keep_programs() -> None:
     """What this process compiles for CPUs is kept in JAX's persistent cache, if there is one, whichever process it is;
     and whole.
 
-    Before the first program. No public name does it (jax-ml/jax issue 18819; jax 0.10). Where JAX has other names
-    inside, it keeps programs as it does by itself.
+    Before the first program. No public name does it: JAX has process 0 alone write (jax#18819, closed; still so in jax
+    0.12), while the keys of CPU programs are of one process. Where JAX has other names inside, it keeps programs as it
+    does by itself.
     """
     try:
         _keep_programs()
@@ -545,8 +546,10 @@ def _keep_programs() -> None:
     from jax._src import compilation_cache, compiler, lru_cache
 
     cache_of_files, write = compilation_cache.get_file_cache, compiler._cache_write
-    as_process_0 = _as_process_0(compiler, write)
+    put = compilation_cache.put_executable_and_time
     whole_files, signature = _whole_files(lru_cache), inspect.signature(write)
+    if not {*_WRITTEN, "backend", "compile_time_secs"} <= set(signature.parameters):
+        raise AttributeError("what it writes has other names")
 
     def whole_cache_of_files(path: str) -> Any:
         """As JAX has it where its size is limited, or it is on no local disk."""
@@ -555,26 +558,22 @@ def _keep_programs() -> None:
         return (whole_files(path), path) if is_plain and not checks else cache_of_files(path)
 
     def write_from_all(*args: Any, **kwargs: Any) -> None:
-        """JAX has process 0 alone write.
-
-        On CPUs the keys are of one process: the others would compile all again at each start.
-        """
-        platform = signature.bind(*args, **kwargs).arguments["backend"].platform
-        (as_process_0 if platform == "cpu" else write)(*args, **kwargs)
+        """JAX's own returns at once in all processes but the first: on CPUs they would compile all again at each start."""
+        given = signature.bind(*args, **kwargs).arguments
+        backend, seconds = given["backend"], given["compile_time_secs"]
+        if backend.platform != "cpu" or not process_number():
+            write(*args, **kwargs)
+        elif (
+            not given.get("host_callbacks")  # jax before 0.12
+            and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+        ):
+            try:
+                put(*(given[name] for name in _WRITTEN), backend, int(seconds))
+            except Exception as error:  # a full disk, say; JAX, too, only warns
+                log.warning("Cannot keep the compiled program %s: %s", given["module_name"], error)
 
     compilation_cache.get_file_cache = whole_cache_of_files
     compiler._cache_write = write_from_all
-
-
-def _as_process_0(compiler: Any, write: Any) -> Any:
-    """JAX's function that writes to the cache, which takes this process for the one that does."""
-    process_0 = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
-    if "distributed" not in write.__code__.co_names or "backend" not in inspect.signature(write).parameters:
-        raise AttributeError("it asks in another way which process writes")
-    known = {**vars(compiler), "distributed": process_0}
-    changed = types.FunctionType(write.__code__, known, write.__name__, write.__defaults__, write.__closure__)
-    changed.__kwdefaults__ = write.__kwdefaults__
-    return changed
 
 
 def _whole_files(lru_cache: Any) -> Any:

@@ -25,6 +25,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "config.jax_compilation_cache_max_size",
         "config.jax_cpu_collectives_implementation",
         "config.jax_num_cpu_devices",
+        "config.jax_persistent_cache_min_compile_time_secs",
         "config.update",
         "device_put",
         "distributed.initialize",
