@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config as _private_config
 from jax._src import core as _private_core
-from jax._src import debugging as _debugging
 from jax._src import distributed as _distributed
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _private_source_info
@@ -42,7 +41,6 @@ from jax._src import tree_util as _tree_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
-from jax._src.lax import parallel as _parallel
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 from jaxlib import xla_client as _xla_client
@@ -192,14 +190,22 @@ def without_dead_code(jaxpr: Any) -> tuple[Any, list[bool]]:
     return reduced, list(used)
 
 
-def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Evaluates one equation, keeping the user's file and line for errors and HLO."""
+def bind_equation(
+    eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None, mesh: Any = None
+) -> list[Any]:
+    """Evaluates one equation, keeping the user's file and line for errors and HLO.
+
+    Args:
+      params: In place of its own.
+      mesh: An abstract mesh, in place of the one that it was made under.
+    """
     if params is not None:
         eqn = eqn.replace(params=params)
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
+        contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh),
     ):
         bind_params = eqn.primitive.get_bind_params(eqn.params)
         if isinstance(bind_params, tuple):  # jax before 0.10 returned a pair
@@ -348,43 +354,6 @@ def sharding_primitive(name: str) -> Any:
     ad.deflinear2(primitive, lambda ct, x, **params: [primitive.bind(ct, **params)])
     batching.primitive_batchers[primitive] = batch
     return primitive
-
-
-def _in_mesh(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Where some axes of the mesh are the compiler's, a rule of JAX's own opens a ``shard_map`` over the mesh of the
-    context, and an equation that was traced without a mesh has none (jax 0.10).
-
-    It is registered for the whole process: it does what JAX's rule does, but for programs that JAX could not lower. To
-    confine it there are two ways. One is ``override_lowering_rules`` of ``LoweringParameters``, which only ``lower``
-    takes, ahead of time: calls would leave the quick way of ``jax.jit``. The other is to give all equations of a trace,
-    at any depth, the mesh of each placement, while equations are meant to serve several.
-    """
-
-    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        where = ctx.module_context.axis_context
-        with contextlib.ExitStack() as stack:
-            if isinstance(where, _sharding_impls.SPMDAxisContext) and jax.sharding.get_abstract_mesh().empty:
-                types = dict.fromkeys(where.manual_axes, jax.sharding.AxisType.Manual)
-                mesh = where.mesh.abstract_mesh.update_axis_types(types)
-                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-            return rule(ctx, *args, **params)
-
-    return lower
-
-
-mlir.register_lowering(jax.lax.axis_index_p, _in_mesh(_parallel._axis_index_lowering))
-for _primitive, _rule in (
-    ("debug_callback_p", "debug_callback_lowering"),
-    ("debug_print_p", "debug_print_lowering_rule"),
-):
-    _found: Any = getattr(_debugging, _primitive, None), getattr(_debugging, _rule, None)
-    for _platform in ("cpu", "gpu", "tpu") if None not in _found else ():
-        mlir.register_lowering(
-            _found[0],
-            _in_mesh(_found[1]),
-            platform=_platform,
-            cacheable=False,
-        )
 
 
 def marker_primitive(
