@@ -292,7 +292,9 @@ def in_scan(x):
 
 
 def in_while(x):
-    return jax.lax.while_loop(lambda state: state[0] < 2, lambda state: (state[0] + 1, state[1] + number()), (0, x))[1]
+    return jax.lax.while_loop(
+        lambda state: state[0] < 2, lambda state: (state[0] + 1, state[1] + number()), (0, x)
+    )[1]
 
 
 def in_condition(x):
@@ -337,13 +339,18 @@ def test_the_replicas_number_and_callbacks_at_any_depth(strategy, shift, via):
     def step(x):
         x = shift(x)
         jax.lax.cond(
-            jnp.sum(x) > -1, lambda x: jax.debug.callback(lambda first: seen.append(float(first)), x[0]), lambda x: None, x
+            jnp.sum(x) > -1,
+            lambda x: jax.debug.callback(lambda first: seen.append(float(first)), x[0]),
+            lambda x: None,
+            x,
         )
         return x
 
     ones = np.ones(4, np.float32)
     if via == "run_steps":
-        results = strategy.run_steps(step, iter(strategy.experimental_distribute_dataset([ones] * 2)), steps=2)
+        results = strategy.run_steps(
+            step, iter(strategy.experimental_distribute_dataset([ones] * 2)), steps=2
+        )
     else:
         run = rx.function(strategy.run) if via == "rx.function" else strategy.run
         results = run(step, args=(strategy.replicate(ones),))

@@ -32,17 +32,13 @@ import jax.export
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as _private_config
 from jax._src import core as _private_core
 from jax._src import distributed as _distributed
-from jax._src import sharding_impls as _sharding_impls
-from jax._src import source_info_util as _private_source_info
 from jax._src import tree_util as _tree_util
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 from jax.extend import source_info_util
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib import xla_client as _xla_client
 
 from replicax._src.coordination import NEVER_S
@@ -62,10 +58,7 @@ else:
     Device = jax.Device
 
 log = logging.getLogger("replicax")
-Var = jex.Var
 Literal = jex.Literal
-Primitive = jex.Primitive
-ClosedJaxpr = jex.ClosedJaxpr
 Tracer: Any = jax.core.Tracer
 shard_map = jax.shard_map
 take_current_trace = jex.take_current_trace
@@ -74,8 +67,10 @@ set_current_trace = jex.set_current_trace
 if is_full_asked_for() and "JAX_TRACEBACK_FILTERING" not in os.environ:
     jax.config.update("jax_traceback_filtering", "off")
 
+_JAX = os.path.dirname(jax.__file__) + os.sep
+
 # JAX's own errors and profiles then name the user's lines, not ours.
-_private_source_info.register_exclusion(PACKAGE)
+source_info_util.register_exclusion(PACKAGE)
 
 # jax 0.12 has one class for both; 0.10 has two (findings: differences between versions).
 _ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
@@ -100,7 +95,7 @@ def put_parts(shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: Any
 
 @functools.lru_cache(maxsize=1024)
 def _placed_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    return _private_core.update_aval_with_sharding(jax.core.ShapedArray(shape, dtype), sharding)
+    return jax.typeof(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,7 +104,7 @@ def _devices_of(sharding: Any) -> list[Any]:
 
 
 def backend_started() -> bool:
-    """Whether JAX has started a backend in this process. No public name tells (jax 0.10 to 0.12)."""
+    """Whether JAX has started a backend in this process. No public name tells (jax#23320, open; jax 0.10 to 0.12)."""
     return _xla_bridge.backends_are_initialized()
 
 
@@ -186,7 +181,7 @@ def export(
 
 def without_dead_code(jaxpr: Any) -> tuple[Any, list[bool]]:
     """A jaxpr that computes only what its results need, at any depth; and which of its operands that takes."""
-    reduced, used = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    reduced, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return reduced, list(used)
 
 
@@ -207,23 +202,22 @@ def bind_equation(
         eqn.ctx.manager,
         contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh),
     ):
-        bind_params = eqn.primitive.get_bind_params(eqn.params)
-        if isinstance(bind_params, tuple):  # jax before 0.10 returned a pair
-            subfuns, bind_params = bind_params
-            out = eqn.primitive.bind(*subfuns, *args, **bind_params)
-        else:
-            out = eqn.primitive.bind(*args, **bind_params)
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def equation_line(eqn: Any) -> str:
     """``file:line in function`` of the user's code that made an equation."""
-    frames = list(_private_source_info.user_frames(eqn.source_info.traceback))
-    frames = [f for f in frames if is_user_code(f.file_name)] or frames
-    if not frames:
-        return UNKNOWN
-    name = frames[0].function_name.rsplit(".", 1)[-1]
-    return f"{frames[0].file_name}:{frames[0].start_line} in {name}"
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    for is_named in (
+        is_user_code,
+        lambda file: not file.startswith((PACKAGE, _JAX)),
+    ):  # or a library's, such as optax
+        for frame in frames:
+            if is_named(frame.file_name):
+                return f"{frame.file_name}:{frame.line_num} in {frame.function_name.rsplit('.', 1)[-1]}"
+    return UNKNOWN
 
 
 def is_differentiated(eqn: Any) -> bool:
@@ -299,7 +293,14 @@ def retraced(jaxpr: Any, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 def has_side_effects(jaxpr: Any) -> bool:
     """Whether running a jaxpr, closed or open, does more than compute: callbacks, prints."""
-    return any(not isinstance(effect, _private_core.NamedAxisEffect) for effect in jaxpr.effects)
+    return any(type(effect) is not _axis_effect() for effect in jaxpr.effects)
+
+
+@functools.cache
+def _axis_effect() -> type:
+    """The class of the effect by which JAX notes that an axis is named, which has no public name (jax 0.10 to 0.12)."""
+    (effect,) = jax.make_jaxpr(lambda: jax.lax.axis_index("i"), axis_env=[("i", 1)])().effects
+    return type(effect)
 
 
 def is_drop_var(atom: Any) -> bool:
@@ -334,8 +335,9 @@ def sharding_primitive(name: str) -> Any:
 
     def lower(ctx: Any, x: Any, *, mesh: Any, spec: Any) -> Any:
         where = ctx.module_context.axis_context
-        if isinstance(where, _sharding_impls.SPMDAxisContext):
-            is_meant = where.mesh == mesh
+        mesh_of_replicas = getattr(where, "mesh", None)  # inside of a shard_map
+        if mesh_of_replicas is not None:
+            is_meant = mesh_of_replicas == mesh
         else:
             names_axis = any(isinstance(dim, tuple) for dim in spec)
             is_meant = names_axis and where.num_devices == mesh.size
@@ -426,12 +428,12 @@ def described(value: Any, sharding: Any) -> Any:
 
 
 _epochs = itertools.count()
+_epoch = jax.make_user_context()
 
 
 def forgetting_inner_traces() -> Any:
-    """A context in which JAX does not find what it remembers of functions traced before it: the axis names are part
-    of its keys, and this adds one. No public name does so in the middle of a trace (jax 0.10 to 0.12)."""
-    return _private_core.ExtendAxisEnvNdContextManager([(f"replicax_epoch_{next(_epochs)}", 1)])
+    """A context in which JAX does not find what it remembers of functions traced before it."""
+    return _epoch(next(_epochs))
 
 
 _taken_as_arrays: set[type] = set()
@@ -441,10 +443,11 @@ def take_as_arrays(kind: type, value_of: Callable[[Any], Any]) -> None:
     """Makes functions that JAX traces (jit with nearly all of ``jnp``, scan, cond, checkpoint) take objects of a class
     as arrays.
 
-    JAX asks for a pytree since it no longer calls ``__jax_array__`` there. ``jax.tree.map`` still treats the objects as
-    leaves: only the registries in which JAX looks up the arguments of such functions know the class. No public name
-    registers there, and nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and custom_jvp do not
-    look there). Where JAX has other names inside, such functions refuse the objects as they do without replicax.
+    JAX asks for a pytree since it no longer calls ``__jax_array__`` there (jax#28355). ``jax.tree.map`` still treats the
+    objects as leaves: only the registries in which JAX looks up the arguments of such functions know the class. No
+    public name registers there, and nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and
+    custom_jvp do not look there). Where JAX has other names inside, such functions refuse the objects as they do without
+    replicax.
     """
     registries: list[Any] = [
         getattr(_tree_util, name, None) for name in ("tracing_registry", "dispatch_registry")
@@ -462,17 +465,14 @@ def is_typed_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-@contextlib.contextmanager
-def outside_traces() -> Iterator[None]:
-    """Evaluates at once what is computed inside, also in the middle of a trace."""
-    with jax.ensure_compile_time_eval():
-        yield
+outside_traces = jax.ensure_compile_time_eval
+"""Inside, JAX evaluates at once, also in the middle of a trace."""
 
 
 @contextlib.contextmanager
 def as_if_untraced() -> Iterator[None]:
-    """Inside, JAX takes this thread for one that traces nothing: ``jax.set_mesh`` and the like are allowed (jax 0.10,
-    0.12).
+    """Inside, JAX takes this thread for one that traces nothing: ``jax.set_mesh`` is allowed, which Keras calls for
+    variables with a layout. It is refused while an axis is named, also where JAX evaluates at once (jax 0.10 to 0.12).
     """
     context = _private_core.trace_ctx
     axis_env = context.axis_env
@@ -484,12 +484,19 @@ def as_if_untraced() -> Iterator[None]:
             context.set_axis_env(axis_env)
 
 
-def not_in_persistent_cache() -> contextlib.AbstractContextManager[Any]:
-    """Inside, what is compiled does not go into the persistent compilation cache.
+@contextlib.contextmanager
+def not_in_persistent_cache() -> Iterator[None]:
+    """Inside, what is compiled, by any thread, does not go into the persistent compilation cache.
 
     (Without a cache at all the first program would turn it off for those that follow: JAX asks once, jax 0.10.)
     """
-    return _private_config.persistent_cache_min_compile_time_secs(float("inf"))
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 _PART_LIVES_S = 3600.0
@@ -551,8 +558,9 @@ def _whole_files(lru_cache: Any) -> Any:
     class WholeFiles(lru_cache.LRUCache):
         """JAX's cache of compiled programs in a directory; what is there under the name of a program is whole.
 
-        JAX writes in place, and never again what is there (jax 0.10): a process that is killed meanwhile would leave
-        half a program, which costs each process that comes after it a compilation, and a warning.
+        JAX writes in place, and never again what is there (jax 0.10 to 0.12; no upstream issue: write beside, and
+        rename): a process that is killed meanwhile would leave half a program, which costs each process that comes after
+        it a compilation, and a warning.
         """
 
         def __init__(self, path: str):
@@ -614,7 +622,7 @@ class Operation:
 Observe = Callable[[Operation, list[Any]], list[Any]]
 
 
-class EagerTrace(_private_core.Trace):
+class EagerTrace(jax.core.Trace):
     """Hands every operation to ``observe``, which evaluates it: values stay concrete arrays.
 
     Args:
@@ -633,7 +641,7 @@ class EagerTrace(_private_core.Trace):
         if isinstance(value, Late):
             return value.look_up()
         with evaluating():
-            return _private_core.eval_trace.stage_value(value)
+            return _EVALUATING.stage_value(value)
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
         results = self._observe(Operation(primitive, params), [_known_now(a) for a in args])
@@ -682,16 +690,15 @@ class Late(Tracer):
         return self
 
 
-_LATE_TRACE = _private_core.Trace()
+_LATE_TRACE = jax.core.Trace()
 
 
 def _known_now(value: Any) -> Any:
     return value.look_up() if isinstance(value, Late) else value
 
 
-def evaluating() -> contextlib.AbstractContextManager[Any]:
-    """Inside, JAX evaluates at once, observed by nobody."""
-    return set_current_trace(_private_core.eval_trace)
+evaluating = jax.core.eval_context
+"""Inside, JAX evaluates at once, observed by nobody."""
 
 
 def current_trace() -> Any:
@@ -700,22 +707,34 @@ def current_trace() -> Any:
         return current
 
 
+with evaluating():
+    _EVALUATING = current_trace()
+
+
 def is_evaluating() -> bool:
     """Whether JAX evaluates operations at once: the caller is in no function that JAX traces."""
-    return current_trace() is _private_core.eval_trace or current_trace() is None
+    current = current_trace()
+    return current is None or current is _EVALUATING
 
 
 def is_staging() -> bool:
     """Whether what is computed now ends up in a jaxpr (jit, scan, cond), at any depth."""
     current = current_trace()
-    while current is not None and not isinstance(current, _partial_eval.DynamicJaxprTrace):
+    while current is not None and not isinstance(current, _staging_trace()):
         current = getattr(current, "parent_trace", None)
     return current is not None
 
 
-def with_axis_names(names: Sequence[tuple[str, int]]) -> contextlib.AbstractContextManager[Any]:
-    """Makes axis names known; JAX's caches of inner functions are apart for each set of names."""
-    return _private_core.extend_axis_env_nd(list(names))
+@functools.cache
+def _staging_trace() -> type:
+    """The class of traces that make jaxprs, which has no public name (jax 0.10 to 0.12)."""
+    found: list[type] = []
+    jax.make_jaxpr(lambda: found.append(type(current_trace())))()
+    return found[0]
+
+
+in_eager_mode = jax.make_user_context()
+"""``in_eager_mode(True)``: inside, JAX's caches of inner functions are apart from those of traces."""
 
 
 def names_unknown_axis(error: BaseException, name: str) -> bool:
@@ -724,18 +743,20 @@ def names_unknown_axis(error: BaseException, name: str) -> bool:
     return isinstance(error, NameError) and error.name is None and name in str(error)
 
 
-def thread_options() -> dict[Any, Any]:
-    """The JAX options set for this thread only (``with jax.default_device(…)`` and kin)."""
-    set_here = ((state, state.get_local()) for state in _private_config.config_states.values())
-    return {state: value for state, value in set_here if value is not _private_config.config_ext.unset}
+def thread_options() -> dict[str, Any]:
+    """The values of JAX's options in this thread (``with jax.default_device(…)`` and kin set them for one thread)."""
+    return jax.config.values
 
 
 @contextlib.contextmanager
-def with_thread_options(options: dict[Any, Any]) -> Iterator[None]:
-    """Inside, this thread has the options that ``thread_options`` found in another."""
+def with_thread_options(options: dict[str, Any]) -> Iterator[None]:
+    """Inside, this thread has the options that ``thread_options`` found in another, if JAX has a context for them."""
+    here = jax.config.values
     with contextlib.ExitStack() as stack:
-        for state, value in options.items():
-            stack.enter_context(state(value))
+        for name, value in options.items():
+            option = getattr(jax, name.removeprefix("jax_"), None)
+            if value != here[name] and option is not None:
+                stack.enter_context(option(value))
         yield
 
 
