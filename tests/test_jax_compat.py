@@ -174,7 +174,7 @@ def test_inner_functions_are_traced_again_when_jax_shall_forget_them(transformed
 
 
 # What jax_compat.py does without: an older JAX's, names that it looks for, and those of one function, imported there.
-NOT_NEEDED = {"jax.core.eval_jaxpr", "jax.__version__"}
+NOT_NEEDED = {"jax.core.eval_jaxpr", "jax.__file__", "jax.__version__"}
 IN_FUNCTIONS = (
     "jax._src.compilation_cache",
     "jax._src.compiler",

@@ -500,7 +500,7 @@ def not_in_persistent_cache() -> Iterator[None]:
 
 
 _PART_LIVES_S = 3600.0
-_WRITTEN = ("cache_key", "module_name", "executable")  # of what compiler._cache_write is given
+_WRITTEN = {"backend", "cache_key", "compile_time_secs", "executable", "module_name"}
 
 
 def keep_programs() -> None:
@@ -524,7 +524,7 @@ def _keep_programs() -> None:
     cache_of_files, write = compilation_cache.get_file_cache, compiler._cache_write
     put = compilation_cache.put_executable_and_time
     whole_files, signature = _whole_files(lru_cache), inspect.signature(write)
-    if not {*_WRITTEN, "backend", "compile_time_secs"} <= set(signature.parameters):
+    if not _WRITTEN <= set(signature.parameters):
         raise AttributeError("what it writes has other names")
 
     def whole_cache_of_files(path: str) -> Any:
@@ -544,7 +544,7 @@ def _keep_programs() -> None:
             and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
         ):
             try:
-                put(*(given[name] for name in _WRITTEN), backend, int(seconds))
+                put(given["cache_key"], given["module_name"], given["executable"], backend, int(seconds))
             except Exception as error:  # a full disk, say; JAX, too, only warns
                 log.warning("Cannot keep the compiled program %s: %s", given["module_name"], error)
 
