@@ -524,7 +524,7 @@ def _keep_programs() -> None:
     cache_of_files, write = compilation_cache.get_file_cache, compiler._cache_write
     put = compilation_cache.put_executable_and_time
     whole_files, signature = _whole_files(lru_cache), inspect.signature(write)
-    if not _WRITTEN <= set(signature.parameters):
+    if not set(signature.parameters) >= _WRITTEN:
         raise AttributeError("what it writes has other names")
 
     def whole_cache_of_files(path: str) -> Any:
