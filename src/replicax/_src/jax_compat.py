@@ -72,7 +72,7 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 # JAX's own errors and profiles then name the user's lines, not ours.
 source_info_util.register_exclusion(PACKAGE)
 
-# jax 0.12 has one class for both; 0.10 has two (findings: differences between versions).
+# jax 0.12 has one class for both; 0.10 and 0.11 have two, for which we ask as long as they are supported.
 _ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
 
 # Elementwise operations that jax 0.10 does not have; 0.12 differentiates tanh to the first.
@@ -233,7 +233,7 @@ def is_transposed(eqn: Any) -> bool:
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """The numbers of constants and carries of a scan equation."""
-    if "num_consts" in eqn.params:
+    if "num_consts" in eqn.params:  # jax 0.10
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
@@ -334,6 +334,7 @@ def sharding_primitive(name: str) -> Any:
     primitive.def_abstract_eval(lambda aval, **_: aval)
 
     def lower(ctx: Any, x: Any, *, mesh: Any, spec: Any) -> Any:
+        # No public name says for which mesh a program is lowered (jax 0.10 to 0.12).
         where = ctx.module_context.axis_context
         mesh_of_replicas = getattr(where, "mesh", None)  # inside of a shard_map
         if mesh_of_replicas is not None:
@@ -401,7 +402,10 @@ def source_primitive(name: str, abstract_eval: Callable[..., Any]) -> Any:
 
 
 def is_untyped_constant(value: Any) -> bool:
-    """Whether a tracer is a Python number that a trace holds as a literal: each use makes another one of it."""
+    """Whether a tracer is a Python number that a trace holds as a literal: each use makes another one of it.
+
+    No public name gives the literal, ``val`` (jax 0.10 to 0.12).
+    """
     return (
         isinstance(value, Tracer) and value.weak_type and isinstance(getattr(value, "val", None), jex.Literal)
     )
@@ -443,11 +447,11 @@ def take_as_arrays(kind: type, value_of: Callable[[Any], Any]) -> None:
     """Makes functions that JAX traces (jit with nearly all of ``jnp``, scan, cond, checkpoint) take objects of a class
     as arrays.
 
-    JAX asks for a pytree since it no longer calls ``__jax_array__`` there (jax#28355). ``jax.tree.map`` still treats the
-    objects as leaves: only the registries in which JAX looks up the arguments of such functions know the class. No
+    JAX asks for a pytree since it no longer calls ``__jax_array__`` there (jax#28355). ``jax.tree.map`` still treats
+    the objects as leaves: only the registries in which JAX looks up the arguments of such functions know the class. No
     public name registers there, and nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and
-    custom_jvp do not look there). Where JAX has other names inside, such functions refuse the objects as they do without
-    replicax.
+    custom_jvp do not look there). Where JAX has other names inside, such functions refuse the objects as they do
+    without replicax.
     """
     registries: list[Any] = [
         getattr(_tree_util, name, None) for name in ("tracing_registry", "dispatch_registry")
@@ -534,7 +538,7 @@ def _keep_programs() -> None:
         return (whole_files(path), path) if is_plain and not checks else cache_of_files(path)
 
     def write_from_all(*args: Any, **kwargs: Any) -> None:
-        """JAX's own returns at once in all processes but the first: on CPUs they would compile all again at each start."""
+        """JAX's own returns at once in all processes but the first: on CPUs these would compile again at each start."""
         given = signature.bind(*args, **kwargs).arguments
         backend, seconds = given["backend"], given["compile_time_secs"]
         if backend.platform != "cpu" or not process_number():
@@ -559,8 +563,8 @@ def _whole_files(lru_cache: Any) -> Any:
         """JAX's cache of compiled programs in a directory; what is there under the name of a program is whole.
 
         JAX writes in place, and never again what is there (jax 0.10 to 0.12; no upstream issue: write beside, and
-        rename): a process that is killed meanwhile would leave half a program, which costs each process that comes after
-        it a compilation, and a warning.
+        rename): a process that is killed meanwhile would leave half a program, which costs each process that comes
+        after it a compilation, and a warning.
         """
 
         def __init__(self, path: str):
@@ -624,6 +628,8 @@ Observe = Callable[[Operation, list[Any]], list[Any]]
 
 class EagerTrace(jax.core.Trace):
     """Hands every operation to ``observe``, which evaluates it: values stay concrete arrays.
+
+    JAX calls its ``process_*`` methods, which are not documented and may change (as they stand in jax 0.10 to 0.12).
 
     Args:
       observe: Takes the operation and its concrete operands, gives its results.
@@ -721,7 +727,9 @@ def is_staging() -> bool:
     """Whether what is computed now ends up in a jaxpr (jit, scan, cond), at any depth."""
     current = current_trace()
     while current is not None and not isinstance(current, _staging_trace()):
-        current = getattr(current, "parent_trace", None)
+        current = getattr(
+            current, "parent_trace", None
+        )  # of jax.grad and vmap; no public name (jax 0.10 to 0.12)
     return current is not None
 
 
@@ -885,8 +893,8 @@ def cpu_collectives() -> str:
 
 def join_processes(coordinator: str, num_processes: int, number: int, timeout_s: int) -> None:
     """Makes this process one of several for JAX. Its backend must not have started; with MPI it has afterwards."""
-    jax.config.update("jax_enable_recoverability", True)  # or an error of one aborts all
-    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    jax.config.update("jax_enable_recoverability", True)  # or an error of one aborts all (jax 0.10 to 0.12)
+    jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM (jax 0.10 to 0.12)
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives())
     if not has_several_cpu_devices():
         # A step of a small network took 3.5 ms instead of 9 to 13 on two processes (jax 0.10).
@@ -898,7 +906,8 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_s,
         heartbeat_timeout_seconds=NEVER_S,
-        # Process 0 starts a service too, which nobody uses, at a port that gRPC chooses and holds.
+        # Process 0 starts a service too, which nobody uses, at a port that gRPC chooses and holds (jax 0.10 to 0.12; no
+        # upstream issue: join a service that is there).
         coordinator_bind_address="127.0.0.1:0",
     )
     if cpu_collectives() == "mpi":

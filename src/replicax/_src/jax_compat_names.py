@@ -16,7 +16,7 @@ from replicax._src.errors import JaxVersionError
 from replicax._src.version import __version__
 
 # By module. tests/test_jax_compat.py compares them with what jax_compat.py says. Beside a private name stand what it is
-# for and the issue of JAX that would let it go, or what one would have to ask for; all are needed up to jax 0.12 at least.
+# for and the issue of JAX that would let it go, or what one would have to ask for. All are needed in jax 0.10 to 0.12.
 NAMES: Final[Mapping[str, Sequence[str]]] = {
     "jax": (
         "Array",
