@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -495,14 +496,16 @@ def not_in_persistent_cache() -> Iterator[None]:
     (Without a cache at all the first program would turn it off for those that follow: JAX asks once, jax 0.10.)
     """
     name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    with _changing_cache:
+        before = getattr(jax.config, name)
+        jax.config.update(name, float("inf"))
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
 
 
+_changing_cache = threading.RLock()
 _PART_LIVES_S = 3600.0
 _WRITTEN = {"backend", "cache_key", "compile_time_secs", "executable", "module_name"}
 
