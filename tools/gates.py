@@ -81,7 +81,14 @@ def gates() -> list[Gate]:
         Gate("attributes of Keras that are patched", (len(found["patched"]),), (10,)),
         Gate("import hooks", (found["import_hooks"],), (0,)),
         Gate("files that count references", (num_users(trees, "getrefcount"),), (1,)),
-        Gate("copies of code objects", (num_code_copies(trees),), (0,)),
+        Gate(
+            "copies of code objects with other globals", (num_code_copies(trees, other_globals=True),), (0,)
+        ),
+        Gate(
+            "with other cells: docs/explanation/design/004",
+            (num_code_copies(trees, other_globals=False),),
+            (1,),
+        ),
         Gate(
             "lowering rules of JAX overridden for the whole process", (num_lowering_overrides(trees),), (0,)
         ),
@@ -120,9 +127,13 @@ def calls_of(trees: dict[Path, ast.Module], name: str) -> Iterator[ast.Call]:
             yield node
 
 
-def num_code_copies(trees: dict[Path, ast.Module]) -> int:
-    """Functions that are made of another function's code: ``FunctionType(...)``."""
-    return sum(1 for _ in calls_of(trees, "FunctionType"))
+def num_code_copies(trees: dict[Path, ast.Module], *, other_globals: bool) -> int:
+    """Functions that are made of another function's code: ``FunctionType(...)``, with that function's globals or not."""
+    made = (list(map(ast.unparse, call.args[:2])) for call in calls_of(trees, "FunctionType"))
+    return sum(
+        (code.removesuffix("__code__") != names.removesuffix("__globals__")) == other_globals
+        for code, names in made
+    )
 
 
 def num_lowering_overrides(trees: dict[Path, ast.Module]) -> int:
