@@ -89,19 +89,14 @@ def put_parts(shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: Any
     dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype)
     if dtype != parts[0].dtype:
         parts = [part.astype(dtype) for part in parts]
-    return _pxla.batched_device_put(
-        _placed_aval(shape, dtype, sharding), sharding, parts, _devices_of(sharding)
-    )
+    aval, devices = _placed(shape, dtype, sharding)
+    return _pxla.batched_device_put(aval, sharding, parts, devices)
 
 
 @functools.lru_cache(maxsize=1024)
-def _placed_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    return jax.typeof(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-
-
-@functools.lru_cache(maxsize=64)
-def _devices_of(sharding: Any) -> list[Any]:
-    return [device for device in sharding.mesh.devices.flat if device.process_index == jax.process_index()]
+def _placed(shape: tuple[int, ...], dtype: Any, sharding: Any) -> tuple[Any, list[Any]]:
+    devices = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
+    return jax.typeof(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)), devices
 
 
 def backend_started() -> bool:
@@ -613,11 +608,6 @@ class Operation:
     def name(self) -> str:
         return self.primitive.name
 
-    @property
-    def source_info(self) -> Any:
-        """Where the user's code is now."""
-        return source_info_util.current()
-
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates it in the current trace; may be called again, and differentiated."""
         if self._evaluate is not None:
@@ -817,9 +807,7 @@ def copied(value: Any) -> jax.Array:
     if isinstance(value, np.ndarray):
         return jax.device_put(value.copy())
     is_here = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_fully_addressable
-    if not is_here or jnp.issubdtype(
-        value.dtype, jax.dtypes.extended
-    ):  # random keys are not copied by device_put
+    if not is_here or is_typed_key(value.dtype):  # random keys are not copied by device_put
         return jnp.copy(value)
     return jax.device_put(value, value.sharding, may_alias=False)
 

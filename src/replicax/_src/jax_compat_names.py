@@ -79,7 +79,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "set_current_trace",
         "take_current_trace",
     ),
-    "jax.extend.source_info_util": ("current", "current_name_stack", "register_exclusion", "user_context"),
+    "jax.extend.source_info_util": ("current_name_stack", "register_exclusion", "user_context"),
     "jax.interpreters.ad": ("deflinear2", "instantiate_zeros", "primitive_jvps"),
     "jax.interpreters.batching": ("defvectorized", "primitive_batchers"),
     "jax.interpreters.mlir": ("lower_fun", "register_lowering"),
