@@ -1,15 +1,17 @@
 """replicax's changes to JAX."""
 
 import ast
+import errno
 import os
 import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
-from jax._src import compilation_cache
+from jax._src import compilation_cache, distributed
 
 import replicax as rx
 from checks import in_a_process_of_its_own, message
@@ -43,6 +45,48 @@ def test_cached_program_is_complete_or_absent(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.fixture
+def programs(tmp_path):
+    """The folder of JAX's persistent cache, which takes programs that compile quickly too."""
+    jax.devices()  # before a test says that there are several processes
+    options = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_process_keeps_what_it_compiles_for_cpus(number, programs, monkeypatch):
+    monkeypatch.setattr(distributed.global_state, "process_id", number)
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    jax_compat.keep_programs()
+    jax.jit(lambda x: x * 3 + number)(1.0)
+    assert len(list(programs.glob("*-cache"))) == 1
+    with jax_compat.not_in_persistent_cache():
+        jax.jit(lambda x: x * 5 + number)(1.0)
+    assert len(list(programs.glob("*-cache"))) == 1
+
+
+def test_a_program_that_cannot_be_kept_runs_all_the_same(programs, monkeypatch, caplog):
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    jax_compat.keep_programs()
+    jax.jit(lambda x: x * 7)(1.0)
+    monkeypatch.setattr(pathlib.Path, "write_bytes", _disk_is_full)
+    with caplog.at_level("WARNING", "replicax"):
+        assert float(jax.jit(lambda x: x * 9)(1.0)) == 9
+    assert "No space left" in caplog.text
+
+
+def _disk_is_full(path, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_copies_share_no_buffer(is_replicated, size):
@@ -65,8 +109,72 @@ def test_a_copy_of_a_numpy_array_shares_no_memory():
     assert copy[0, 0] == 1
 
 
-# Names that jax_compat.py can miss: an older JAX's, names that it looks for, and those that one function imports.
-NOT_NEEDED = {"jax.core.eval_jaxpr", "jax.__version__"}
+def test_another_thread_takes_the_options_that_are_set_for_this_one():
+    def run(options):
+        def look():
+            with jax_compat.with_thread_options(options):
+                found.append(
+                    (jax.config.jax_enable_x64, jax.config.jax_default_device, jnp.asarray(2.5).dtype)
+                )
+
+        found = []
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return found[0]
+
+    device = jax.devices()[1]
+    with jax.enable_x64(True), jax.default_device(device):
+        options = jax_compat.thread_options()
+        assert run(options) == (True, device, jnp.float64)
+    assert run(options) == (True, device, jnp.float64)
+    assert run(jax_compat.thread_options()) == (False, None, jnp.float32)
+
+
+def test_whether_what_is_computed_ends_up_in_a_jaxpr():
+    found = []
+
+    def look(x):
+        found.append((jax_compat.is_staging(), jax_compat.is_evaluating()))
+        return x
+
+    look(1.0)
+    jax.jit(look)(1.0)
+    jax.jit(jax.grad(look))(1.0)
+    jax.vmap(look)(jnp.ones(2))
+    with jax.ensure_compile_time_eval():
+        look(1.0)
+
+    assert found == [(False, True), (True, False), (True, False), (False, False), (False, True)]
+
+
+@pytest.mark.parametrize("transformed", [jax.jit, jax.checkpoint, jax.custom_jvp])
+def test_inner_functions_are_traced_again_when_jax_shall_forget_them(transformed):
+    found = []
+
+    def inner(x):
+        found.append(x)
+        return x * 2
+
+    inner_of_jax = transformed(inner)
+    if transformed is jax.custom_jvp:
+        inner_of_jax.defjvp(lambda primals, tangents: (inner_of_jax(*primals), tangents[0]))
+    remembered = transformed is not jax.custom_jvp
+
+    def outer(x):
+        x = inner_of_jax(inner_of_jax(x))
+        assert len(found) == (1 if remembered else 2)
+        with jax_compat.forgetting_inner_traces():
+            x = inner_of_jax(x)
+        with jax_compat.forgetting_inner_traces():
+            return inner_of_jax(x)
+
+    jax.make_jaxpr(outer)(1.0)
+    assert len(found) == (3 if remembered else 4)
+
+
+# What jax_compat.py does without: an older JAX's, names that it looks for, and those of one function, imported there.
+NOT_NEEDED = {"jax.core.eval_jaxpr", "jax.__file__", "jax.__version__"}
 IN_FUNCTIONS = (
     "jax._src.compilation_cache",
     "jax._src.compiler",
@@ -110,13 +218,13 @@ def test_each_name_that_is_used_is_checked():
 
 def test_names_that_are_missing_are_named_with_the_versions(monkeypatch):
     jax_compat_names.check_names()
-    monkeypatch.delattr(jax._src.core, "NamedAxisEffect")
-    monkeypatch.delattr(jax.sharding, "get_abstract_mesh")
+    monkeypatch.delattr(jax._src.core, "trace_ctx")
+    monkeypatch.delattr(jax.sharding, "use_abstract_mesh")
     message(
         rx.errors.JaxVersionError,
         jax_compat_names.check_names,
         f"replicax {rx.__version__} does not work with jax {jax.__version__} and jaxlib {jaxlib.__version__}: it uses ",
-        "jax.sharding.get_abstract_mesh, jax._src.core.NamedAxisEffect, which this JAX does not have",
+        "jax.sharding.use_abstract_mesh, jax._src.core.trace_ctx, which this JAX does not have",
         "a newer replicax",
     )
 
@@ -126,8 +234,8 @@ def test_they_are_checked_before_something_else_fails():
     program = """
     import sys
     import jax
-    del jax._src.core.ExtendAxisEnvNdContextManager
-    sys.modules["jax._src.debugging"] = None
+    del jax._src.core.top_axis_env
+    sys.modules["jax._src.tree_util"] = None
     import replicax as rx
     try:
         rx.MirroredStrategy
@@ -136,4 +244,5 @@ def test_they_are_checked_before_something_else_fails():
     """
     printed = in_a_process_of_its_own(program, "-W", "error")
     assert printed.startswith("JaxVersionError ")
-    assert "it uses jax._src.core.ExtendAxisEnvNdContextManager, jax._src.debugging, which" in printed
+    assert "it uses jax._src.core.top_axis_env, " in printed
+    assert " jax._src.tree_util, " in printed

@@ -283,6 +283,84 @@ def test_callbacks_and_prints_are_called_once_for_each_replica(strategy, num_row
     assert sorted(printed) == sorted(f"the sum is {value:.3f}" for _, value in expected)
 
 
+def number():
+    return jax.lax.axis_index("replica").astype(jnp.float32)
+
+
+def in_scan(x):
+    return jax.lax.scan(lambda carry, _: (carry + number(), None), x, None, length=2)[0]
+
+
+def in_while(x):
+    return jax.lax.while_loop(
+        lambda state: state[0] < 2, lambda state: (state[0] + 1, state[1] + number()), (0, x)
+    )[1]
+
+
+def in_condition(x):
+    return jax.lax.cond(x[0] > 0, lambda x: x + 2 * number(), lambda x: x, x)
+
+
+def in_inner_functions(x):
+    return jax.jit(jax.checkpoint(lambda x: x + 2 * number()))(x)
+
+
+def in_vmap(x):
+    return jax.vmap(lambda row: row + 2 * number())(x)
+
+
+def in_a_gradient(x):
+    def loss(x):
+        jax.debug.callback(lambda row: None, x[0])
+        return jnp.sum(x * x * (1 + number())) / 2
+
+    return jax.grad(loss)(x) + (2 - x) * number()
+
+
+def in_a_custom_derivative(x):
+    @jax.custom_vjp
+    def shifted(x):
+        return x + 2 * number()
+
+    shifted.defvjp(lambda x: (shifted(x), number()), lambda number, ct: (ct * (1 + number),))
+    value, pullback = jax.vjp(shifted, x)
+    return value + pullback(jnp.ones_like(x))[0] - 1 - number()
+
+
+@pytest.mark.parametrize("via", ["run", "rx.function", "run_steps"])
+@pytest.mark.parametrize(
+    "shift",
+    [in_scan, in_while, in_condition, in_inner_functions, in_vmap, in_a_gradient, in_a_custom_derivative],
+)
+def test_the_replicas_number_and_callbacks_at_any_depth(strategy, shift, via):
+    """Each adds twice the replica's number, and is seen with it."""
+    seen = []
+
+    def step(x):
+        x = shift(x)
+        jax.lax.cond(
+            jnp.sum(x) > -1,
+            lambda x: jax.debug.callback(lambda first: seen.append(float(first)), x[0]),
+            lambda x: None,
+            x,
+        )
+        return x
+
+    ones = np.ones(4, np.float32)
+    if via == "run_steps":
+        results = strategy.run_steps(
+            step, iter(strategy.experimental_distribute_dataset([ones] * 2)), steps=2
+        )
+    else:
+        run = rx.function(strategy.run) if via == "rx.function" else strategy.run
+        results = run(step, args=(strategy.replicate(ones),))
+    jax.effects_barrier()
+    for number, value in enumerate(results.values):
+        np.testing.assert_allclose(np.asarray(value).reshape(-1)[0], 1 + 2 * number)
+    assert set(seen) == {1.0, 3.0}
+    assert len(seen) == 2 * (2 if via == "run_steps" else 1)
+
+
 # --- variables over logical devices -----------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import functools
 import gc
 import logging
+import threading
 import types
 import weakref
 
@@ -379,6 +380,63 @@ def test_a_numpy_array_changed_in_place_is_not_a_stale_constant(strategy):
         x[:] = value
         results.append(float(first(strategy.run(lambda: jnp.sum(x * 2)))))
     assert results == [4.0, 8.0]
+
+
+def test_another_thread_finds_the_array_in_the_closure_while_a_function_is_traced(strategy):
+    """A thread that makes batches, say, of the same arrays."""
+    scale, found = np.ones(2, "float32"), []
+
+    def read():
+        found.append(scale)
+
+    def step():
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        return jnp.sum(scale)
+
+    assert float(first(strategy.run(step))) == 2
+    assert found
+    assert all(value is scale for value in found)
+
+
+def test_a_function_that_calls_itself_and_a_generator_take_the_array_of_each_call(strategy):
+    results = []
+    for value in (1.0, 2.0):
+        scale = np.full(2, value, "float32")
+
+        def powers(number):
+            if number == 0:
+                return scale  # noqa: B023
+            return powers(number - 1) * scale  # noqa: B023
+
+        def step(number=2):
+            pieces = (scale * i for i in range(3))  # noqa: B023
+            return jnp.sum(sum(pieces)) + jnp.sum(powers(number))
+
+        results.append(float(first(strategy.run(step))))
+    assert results == [2 * (3 * value + value**3) for value in (1.0, 2.0)]
+
+
+def test_a_backward_function_keeps_no_array_of_the_closure(strategy):
+    """It runs when the function has returned. It is refused, as it would be silently stale in the next call."""
+
+    def make(scale):
+        def step(w):
+            @jax.custom_vjp
+            def doubled(x):
+                return x * 2
+
+            doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (ct * scale,))
+            with rx.GradientTape() as tape:
+                tape.watch(w)
+                loss = jnp.sum(doubled(w))
+            return tape.gradient(loss, w)
+
+        return step
+
+    with pytest.raises(rx.errors.TraceError):
+        strategy.run(make(jnp.full(2, 3.0)), (jnp.ones(2),))
 
 
 # --- rx.function --------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
-"""JAX's coordination service, using only jaxlib: the ``jax_compat.py`` of the one process that runs without JAX, and
-so starts sooner.
+"""JAX's coordination service, of jaxlib alone: ``jax_compat.py`` for the one process that does without JAX, and so
+starts sooner.
+
+No public name starts the service alone: ``jax.distributed.initialize`` makes it a part of process 0 (jaxlib 0.10 to
+0.12; no upstream issue: a service that is a process of its own).
 """
 
 from __future__ import annotations

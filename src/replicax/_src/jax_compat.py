@@ -16,8 +16,8 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
-import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,19 +33,13 @@ import jax.export
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as _private_config
 from jax._src import core as _private_core
-from jax._src import debugging as _debugging
 from jax._src import distributed as _distributed
-from jax._src import sharding_impls as _sharding_impls
-from jax._src import source_info_util as _private_source_info
 from jax._src import tree_util as _tree_util
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
-from jax._src.lax import parallel as _parallel
 from jax.extend import source_info_util
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib import xla_client as _xla_client
 
 from replicax._src.coordination import NEVER_S
@@ -65,10 +59,7 @@ else:
     Device = jax.Device
 
 log = logging.getLogger("replicax")
-Var = jex.Var
 Literal = jex.Literal
-Primitive = jex.Primitive
-ClosedJaxpr = jex.ClosedJaxpr
 Tracer: Any = jax.core.Tracer
 shard_map = jax.shard_map
 take_current_trace = jex.take_current_trace
@@ -77,10 +68,12 @@ set_current_trace = jex.set_current_trace
 if is_full_asked_for() and "JAX_TRACEBACK_FILTERING" not in os.environ:
     jax.config.update("jax_traceback_filtering", "off")
 
-# JAX's own errors and profiles then name the user's lines, not ours.
-_private_source_info.register_exclusion(PACKAGE)
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
-# jax 0.12 has one class for both; 0.10 has two (findings: differences between versions).
+# JAX's own errors and profiles then name the user's lines, not ours.
+source_info_util.register_exclusion(PACKAGE)
+
+# jax 0.12 has one class for both; 0.10 and 0.11 have two, for which we ask as long as they are supported.
 _ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
 
 # Elementwise operations that jax 0.10 does not have; 0.12 differentiates tanh to the first.
@@ -96,23 +89,18 @@ def put_parts(shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: Any
     dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype)
     if dtype != parts[0].dtype:
         parts = [part.astype(dtype) for part in parts]
-    return _pxla.batched_device_put(
-        _placed_aval(shape, dtype, sharding), sharding, parts, _devices_of(sharding)
-    )
+    aval, devices = _placed(shape, dtype, sharding)
+    return _pxla.batched_device_put(aval, sharding, parts, devices)
 
 
 @functools.lru_cache(maxsize=1024)
-def _placed_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    return _private_core.update_aval_with_sharding(jax.core.ShapedArray(shape, dtype), sharding)
-
-
-@functools.lru_cache(maxsize=64)
-def _devices_of(sharding: Any) -> list[Any]:
-    return [device for device in sharding.mesh.devices.flat if device.process_index == jax.process_index()]
+def _placed(shape: tuple[int, ...], dtype: Any, sharding: Any) -> tuple[Any, list[Any]]:
+    devices = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
+    return jax.typeof(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)), devices
 
 
 def backend_started() -> bool:
-    """Whether JAX has started a backend in this process. No public name tells (jax 0.10 to 0.12)."""
+    """Whether JAX has started a backend in this process. No public name tells (jax#23320, open; jax 0.10 to 0.12)."""
     return _xla_bridge.backends_are_initialized()
 
 
@@ -189,36 +177,43 @@ def export(
 
 def without_dead_code(jaxpr: Any) -> tuple[Any, list[bool]]:
     """A jaxpr that computes only what its results need, at any depth; and which of its operands that takes."""
-    reduced, used = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    reduced, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return reduced, list(used)
 
 
-def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Evaluates one equation, keeping the user's file and line for errors and HLO."""
+def bind_equation(
+    eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None, mesh: Any = None
+) -> list[Any]:
+    """Evaluates one equation, keeping the user's file and line for errors and HLO.
+
+    Args:
+      params: In place of its own.
+      mesh: An abstract mesh, in place of the one that it was made under.
+    """
     if params is not None:
         eqn = eqn.replace(params=params)
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
+        contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh),
     ):
-        bind_params = eqn.primitive.get_bind_params(eqn.params)
-        if isinstance(bind_params, tuple):  # jax before 0.10 returned a pair
-            subfuns, bind_params = bind_params
-            out = eqn.primitive.bind(*subfuns, *args, **bind_params)
-        else:
-            out = eqn.primitive.bind(*args, **bind_params)
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def equation_line(eqn: Any) -> str:
     """``file:line in function`` of the user's code that made an equation."""
-    frames = list(_private_source_info.user_frames(eqn.source_info.traceback))
-    frames = [f for f in frames if is_user_code(f.file_name)] or frames
-    if not frames:
-        return UNKNOWN
-    name = frames[0].function_name.rsplit(".", 1)[-1]
-    return f"{frames[0].file_name}:{frames[0].start_line} in {name}"
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    for is_named in (
+        is_user_code,
+        lambda file: not file.startswith((PACKAGE, _JAX)),
+    ):  # or a library's, such as optax
+        for frame in frames:
+            if is_named(frame.file_name):
+                return f"{frame.file_name}:{frame.line_num} in {frame.function_name.rsplit('.', 1)[-1]}"
+    return UNKNOWN
 
 
 def is_differentiated(eqn: Any) -> bool:
@@ -234,7 +229,7 @@ def is_transposed(eqn: Any) -> bool:
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """The numbers of constants and carries of a scan equation."""
-    if "num_consts" in eqn.params:
+    if "num_consts" in eqn.params:  # jax 0.10
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
@@ -294,7 +289,14 @@ def retraced(jaxpr: Any, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 def has_side_effects(jaxpr: Any) -> bool:
     """Whether running a jaxpr, closed or open, does more than compute: callbacks, prints."""
-    return any(not isinstance(effect, _private_core.NamedAxisEffect) for effect in jaxpr.effects)
+    return any(type(effect) is not _axis_effect() for effect in jaxpr.effects)
+
+
+@functools.cache
+def _axis_effect() -> type:
+    """The class of the effect by which JAX notes that an axis is named, which has no public name (jax 0.10 to 0.12)."""
+    (effect,) = jax.make_jaxpr(lambda: jax.lax.axis_index("i"), axis_env=[("i", 1)])().effects
+    return type(effect)
 
 
 def is_drop_var(atom: Any) -> bool:
@@ -328,9 +330,11 @@ def sharding_primitive(name: str) -> Any:
     primitive.def_abstract_eval(lambda aval, **_: aval)
 
     def lower(ctx: Any, x: Any, *, mesh: Any, spec: Any) -> Any:
+        # No public name says for which mesh a program is lowered (jax 0.10 to 0.12).
         where = ctx.module_context.axis_context
-        if isinstance(where, _sharding_impls.SPMDAxisContext):
-            is_meant = where.mesh == mesh
+        mesh_of_replicas = getattr(where, "mesh", None)  # inside of a shard_map
+        if mesh_of_replicas is not None:
+            is_meant = mesh_of_replicas == mesh
         else:
             names_axis = any(isinstance(dim, tuple) for dim in spec)
             is_meant = names_axis and where.num_devices == mesh.size
@@ -349,43 +353,6 @@ def sharding_primitive(name: str) -> Any:
     ad.deflinear2(primitive, lambda ct, x, **params: [primitive.bind(ct, **params)])
     batching.primitive_batchers[primitive] = batch
     return primitive
-
-
-def _in_mesh(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Where some axes of the mesh are the compiler's, a rule of JAX's own opens a ``shard_map`` over the mesh of the
-    context, and an equation that was traced without a mesh has none (jax 0.10).
-
-    It is registered for the whole process: it does what JAX's rule does, but for programs that JAX could not lower. To
-    confine it there are two ways. One is ``override_lowering_rules`` of ``LoweringParameters``, which only ``lower``
-    takes, ahead of time: calls would leave the quick way of ``jax.jit``. The other is to give all equations of a trace,
-    at any depth, the mesh of each placement, while equations are meant to serve several.
-    """
-
-    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        where = ctx.module_context.axis_context
-        with contextlib.ExitStack() as stack:
-            if isinstance(where, _sharding_impls.SPMDAxisContext) and jax.sharding.get_abstract_mesh().empty:
-                types = dict.fromkeys(where.manual_axes, jax.sharding.AxisType.Manual)
-                mesh = where.mesh.abstract_mesh.update_axis_types(types)
-                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-            return rule(ctx, *args, **params)
-
-    return lower
-
-
-mlir.register_lowering(jax.lax.axis_index_p, _in_mesh(_parallel._axis_index_lowering))
-for _primitive, _rule in (
-    ("debug_callback_p", "debug_callback_lowering"),
-    ("debug_print_p", "debug_print_lowering_rule"),
-):
-    _found: Any = getattr(_debugging, _primitive, None), getattr(_debugging, _rule, None)
-    for _platform in ("cpu", "gpu", "tpu") if None not in _found else ():
-        mlir.register_lowering(
-            _found[0],
-            _in_mesh(_found[1]),
-            platform=_platform,
-            cacheable=False,
-        )
 
 
 def marker_primitive(
@@ -431,7 +398,10 @@ def source_primitive(name: str, abstract_eval: Callable[..., Any]) -> Any:
 
 
 def is_untyped_constant(value: Any) -> bool:
-    """Whether a tracer is a Python number that a trace holds as a literal: each use makes another one of it."""
+    """Whether a tracer is a Python number that a trace holds as a literal: each use makes another one of it.
+
+    No public name gives the literal, ``val`` (jax 0.10 to 0.12).
+    """
     return (
         isinstance(value, Tracer) and value.weak_type and isinstance(getattr(value, "val", None), jex.Literal)
     )
@@ -458,12 +428,12 @@ def described(value: Any, sharding: Any) -> Any:
 
 
 _epochs = itertools.count()
+_epoch = jax.make_user_context()
 
 
 def forgetting_inner_traces() -> Any:
-    """A context in which JAX does not find what it remembers of functions traced before it: the axis names are part
-    of its keys, and this adds one. No public name does so in the middle of a trace (jax 0.10 to 0.12)."""
-    return _private_core.ExtendAxisEnvNdContextManager([(f"replicax_epoch_{next(_epochs)}", 1)])
+    """A context in which JAX does not find what it remembers of functions traced before it."""
+    return _epoch(next(_epochs))
 
 
 _taken_as_arrays: set[type] = set()
@@ -473,10 +443,11 @@ def take_as_arrays(kind: type, value_of: Callable[[Any], Any]) -> None:
     """Makes functions that JAX traces (jit with nearly all of ``jnp``, scan, cond, checkpoint) take objects of a class
     as arrays.
 
-    JAX asks for a pytree since it no longer calls ``__jax_array__`` there. ``jax.tree.map`` still treats the objects as
-    leaves: only the registries in which JAX looks up the arguments of such functions know the class. No public name
-    registers there, and nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and custom_jvp do not
-    look there). Where JAX has other names inside, such functions refuse the objects as they do without replicax.
+    JAX asks for a pytree since it no longer calls ``__jax_array__`` there (jax#28355). ``jax.tree.map`` still treats
+    the objects as leaves: only the registries in which JAX looks up the arguments of such functions know the class. No
+    public name registers there, and nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and
+    custom_jvp do not look there). Where JAX has other names inside, such functions refuse the objects as they do
+    without replicax.
     """
     registries: list[Any] = [
         getattr(_tree_util, name, None) for name in ("tracing_registry", "dispatch_registry")
@@ -494,17 +465,14 @@ def is_typed_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-@contextlib.contextmanager
-def outside_traces() -> Iterator[None]:
-    """Evaluates at once what is computed inside, also in the middle of a trace."""
-    with jax.ensure_compile_time_eval():
-        yield
+outside_traces = jax.ensure_compile_time_eval
+"""Inside, JAX evaluates at once, also in the middle of a trace."""
 
 
 @contextlib.contextmanager
 def as_if_untraced() -> Iterator[None]:
-    """Inside, JAX takes this thread for one that traces nothing: ``jax.set_mesh`` and the like are allowed (jax 0.10,
-    0.12).
+    """Inside, JAX takes this thread for one that traces nothing: ``jax.set_mesh`` is allowed, which Keras calls for
+    variables with a layout. It is refused while an axis is named, also where JAX evaluates at once (jax 0.10 to 0.12).
     """
     context = _private_core.trace_ctx
     axis_env = context.axis_env
@@ -516,23 +484,34 @@ def as_if_untraced() -> Iterator[None]:
             context.set_axis_env(axis_env)
 
 
-def not_in_persistent_cache() -> contextlib.AbstractContextManager[Any]:
-    """Inside, what is compiled does not go into the persistent compilation cache.
+@contextlib.contextmanager
+def not_in_persistent_cache() -> Iterator[None]:
+    """Inside, what is compiled, by any thread, does not go into the persistent compilation cache.
 
     (Without a cache at all the first program would turn it off for those that follow: JAX asks once, jax 0.10.)
     """
-    return _private_config.persistent_cache_min_compile_time_secs(float("inf"))
+    name = "jax_persistent_cache_min_compile_time_secs"
+    with _changing_cache:
+        before = getattr(jax.config, name)
+        jax.config.update(name, float("inf"))
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
 
 
+_changing_cache = threading.RLock()
 _PART_LIVES_S = 3600.0
+_WRITTEN = {"backend", "cache_key", "compile_time_secs", "executable", "module_name"}
 
 
 def keep_programs() -> None:
     """What this process compiles for CPUs is kept in JAX's persistent cache, if there is one, whichever process it is;
     and whole.
 
-    Before the first program. No public name does it (jax-ml/jax issue 18819; jax 0.10). Where JAX has other names
-    inside, it keeps programs as it does by itself.
+    Before the first program. No public name does it: JAX has process 0 alone write (jax#18819, closed; still so in jax
+    0.12), while the keys of CPU programs are of one process. Where JAX has other names inside, it keeps programs as it
+    does by itself.
     """
     try:
         _keep_programs()
@@ -545,8 +524,10 @@ def _keep_programs() -> None:
     from jax._src import compilation_cache, compiler, lru_cache
 
     cache_of_files, write = compilation_cache.get_file_cache, compiler._cache_write
-    as_process_0 = _as_process_0(compiler, write)
+    put = compilation_cache.put_executable_and_time
     whole_files, signature = _whole_files(lru_cache), inspect.signature(write)
+    if not set(signature.parameters) >= _WRITTEN:
+        raise AttributeError("what it writes has other names")
 
     def whole_cache_of_files(path: str) -> Any:
         """As JAX has it where its size is limited, or it is on no local disk."""
@@ -555,26 +536,22 @@ def _keep_programs() -> None:
         return (whole_files(path), path) if is_plain and not checks else cache_of_files(path)
 
     def write_from_all(*args: Any, **kwargs: Any) -> None:
-        """JAX has process 0 alone write.
-
-        On CPUs the keys are of one process: the others would compile all again at each start.
-        """
-        platform = signature.bind(*args, **kwargs).arguments["backend"].platform
-        (as_process_0 if platform == "cpu" else write)(*args, **kwargs)
+        """JAX's own returns at once in all processes but the first: on CPUs these would compile again at each start."""
+        given = signature.bind(*args, **kwargs).arguments
+        backend, seconds = given["backend"], given["compile_time_secs"]
+        if backend.platform != "cpu" or not process_number():
+            write(*args, **kwargs)
+        elif (
+            not given.get("host_callbacks")  # jax before 0.12
+            and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+        ):
+            try:
+                put(given["cache_key"], given["module_name"], given["executable"], backend, int(seconds))
+            except Exception as error:  # a full disk, say; JAX, too, only warns
+                log.warning("Cannot keep the compiled program %s: %s", given["module_name"], error)
 
     compilation_cache.get_file_cache = whole_cache_of_files
     compiler._cache_write = write_from_all
-
-
-def _as_process_0(compiler: Any, write: Any) -> Any:
-    """JAX's function that writes to the cache, which takes this process for the one that does."""
-    process_0 = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
-    if "distributed" not in write.__code__.co_names or "backend" not in inspect.signature(write).parameters:
-        raise AttributeError("it asks in another way which process writes")
-    known = {**vars(compiler), "distributed": process_0}
-    changed = types.FunctionType(write.__code__, known, write.__name__, write.__defaults__, write.__closure__)
-    changed.__kwdefaults__ = write.__kwdefaults__
-    return changed
 
 
 def _whole_files(lru_cache: Any) -> Any:
@@ -583,8 +560,9 @@ def _whole_files(lru_cache: Any) -> Any:
     class WholeFiles(lru_cache.LRUCache):
         """JAX's cache of compiled programs in a directory; what is there under the name of a program is whole.
 
-        JAX writes in place, and never again what is there (jax 0.10): a process that is killed meanwhile would leave
-        half a program, which costs each process that comes after it a compilation, and a warning.
+        JAX writes in place, and never again what is there (jax 0.10 to 0.12; no upstream issue: write beside, and
+        rename): a process that is killed meanwhile would leave half a program, which costs each process that comes
+        after it a compilation, and a warning.
         """
 
         def __init__(self, path: str):
@@ -630,11 +608,6 @@ class Operation:
     def name(self) -> str:
         return self.primitive.name
 
-    @property
-    def source_info(self) -> Any:
-        """Where the user's code is now."""
-        return source_info_util.current()
-
     def __call__(self, *args: Any) -> list[Any]:
         """Evaluates it in the current trace; may be called again, and differentiated."""
         if self._evaluate is not None:
@@ -646,8 +619,10 @@ class Operation:
 Observe = Callable[[Operation, list[Any]], list[Any]]
 
 
-class EagerTrace(_private_core.Trace):
+class EagerTrace(jax.core.Trace):
     """Hands every operation to ``observe``, which evaluates it: values stay concrete arrays.
+
+    JAX calls its ``process_*`` methods, which are not documented and may change (as they stand in jax 0.10 to 0.12).
 
     Args:
       observe: Takes the operation and its concrete operands, gives its results.
@@ -665,7 +640,7 @@ class EagerTrace(_private_core.Trace):
         if isinstance(value, Late):
             return value.look_up()
         with evaluating():
-            return _private_core.eval_trace.stage_value(value)
+            return _EVALUATING.stage_value(value)
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
         results = self._observe(Operation(primitive, params), [_known_now(a) for a in args])
@@ -714,16 +689,15 @@ class Late(Tracer):
         return self
 
 
-_LATE_TRACE = _private_core.Trace()
+_LATE_TRACE = jax.core.Trace()
 
 
 def _known_now(value: Any) -> Any:
     return value.look_up() if isinstance(value, Late) else value
 
 
-def evaluating() -> contextlib.AbstractContextManager[Any]:
-    """Inside, JAX evaluates at once, observed by nobody."""
-    return set_current_trace(_private_core.eval_trace)
+evaluating = jax.core.eval_context
+"""Inside, JAX evaluates at once, observed by nobody."""
 
 
 def current_trace() -> Any:
@@ -732,22 +706,36 @@ def current_trace() -> Any:
         return current
 
 
+with evaluating():
+    _EVALUATING = current_trace()
+
+
 def is_evaluating() -> bool:
     """Whether JAX evaluates operations at once: the caller is in no function that JAX traces."""
-    return current_trace() is _private_core.eval_trace or current_trace() is None
+    current = current_trace()
+    return current is None or current is _EVALUATING
 
 
 def is_staging() -> bool:
     """Whether what is computed now ends up in a jaxpr (jit, scan, cond), at any depth."""
     current = current_trace()
-    while current is not None and not isinstance(current, _partial_eval.DynamicJaxprTrace):
-        current = getattr(current, "parent_trace", None)
+    while current is not None and not isinstance(current, _staging_trace()):
+        current = getattr(
+            current, "parent_trace", None
+        )  # of jax.grad and vmap; no public name (jax 0.10 to 0.12)
     return current is not None
 
 
-def with_axis_names(names: Sequence[tuple[str, int]]) -> contextlib.AbstractContextManager[Any]:
-    """Makes axis names known; JAX's caches of inner functions are apart for each set of names."""
-    return _private_core.extend_axis_env_nd(list(names))
+@functools.cache
+def _staging_trace() -> type:
+    """The class of traces that make jaxprs, which has no public name (jax 0.10 to 0.12)."""
+    found: list[type] = []
+    jax.make_jaxpr(lambda: found.append(type(current_trace())))()
+    return found[0]
+
+
+in_eager_mode = jax.make_user_context()
+"""``in_eager_mode(True)``: inside, JAX's caches of inner functions are apart from those of traces."""
 
 
 def names_unknown_axis(error: BaseException, name: str) -> bool:
@@ -756,18 +744,20 @@ def names_unknown_axis(error: BaseException, name: str) -> bool:
     return isinstance(error, NameError) and error.name is None and name in str(error)
 
 
-def thread_options() -> dict[Any, Any]:
-    """The JAX options set for this thread only (``with jax.default_device(…)`` and kin)."""
-    set_here = ((state, state.get_local()) for state in _private_config.config_states.values())
-    return {state: value for state, value in set_here if value is not _private_config.config_ext.unset}
+def thread_options() -> dict[str, Any]:
+    """The values of JAX's options in this thread (``with jax.default_device(…)`` and kin set them for one thread)."""
+    return jax.config.values
 
 
 @contextlib.contextmanager
-def with_thread_options(options: dict[Any, Any]) -> Iterator[None]:
-    """Inside, this thread has the options that ``thread_options`` found in another."""
+def with_thread_options(options: dict[str, Any]) -> Iterator[None]:
+    """Inside, this thread has the options that ``thread_options`` found in another, if JAX has a context for them."""
+    here = jax.config.values
     with contextlib.ExitStack() as stack:
-        for state, value in options.items():
-            stack.enter_context(state(value))
+        for name, value in options.items():
+            option = getattr(jax, name.removeprefix("jax_"), None)
+            if value != here[name] and option is not None:
+                stack.enter_context(option(value))
         yield
 
 
@@ -817,9 +807,7 @@ def copied(value: Any) -> jax.Array:
     if isinstance(value, np.ndarray):
         return jax.device_put(value.copy())
     is_here = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_fully_addressable
-    if not is_here or jnp.issubdtype(
-        value.dtype, jax.dtypes.extended
-    ):  # random keys are not copied by device_put
+    if not is_here or is_typed_key(value.dtype):  # random keys are not copied by device_put
         return jnp.copy(value)
     return jax.device_put(value, value.sharding, may_alias=False)
 
@@ -896,8 +884,8 @@ def cpu_collectives() -> str:
 
 def join_processes(coordinator: str, num_processes: int, number: int, timeout_s: int) -> None:
     """Makes this process one of several for JAX. Its backend must not have started; with MPI it has afterwards."""
-    jax.config.update("jax_enable_recoverability", True)  # or an error of one aborts all
-    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    jax.config.update("jax_enable_recoverability", True)  # or an error of one aborts all (jax 0.10 to 0.12)
+    jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM (jax 0.10 to 0.12)
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives())
     if not has_several_cpu_devices():
         # A step of a small network took 3.5 ms instead of 9 to 13 on two processes (jax 0.10).
@@ -909,7 +897,8 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_s,
         heartbeat_timeout_seconds=NEVER_S,
-        # Process 0 starts a service too, which nobody uses, at a port that gRPC chooses and holds.
+        # Process 0 starts a service too, which nobody uses, at a port that gRPC chooses and holds (jax 0.10 to 0.12; no
+        # upstream issue: join a service that is there).
         coordinator_bind_address="127.0.0.1:0",
     )
     if cpu_collectives() == "mpi":

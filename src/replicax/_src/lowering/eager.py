@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("replicax")
 
-# Apart from those of traced functions, JAX's caches of inner functions cannot give us what belongs to a trace.
-_CACHE_NAME = "replicax_eager"
-
 
 def run_eagerly(
     strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -110,7 +107,7 @@ def _run(
         stack.enter_context(replaced_capture(capture))
         replica = ReplicaContext(strategy, None, OneReplica())
         stack.enter_context(context.replica_context(strategy, replica))
-        stack.enter_context(jax_compat.with_axis_names([(_CACHE_NAME, 1)]))
+        stack.enter_context(jax_compat.in_eager_mode(True))
         stack.enter_context(jax_compat.set_current_trace(capture.recorder.trace))
         stack.enter_context(_explained())
         stack.enter_context(tensorflow_code.explained())

@@ -14,6 +14,9 @@ All were seen on CPU with jax 0.10, most of them as silent wrong numbers:
   function of the user's in ``jax.lax.reduce``, does not compile: the collectives have no such.
 
 What is divided cannot be seen in a program before it is compiled: the rules are for all that may be.
+
+Three operations get the mesh here, which a program is traced without, as JAX cannot lower them where some axes of the
+mesh are the compiler's (jax 0.10 to 0.12): the number of a replica, and callbacks and prints for debugging.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.tracing.markers import logical_p
-from replicax._src.tracing.program import ReplicaProgram, Variant
+from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
 from replicax._src.tracing.verdict import Verdict
 
 Rule = Callable[[Any], bool]
@@ -72,6 +75,11 @@ def is_wrong_in_replicas(eqn: Any) -> bool:
         sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
         return any(size > stride for size, stride in zip(sizes, strides, strict=True))
     return _is_scatter(eqn) or _has_no_collective(eqn)
+
+
+def _needs_mesh(eqn: Any) -> bool:
+    """True for an operation whose lowering opens a ``shard_map`` over the mesh that the equation was made under."""
+    return eqn.primitive.name == "axis_index" or is_print(eqn)
 
 
 def _may_have_rows(shape: Sequence[int], num_rows: int) -> bool:
@@ -123,35 +131,40 @@ def _is_around_wrong(eqn: Any, is_wrong: Rule) -> bool:
 # --- the change ---------------------------------------------------------------------------------------------
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], is_wrong: Rule, whole: Callable[[Any], Any]) -> list[Any]:
+def evaluate(
+    jaxpr: Any, args: Sequence[Any], is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any = None
+) -> list[Any]:
     """Evaluates a jaxpr without constvars, in a trace; to what a rule applies takes whole arrays, and gives such.
 
     Args:
       whole: Makes an array whole on each device.
+      mesh: Abstract, for the operations that need one, where there are such.
     """
     values = dict(zip(jaxpr.invars, args, strict=True))
 
     def value_of(atom: Any) -> Any:
         return atom.val if isinstance(atom, jax_compat.Literal) else values[atom]
 
+    def is_changed(eqn: Any) -> bool:
+        return is_wrong(eqn) or (mesh is not None and _needs_mesh(eqn))
+
+    def changed(param: Any) -> Any:
+        """A parameter of an equation with the same done to the functions in it."""
+        if isinstance(param, (tuple, list)) and any(map(jax_compat.is_jaxpr, param)):
+            return type(param)(map(changed, param))
+        if not jax_compat.is_jaxpr(param):
+            return param
+        return jax_compat.retraced(param, lambda inner, args: evaluate(inner, args, is_wrong, whole, mesh))
+
     for eqn in jaxpr.eqns:
         operands, params, is_whole = [value_of(atom) for atom in eqn.invars], None, is_wrong(eqn)
         if is_whole:
             operands = list(map(whole, operands))
-        elif _is_around_wrong(eqn, is_wrong):
-            params = {name: _changed(param, is_wrong, whole) for name, param in eqn.params.items()}
-        results = jax_compat.bind_equation(eqn, operands, params)
+        elif _is_around_wrong(eqn, is_changed):
+            params = {name: changed(param) for name, param in eqn.params.items()}
+        results = jax_compat.bind_equation(eqn, operands, params, mesh if _needs_mesh(eqn) else None)
         values.update(zip(eqn.outvars, map(whole, results) if is_whole else results, strict=True))
     return [value_of(atom) for atom in jaxpr.outvars]
-
-
-def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any]) -> Any:
-    """A parameter of an equation with the same done to the functions in it."""
-    if isinstance(param, (tuple, list)) and any(map(jax_compat.is_jaxpr, param)):
-        return type(param)(_changed(each, is_wrong, whole) for each in param)
-    if not jax_compat.is_jaxpr(param):
-        return param
-    return jax_compat.retraced(param, lambda inner, args: evaluate(inner, args, is_wrong, whole))
 
 
 def in_replicas(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
@@ -164,14 +177,15 @@ def in_replicas(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
 
 
 def _whole_variant(variant: Variant, topology: Topology) -> Variant:
-    if not has_wrong(variant.jaxpr, is_wrong_in_replicas):
+    if not has_wrong(variant.jaxpr, lambda eqn: is_wrong_in_replicas(eqn) or _needs_mesh(eqn)):
         return variant
 
     def whole(value: Any) -> Any:
         return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))
 
+    mesh = topology.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
     jaxpr, consts = jax_compat.trace(
-        lambda *args: evaluate(variant.jaxpr, args, is_wrong_in_replicas, whole),
+        lambda *args: evaluate(variant.jaxpr, args, is_wrong_in_replicas, whole, mesh),
         [var.aval for var in variant.jaxpr.invars],
         [(REPLICA_AXIS, topology.num_replicas)],
     )

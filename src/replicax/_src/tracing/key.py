@@ -205,7 +205,13 @@ def lifted_cells(fn: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_cells(fn: Callable[..., Any], contents: dict[str, Any]) -> Callable[..., Any]:
-    """``fn`` with other contents in some cells of its closure."""
+    """``fn`` with other contents in some cells of its closure.
+
+    It is a function of its own, of the same code. The cells could get other contents while ``fn`` is traced, but not
+    all that share them take part in the trace: a thread that makes batches would find tracers in them, and what ``fn``
+    leaves behind (the backward function of a custom derivative) would find the arrays again, and keep them as
+    constants. Python has no other way to call a function with other cells (3.11 to 3.14).
+    """
     if not contents:
         return fn
     assert isinstance(fn, types.FunctionType)
