@@ -29,7 +29,6 @@ from replicax._src.tracing import key
 from replicax._src.tracing.arguments import as_arguments
 from replicax._src.tracing.capture import created_again, current_capture, replaced_capture
 from replicax._src.tracing.modules import enter_modules, open_modules
-from replicax._src.tracing.program import is_output_leaf
 from replicax._src.tracing.recording import NO_AXIS
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
@@ -119,9 +118,7 @@ def _run(
 
     def result() -> Any:
         capture.assign()
-        found = jax.tree_util.tree_map(
-            lambda leaf: _result(leaf, num_replicas), returned, is_leaf=is_output_leaf
-        )
+        found = jax.tree_util.tree_map(lambda leaf: _result(leaf, num_replicas), returned, is_leaf=is_value)
         return found if close is None else close(found)
 
     return result

@@ -1,15 +1,13 @@
 """Uneven batches: replicas with different shapes run one SPMD program.
 
-Every replica's arrays are padded to the largest shape. The function is traced once per distinct pattern of
-shapes (a variant), the traces are cut at their top-level collectives, and between the cuts each replica
-takes its own variant's piece with ``lax.switch``. Collectives stay outside the switch, so all replicas meet.
+Every replica's arrays are padded to the largest shape. The traces of the variants are cut at their top-level
+collectives, and between the cuts each replica takes its own variant's piece with ``lax.switch``. Collectives stay
+outside the switch, so all replicas meet.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -19,155 +17,12 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import StructureError
-from replicax._src.tracing.capture import Uneven
 from replicax._src.tracing.gathers import Divided, evaluate_gathering
-from replicax._src.tracing.numbering import number_constant, number_of, number_params, number_values
+from replicax._src.tracing.numbering import number_params, number_variant
+from replicax._src.tracing.passes import check_equal_counts
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
-from replicax._src.tracing.rewrite import evaluate_inlined
-from replicax._src.tracing.verdict import (
-    has_replica_collective,
-    is_call,
-    is_call_with_collective,
-    is_replica_collective,
-)
+from replicax._src.tracing.verdict import has_replica_collective, is_call, is_replica_collective
 from replicax._src.values import cut, largest_shape, pad
-
-TraceVariant = Callable[[int, Callable[[], Uneven], Sequence[bool] | None], Variant]
-_MAX_ROUNDS = 16
-
-
-def trace_uneven(
-    trace: TraceVariant, variant_of_replica: Sequence[int], rows_of_replica: Sequence[int]
-) -> ReplicaProgram:
-    """Traces all variants of a function, their decisions made jointly.
-
-    Args:
-      trace: Traces one variant, given its number, what makes its ``Uneven``, and the gradients to sum.
-      variant_of_replica: The variant of each replica.
-      rows_of_replica: The local batch size of each replica.
-
-    Raises:
-      StructureError: The variants do not have the same collectives, or return different structures.
-    """
-    known: list[list[tuple[int, ...]]] = []
-    sums: list[bool] | None = None
-    for _ in range(_MAX_ROUNDS):
-        attempts = [
-            _attempt(
-                trace, v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums
-            )
-            for v, first in ((v, variant_of_replica.index(v)) for v in range(max(variant_of_replica) + 1))
-        ]
-        seen = [list(column) for column in zip(*(a.seen for a in attempts), strict=False)]
-        if seen != known:  # some shapes were guessed, and what was computed from them may be wrong
-            known = seen
-            continue
-        variants = [a.result() for a in attempts]
-        _check_equal_counts([len(a.seen) for a in attempts], "exchanges of arrays between replicas")
-        _check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
-        joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
-        if sums == joint or all(v.sums == joint for v in variants):
-            break
-        sums = joint
-    else:
-        raise StructureError(
-            f"The shapes that replicas exchange, or the gradients that they sum, still changed when the replica "
-            f"function was traced {_MAX_ROUNDS} times. Gather arrays of different sizes once, and compute from that."
-        )
-    variants = [_opened(v, len(variant_of_replica)) for v in variants]
-    program = ReplicaProgram(variants, tuple(variant_of_replica))
-    if len({tuple(id(e.slot) for e in v.written) for v in variants}) > 1:
-        raise StructureError(
-            "The replica function assigns other variables, or in another order, depending on the local batch "
-            "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
-        )
-    compare_variants(program)
-    return program
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    """One trace of a variant: the variant, or how it failed; and the shapes exchanged until then."""
-
-    variant: Variant | None
-    error: Exception | None
-    seen: list[tuple[int, ...]]
-
-    def result(self) -> Variant:
-        if self.variant is None:
-            assert self.error is not None
-            raise self.error
-        return self.variant
-
-
-def _attempt(
-    trace: TraceVariant, number: int, make_uneven: Callable[[], Uneven], sums: Sequence[bool] | None
-) -> _Attempt:
-    """Traces one variant. While shapes are guessed it may fail where it will not when they are known."""
-    latest: list[Uneven] = []
-
-    def make() -> Uneven:
-        latest[:] = [make_uneven()]
-        return latest[0]
-
-    try:
-        variant = trace(number, make, sums)
-    except Exception as error:
-        return _Attempt(None, error, latest[0].seen if latest else [])
-    return _Attempt(variant, None, variant.seen_shapes)
-
-
-def _opened(variant: Variant, num_replicas: int) -> Variant:
-    """The variant with its collectives at the top level, but for those in scans, loops and conditions."""
-    if not any(is_call_with_collective(eqn) for eqn in variant.jaxpr.eqns):
-        return variant
-    jaxpr, consts = jax_compat.trace(
-        lambda *args: evaluate_inlined(variant.jaxpr, args),
-        [v.aval for v in variant.jaxpr.invars],
-        [(REPLICA_AXIS, num_replicas)],
-    )
-    return variant.with_jaxpr(jaxpr, consts)
-
-
-def _check_equal_counts(counts: Sequence[int], what: str) -> None:
-    if len(set(counts)) > 1:
-        raise StructureError(
-            f"The replica function has {' or '.join(map(str, sorted(set(counts))))} {what}, depending on the "
-            f"replica's local batch size: replicas would wait for each other for ever. Do not branch on "
-            f"x.shape[0] in Python around collectives or optimizer.apply."
-        )
-
-
-def compare_variants(program: ReplicaProgram) -> None:
-    """Notes in ``program`` that a value is the same on all replicas only if it also is the same computation in every
-    variant.
-    """
-    out_numbers, write_numbers = [], []
-    for variant in program.variants:
-        known = number_variant(variant)
-        numbers = [number_of(known, atom) for atom in variant.jaxpr.outvars]
-        out_numbers.append(numbers[: variant.num_arrays])
-        slots = [id(e.slot) for e in variant.written]
-        write_numbers.append(dict(zip(slots, numbers[variant.num_arrays :], strict=True)))
-    for i, column in enumerate(zip(*out_numbers, strict=True)):
-        program.same_outputs[i] &= len(set(column)) == 1
-    for i, index in enumerate(program.written):
-        key = id(program.slots[index])
-        program.same_writes[i] &= len({numbers.get(key) for numbers in write_numbers}) == 1
-
-
-def number_variant(variant: Variant) -> dict[Any, Any]:
-    """The numbers of a variant's values, comparable between variants of one function."""
-    jaxpr = variant.jaxpr
-    args = jaxpr.invars[len(variant.consts) + len(variant.entries) :]
-    return number_values(
-        jaxpr,
-        [
-            *map(number_constant, variant.consts),
-            *(("variable", id(e.slot)) for e in variant.entries),
-            *(("argument", i, tuple(v.aval.shape)) for i, v in enumerate(args)),
-        ],
-    )
 
 
 class UnevenEvaluator:
@@ -189,7 +44,7 @@ class UnevenEvaluator:
         self._program, self._evaluates_all = program, evaluates_all or bool(divided)
         self._evaluate = _evaluate_gathering if divided else _evaluate
         self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if is_cut(e)] for v in program.variants]
-        _check_equal_counts([len(c) for c in self._cuts], "collectives")
+        check_equal_counts([len(c) for c in self._cuts], "collectives")
         self._shared = _shared_values(program.variants, self._cuts, divided)
         first = program.variants[0].jaxpr
         for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):

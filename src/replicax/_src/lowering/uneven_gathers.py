@@ -86,19 +86,18 @@ def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) ->
     first = len(variant.consts)
     divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Divided)}
 
-    def evaluated(*arrays: Any) -> list[Any]:
+    def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         given = [
             dataclasses.replace(divided[i], pieces=array) if i in divided else array
             for i, array in enumerate(arrays)
         ]
-        return evaluate_gathering(variant.jaxpr, given, recomputes_gathers=False)
+        return evaluate_gathering(jaxpr, given, recomputes_gathers=False)
 
     avals = [
         jax_compat.abstractify(divided[i].pieces) if i in divided else var.aval
         for i, var in enumerate(variant.jaxpr.invars)
     ]
-    jaxpr, consts = jax_compat.trace(evaluated, avals, [(REPLICA_AXIS, num_replicas)])
-    return variant.with_jaxpr(jaxpr, consts)
+    return variant.retraced(evaluated, [(REPLICA_AXIS, num_replicas)], avals)
 
 
 def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:

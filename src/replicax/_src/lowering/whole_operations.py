@@ -18,7 +18,6 @@ What is divided cannot be seen in a program before it is compiled: the rules are
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,6 @@ from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.tracing.markers import logical_p
 from replicax._src.tracing.program import ReplicaProgram, Variant
-from replicax._src.tracing.verdict import Verdict
 
 Rule = Callable[[Any], bool]
 """Whether an equation would be computed wrongly."""
@@ -154,30 +152,20 @@ def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any]) -> Any:
     return jax_compat.retraced(param, lambda inner, args: evaluate(inner, args, is_wrong, whole))
 
 
-def in_replicas(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
+def make_whole(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
     """A program of replicas that have several devices each, with such operations whole on each of them."""
     if topology.num_logical_devices == 1:
         return program
-    changed = copy.copy(program)
-    changed.variants = [_whole_variant(variant, topology) for variant in program.variants]
-    return changed
-
-
-def _whole_variant(variant: Variant, topology: Topology) -> Variant:
-    if not has_wrong(variant.jaxpr, is_wrong_in_replicas):
-        return variant
 
     def whole(value: Any) -> Any:
         return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))
 
-    jaxpr, consts = jax_compat.trace(
-        lambda *args: evaluate(variant.jaxpr, args, is_wrong_in_replicas, whole),
-        [var.aval for var in variant.jaxpr.invars],
-        [(REPLICA_AXIS, topology.num_replicas)],
-    )
-    return dataclasses.replace(
-        variant,
-        jaxpr=jaxpr,
-        consts=[*consts, *variant.consts],
-        input_verdicts=[Verdict.SAME] * len(consts) + variant.input_verdicts,
-    )
+    def changed(variant: Variant) -> Variant:
+        if not has_wrong(variant.jaxpr, is_wrong_in_replicas):
+            return variant
+        return variant.retraced(
+            lambda jaxpr, args: evaluate(jaxpr, args, is_wrong_in_replicas, whole),
+            [(REPLICA_AXIS, topology.num_replicas)],
+        )
+
+    return dataclasses.replace(program, variants=list(map(changed, program.variants)))

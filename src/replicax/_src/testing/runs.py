@@ -23,9 +23,9 @@ from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.observation import Applied, ObservedRunner, on_host
 from replicax._src.tracing import key
 from replicax._src.tracing.cache import array_leaf
-from replicax._src.tracing.program import Variant, check_no_leaks, trace_variant
+from replicax._src.tracing.passes import trace_cross_replica
+from replicax._src.tracing.program import Variant, check_no_leaks
 from replicax._src.tracing.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
-from replicax._src.tracing.verdict import Verdict
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.variable import Variable
 
@@ -156,13 +156,10 @@ class Side:
             seen = self.observed.applied
             return result, [a.values for a in seen], [a.weighed for a in seen]
 
-        variant = trace_variant(
+        variant = trace_cross_replica(
             call,
             [array_leaf(a).aval() for a in arrays],
-            [Verdict.SAME] * len(arrays),
-            slot_of=self.parts.slots.slot_of,
-            num_replicas=None,
-            sum_gradients=lambda capture: list,
+            self.parts.slots.slot_of,
             on_strategy=self._check_strategy,
         )
         check_no_leaks(variant)

@@ -119,11 +119,9 @@ class _Watcher:
     def variant(self, num_replicas: int) -> Variant:
         """The variant with one more result, after the others."""
         variant = self._variant
-        axes = [(REPLICA_AXIS, num_replicas)]
-        jaxpr, consts = jax_compat.trace(
-            lambda *args: self._evaluate(args, num_replicas), [v.aval for v in variant.jaxpr.invars], axes
+        changed = variant.retraced(
+            lambda _, args: self._evaluate(args, num_replicas), [(REPLICA_AXIS, num_replicas)]
         )
-        changed = variant.with_jaxpr(jaxpr, consts)
         return dataclasses.replace(
             changed,
             outputs=[*variant.outputs, Output(True)],

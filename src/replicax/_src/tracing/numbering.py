@@ -15,12 +15,26 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.tracing.flat import Operation
+from replicax._src.tracing.program import Variant
 from replicax._src.tracing.verdict import is_call, is_replica_collective
 
 
 def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
     """A hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
     return _number(jaxpr, inputs)
+
+
+def number_variant(variant: Variant) -> dict[Any, Any]:
+    """The numbers of a variant's values, comparable between variants of one function."""
+    args = variant.jaxpr.invars[len(variant.consts) + len(variant.entries) :]
+    return number_values(
+        variant.jaxpr,
+        [
+            *map(number_constant, variant.consts),
+            *(("variable", id(e.slot)) for e in variant.entries),
+            *(("argument", i, tuple(v.aval.shape)) for i, v in enumerate(args)),
+        ],
+    )
 
 
 def number_of(numbers: dict[Any, Any], atom: Any) -> Any:
