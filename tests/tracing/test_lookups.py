@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import replicax as rx
 from replicax._src import jax_compat
-from replicax._src.tracing.capture import Capture
+from replicax._src.tracing.capture import TracedCapture
 from replicax._src.tracing.lookups import find_lookups
 
 read_p = jax_compat.identity_primitive("replicax_read")
@@ -34,7 +34,7 @@ IDS_1 = jnp.asarray(rng().integers(0, V, 7), jnp.int32)
 
 def marked(fn, avals):
     """``fn`` as it is traced for a program, its marks unresolved."""
-    capture = Capture(lambda variable: None, 1)
+    capture = TracedCapture(lambda variable: None, 1)
     tree = None
 
     def body(*values):

@@ -15,9 +15,8 @@ from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.tracing.flat import FlatProgram, Operation, read
+from replicax._src.tracing.primitives import SUMS
 from replicax._src.tracing.verdict import collective_axes, is_call_with_collective
-
-_SUMS = frozenset(["psum", "psum_invariant"])
 
 
 def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable[..., Any]:
@@ -72,5 +71,5 @@ def _rounds(program: FlatProgram) -> list[tuple[list[Operation], list[Operation]
 
 
 def _is_sum(eqn: Any) -> bool:
-    is_over_replicas = eqn.primitive.name in _SUMS and collective_axes(eqn) == (REPLICA_AXIS,)
+    is_over_replicas = eqn.primitive.name in SUMS and collective_axes(eqn) == (REPLICA_AXIS,)
     return is_over_replicas and eqn.params.get("axis_index_groups") is None

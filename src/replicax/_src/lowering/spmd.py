@@ -415,7 +415,8 @@ class Launcher:
         check: Callable[[Any], None] | None = None,
     ):
         topology = placement.topology
-        program = make_whole(program, topology)
+        if topology.num_logical_devices > 1:
+            program = make_whole(program, topology)
         self.program = program
         self._topology = topology
         self._layouts: Any = placement.layouts

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.tracing.equations import equations, equations_in, evaluated
 from replicax._src.tracing.markers import logical_p
 from replicax._src.tracing.program import ReplicaProgram, Variant
 
@@ -111,11 +112,7 @@ def _slides_over(eqn: Any, num_rows: int) -> bool:
 
 def has_wrong(jaxpr: Any, is_wrong: Rule) -> bool:
     """Whether a program has an operation to which a rule applies, at any depth."""
-    return any(is_wrong(eqn) or _is_around_wrong(eqn, is_wrong) for eqn in jaxpr.eqns)
-
-
-def _is_around_wrong(eqn: Any, is_wrong: Rule) -> bool:
-    return any(has_wrong(jax_compat.inner_jaxpr(inner)[0], is_wrong) for inner in jax_compat.sub_jaxprs(eqn))
+    return any(map(is_wrong, equations(jaxpr)))
 
 
 # --- the change ---------------------------------------------------------------------------------------------
@@ -127,20 +124,16 @@ def evaluate(jaxpr: Any, args: Sequence[Any], is_wrong: Rule, whole: Callable[[A
     Args:
       whole: Makes an array whole on each device.
     """
-    values = dict(zip(jaxpr.invars, args, strict=True))
 
-    def value_of(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax_compat.Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        operands, params, is_whole = [value_of(atom) for atom in eqn.invars], None, is_wrong(eqn)
-        if is_whole:
-            operands = list(map(whole, operands))
-        elif _is_around_wrong(eqn, is_wrong):
+    def results(eqn: Any, operands: list[Any]) -> list[Any]:
+        if is_wrong(eqn):
+            return list(map(whole, jax_compat.bind_equation(eqn, list(map(whole, operands)))))
+        params = None
+        if any(map(is_wrong, equations_in(eqn))):
             params = {name: _changed(param, is_wrong, whole) for name, param in eqn.params.items()}
-        results = jax_compat.bind_equation(eqn, operands, params)
-        values.update(zip(eqn.outvars, map(whole, results) if is_whole else results, strict=True))
-    return [value_of(atom) for atom in jaxpr.outvars]
+        return jax_compat.bind_equation(eqn, operands, params)
+
+    return evaluated(jaxpr, args, results)
 
 
 def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any]) -> Any:
@@ -154,8 +147,6 @@ def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any]) -> Any:
 
 def make_whole(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
     """A program of replicas that have several devices each, with such operations whole on each of them."""
-    if topology.num_logical_devices == 1:
-        return program
 
     def whole(value: Any) -> Any:
         return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))

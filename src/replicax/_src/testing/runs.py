@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.observation import Applied, ObservedRunner, on_host
 from replicax._src.tracing import key
 from replicax._src.tracing.cache import array_leaf
+from replicax._src.tracing.equations import equations
 from replicax._src.tracing.passes import trace_cross_replica
 from replicax._src.tracing.program import Variant, check_no_leaks
 from replicax._src.tracing.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
@@ -139,7 +140,7 @@ class Side:
             states,
             tuple(self.observed.per_replica_state),
             self.observed.num_hidden,
-            any(eqn.primitive.name in _RANDOM for eqn in _equations(variant.jaxpr)),
+            any(eqn.primitive.name in _RANDOM for eqn in equations(variant.jaxpr)),
             _dtypes(variant.jaxpr),
         )
 
@@ -218,16 +219,8 @@ def _aggregate(variable: Variable, components: np.ndarray) -> tuple[np.ndarray, 
     return components[0], is_defined
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, at any depth."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in jax_compat.sub_jaxprs(eqn):
-            yield from _equations(jax_compat.inner_jaxpr(sub)[0])
-
-
 def _dtypes(jaxpr: Any) -> frozenset[Any]:
-    found = {getattr(var.aval, "dtype", None) for eqn in _equations(jaxpr) for var in eqn.outvars}
+    found = {getattr(var.aval, "dtype", None) for eqn in equations(jaxpr) for var in eqn.outvars}
     return frozenset(
         d
         for d in found

@@ -46,11 +46,13 @@ from replicax._src.errors import (
 from replicax._src.framework import frameworks_in_use, is_variable
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing.cache import Leaf
-from replicax._src.tracing.capture import Capture, Entry, Uneven, created_again
+from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
+from replicax._src.tracing.equations import has_any
 from replicax._src.tracing.key import is_array
 from replicax._src.tracing.numbering import number_of, number_variant
+from replicax._src.tracing.primitives import MARKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant, leaked
-from replicax._src.tracing.rewrite import Rewriter, SumGradients, evaluate_inlined
+from replicax._src.tracing.rewrite import Rewriter, evaluate_inlined
 from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.tracing.verdict import Verdict, analyse, is_call_with_collective
 from replicax._src.user_code import user_line_of
@@ -97,18 +99,16 @@ def trace_replicas(
         first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
         rows = [shape[0] if shape else 1 for shape in first]
 
-    def trace(number: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None) -> Variant:
+    how = _Tracing(slot_of, num_replicas, sum_gradients)
+
+    def trace(number: int, uneven: Uneven | None = None, forced: Sequence[bool] | None = None) -> Variant:
         replica_id = variant_of_replica.index(number)
         try:
             return _trace_variant(
                 functools.partial(call, number),
                 [leaf.aval(replica_id) for leaf in inputs],
                 [Verdict.DIFFERS if leaf.kind == "row" else Verdict.SAME for leaf in inputs],
-                slot_of=slot_of,
-                num_replicas=num_replicas,
-                sum_gradients=sum_gradients,
-                uneven=uneven,
-                forced_sums=forced,
+                dataclasses.replace(how, uneven=uneven, forced_sums=forced),
             )
         except Exception as error:
             note = _note_on(error, replica_id, rows)
@@ -116,9 +116,7 @@ def trace_replicas(
                 error.add_note(note)
             raise
 
-    variants = (
-        [trace(0, lambda: None, None)] if rows is None else _trace_sizes(trace, variant_of_replica, rows)
-    )
+    variants = [trace(0)] if rows is None else _trace_sizes(trace, variant_of_replica, rows)
     program = ReplicaProgram(variants, tuple(variant_of_replica))
     for one in PROGRAM_PASSES:
         program = one(program)
@@ -140,14 +138,8 @@ def trace_cross_replica(
       on_strategy: Told of each strategy whose ``run`` is called in it.
       take_rows: The pass of that name.
     """
-    return _trace_variant(
-        call,
-        avals,
-        [Verdict.SAME] * len(avals),
-        slot_of=slot_of,
-        on_strategy=on_strategy,
-        take_rows=take_rows,
-    )
+    how = _Tracing(slot_of, on_strategy=on_strategy, take_rows=take_rows)
+    return _trace_variant(call, avals, [Verdict.SAME] * len(avals), how)
 
 
 def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> str | None:
@@ -172,33 +164,40 @@ def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> s
 
 # --- several sizes: their decisions are made jointly --------------------------------------------------------
 
-TraceSize = Callable[[int, Callable[[], Uneven], Sequence[bool] | None], Variant]
-"""Traces one variant, given its number, what makes its ``Uneven``, and the gradients to sum."""
-
 
 def _trace_sizes(
-    trace: TraceSize, variant_of_replica: Sequence[int], rows_of_replica: Sequence[int]
+    trace: Callable[[int, Uneven, Sequence[bool] | None], Variant],
+    variant_of_replica: Sequence[int],
+    rows_of_replica: Sequence[int],
 ) -> list[Variant]:
     """All variants of a function.
+
+    Args:
+      trace: Traces one variant, given its number, what it knows of the others, and the gradients to sum.
 
     Raises:
       StructureError: They exchange, sum or assign different things, depending on the local batch size.
     """
+    rows = [rows_of_replica[variant_of_replica.index(v)] for v in range(max(variant_of_replica) + 1)]
     known: list[list[tuple[int, ...]]] = []
     sums: list[bool] | None = None
     for _ in range(_MAX_ROUNDS):
-        attempts = [
-            _attempt(
-                trace, v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums
-            )
-            for v, first in ((v, variant_of_replica.index(v)) for v in range(max(variant_of_replica) + 1))
-        ]
-        seen = [list(column) for column in zip(*(a.seen for a in attempts), strict=False)]
-        if seen != known:  # some shapes were guessed, and what was computed from them may be wrong
+        sizes = [Uneven(variant_of_replica, known, num_rows) for num_rows in rows]
+        variants, errors = [], []
+        for number, size in enumerate(sizes):
+            try:
+                variants.append(trace(number, size, sums))
+            except Exception as error:
+                errors.append(error)
+        seen = [list(column) for column in zip(*(size.seen for size in sizes), strict=False)]
+        if (
+            seen != known
+        ):  # some shapes were guessed: what was computed from them may be wrong, or have failed
             known = seen
             continue
-        variants = [a.result() for a in attempts]
-        check_equal_counts([len(a.seen) for a in attempts], "exchanges of arrays between replicas")
+        if errors:
+            raise errors[0]
+        check_equal_counts([len(size.seen) for size in sizes], "exchanges of arrays between replicas")
         check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
         joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
         if sums == joint or all(v.sums == joint for v in variants):
@@ -217,38 +216,6 @@ def _trace_sizes(
     return variants
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """One trace of a variant: the variant, or how it failed; and the shapes exchanged until then."""
-
-    variant: Variant | None
-    error: Exception | None
-    seen: list[tuple[int, ...]]
-
-    def result(self) -> Variant:
-        if self.variant is None:
-            assert self.error is not None
-            raise self.error
-        return self.variant
-
-
-def _attempt(
-    trace: TraceSize, number: int, make_uneven: Callable[[], Uneven], sums: Sequence[bool] | None
-) -> _Attempt:
-    """Traces one variant. While shapes are guessed it may fail where it will not when they are known."""
-    latest: list[Uneven] = []
-
-    def make() -> Uneven:
-        latest[:] = [make_uneven()]
-        return latest[0]
-
-    try:
-        variant = trace(number, make, sums)
-    except Exception as error:
-        return _Attempt(None, error, latest[0].seen if latest else [])
-    return _Attempt(variant, None, variant.seen_shapes)
-
-
 def check_equal_counts(counts: Sequence[int], what: str) -> None:
     """Refuses variants that do something a different number of times."""
     if len(set(counts)) > 1:
@@ -263,38 +230,37 @@ def check_equal_counts(counts: Sequence[int], what: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the passes over a variant are told.
+class _Tracing:
+    """How a function is traced: what the passes over a variant are told.
 
     Attributes:
-      num_replicas: R; 1 in a cross-replica function.
-      axes: The names of axes, with their sizes.
-      sum_gradients: Sums them over replicas.
-      forced_sums: Which are summed, if that is decided; see ``Rewriter``.
-      is_empty: The replica has no rows.
-      take_rows: See ``TakeRows``.
+      slot_of: Gives the slot of a variable.
+      num_replicas: R, or None for a cross-replica function.
+      sum_gradients: Sums gradients over replicas.
+      on_strategy, take_rows: See ``trace_cross_replica``.
+      uneven: What the variant knows of the others.
+      forced_sums: Which gradients are summed, if that is decided; see ``Rewriter``.
     """
 
-    num_replicas: int
-    axes: Sequence[tuple[str, int]]
-    sum_gradients: SumGradients
-    forced_sums: Sequence[bool] | None
-    is_empty: bool
-    take_rows: TakeRows | None
+    slot_of: Callable[[Any], Slot]
+    num_replicas: int | None = None
+    sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]] = lambda capture, values: list(values)
+    on_strategy: Callable[[Any], None] | None = None
+    take_rows: TakeRows | None = None
+    uneven: Uneven | None = None
+    forced_sums: Sequence[bool] | None = None
+
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The names of axes, with their sizes."""
+        # The second name only makes JAX's caches of inner functions (jit, scan) miss after a trace in which such
+        # a function read a variable: what they cached refers to that trace.
+        axes = [] if self.num_replicas is None else [(REPLICA_AXIS, self.num_replicas)]
+        return [*axes, (f"replicax_trace_{_epoch}", 1)] if _epoch else axes
 
 
 def _trace_variant(
-    call: Callable[[list[Any]], Any],
-    avals: Sequence[Any],
-    verdicts: Sequence[Verdict],
-    *,
-    slot_of: Callable[[Any], Slot],
-    num_replicas: int | None = None,
-    sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]] | None = None,
-    uneven: Callable[[], Uneven | None] = lambda: None,
-    forced_sums: Sequence[bool] | None = None,
-    on_strategy: Callable[[Any], None] | None = None,
-    take_rows: TakeRows | None = None,
+    call: Callable[[list[Any]], Any], avals: Sequence[Any], verdicts: Sequence[Verdict], how: _Tracing
 ) -> Variant:
     """Traces ``call`` over tracers of ``avals``, and runs the passes over the trace.
 
@@ -302,7 +268,6 @@ def _trace_variant(
 
     Args:
       verdicts: Of the arguments.
-      num_replicas: R, or None for a cross-replica function.
 
     Raises:
       TracedConditionError: Python ``if``, ``int`` and kin on a traced value.
@@ -313,30 +278,26 @@ def _trace_variant(
     unconnected: frozenset[tuple[int, int]] = frozenset()
     has_created = False
     for _ in range(_MAX_TRACES):
-        capture = Capture(
-            slot_of, num_replicas, uneven=uneven(), unconnected=unconnected, on_strategy=on_strategy
+        capture = TracedCapture(
+            how.slot_of,
+            how.num_replicas,
+            uneven=how.uneven and how.uneven.restart(),
+            unconnected=unconnected,
+            on_strategy=how.on_strategy,
         )
-        trace = captured(call, avals, verdicts, capture)
+        trace = captured(call, avals, verdicts, capture, how.axes)
         if capture.created:
             # As tf.function does: only a second trace shows whether every call would create variables.
             if has_created:
                 raise created_again(capture.created[0])
             has_created = True
             continue
-        given = _Given(
-            num_replicas or 1,
-            _axes(num_replicas),
-            list if sum_gradients is None else functools.partial(sum_gradients, capture),
-            forced_sums,
-            capture.uneven is not None and capture.uneven.rows == 0,
-            take_rows,
-        )
-        variant = _passed(trace, given)
+        variant = _passed(trace, capture, how)
         found = variant.unconnected - unconnected
         if (
-            found and take_rows is not None
+            found and how.take_rows is not None
         ):  # it may drop a lookup of no rows, by which the table is connected
-            found &= _passed(trace, dataclasses.replace(given, take_rows=None)).unconnected
+            found &= _passed(trace, capture, dataclasses.replace(how, take_rows=None)).unconnected
         if not found:
             return variant
         unconnected |= found
@@ -346,24 +307,21 @@ def _trace_variant(
     )
 
 
-def _passed(variant: Variant, given: _Given) -> Variant:
+def _passed(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     for one in VARIANT_PASSES:
-        variant = one(variant, given)
+        variant = one(variant, capture, how)
     return variant
-
-
-def _axes(num_replicas: int | None) -> list[tuple[str, int]]:
-    # The second name only makes JAX's caches of inner functions (jit, scan) miss after a trace in which such
-    # a function read a variable: what they cached refers to that trace.
-    axes = [] if num_replicas is None else [(REPLICA_AXIS, num_replicas)]
-    return [*axes, (f"replicax_trace_{_epoch}", 1)] if _epoch else axes
 
 
 # --- capture ------------------------------------------------------------------------------------------------
 
 
 def captured(
-    call: Callable[[list[Any]], Any], avals: Sequence[Any], verdicts: Sequence[Verdict], capture: Capture
+    call: Callable[[list[Any]], Any],
+    avals: Sequence[Any],
+    verdicts: Sequence[Verdict],
+    capture: TracedCapture,
+    axes: Sequence[tuple[str, int]],
 ) -> Variant:
     """The trace of a function, with its marks; the variables that it met stand between constants and arguments."""
     global _epoch
@@ -384,7 +342,7 @@ def captured(
     with contextlib.ExitStack() as scopes, _explained(capture.is_replica), tensorflow_code.explained():
         for framework in frameworks_in_use():
             scopes.enter_context(framework.trace_scope(capture))
-        jaxpr, consts = jax_compat.trace(body, avals, _axes(capture.num_replicas))
+        jaxpr, consts = jax_compat.trace(body, avals, axes)
     if capture.read_in_inner_trace:
         _epoch = next(_epochs)
     entries = list(capture.entries.values())
@@ -403,7 +361,6 @@ def captured(
         tree,
         outputs,
         input_verdicts=[Verdict.SAME] * len(consts) + state + list(verdicts),
-        seen_shapes=capture.uneven.seen if capture.uneven else [],
     )
 
 
@@ -463,43 +420,48 @@ def _explained(is_replica: bool):
 # --- the passes over a variant ------------------------------------------------------------------------------
 
 
-def take_rows(variant: Variant, given: _Given) -> Variant:
+def take_rows(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     """Replaces tables on parameter servers by the rows that the function looks up."""
-    if given.take_rows is None:
+    del capture
+    if how.take_rows is None:
         return variant
-    jaxpr, consts = given.take_rows(
-        variant.jaxpr, len(variant.consts), variant.entries, variant.num_arrays, given.axes
+    jaxpr, consts = how.take_rows(
+        variant.jaxpr, len(variant.consts), variant.entries, variant.num_arrays, how.axes
     )
     changed = variant.with_jaxpr(jaxpr, consts)
     return dataclasses.replace(changed, input_verdicts=[Verdict.SAME] * len(jaxpr.invars))
 
 
-def resolve_marks(variant: Variant, given: _Given) -> Variant:
+def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     """Replaces the marks of tapes and optimizers by derivatives and sums."""
-    rewriter = Rewriter(
-        given.sum_gradients, given.forced_sums, is_empty=given.is_empty, num_replicas=given.num_replicas
-    )
-    if not rewriter.has_marker(variant.jaxpr):
+    if not has_any(variant.jaxpr, MARKS):
         return variant
+    rewriter = Rewriter(
+        functools.partial(how.sum_gradients, capture),
+        how.forced_sums,
+        is_empty=how.uneven is not None and how.uneven.rows == 0,
+        num_replicas=how.num_replicas or 1,
+    )
     changed = variant.retraced(
-        lambda jaxpr, args: rewriter.evaluate(jaxpr, args, variant.input_verdicts), given.axes
+        lambda jaxpr, args: rewriter.evaluate(jaxpr, args, variant.input_verdicts), how.axes
     )
     return dataclasses.replace(
         changed, sums=rewriter.sums, unconnected=variant.unconnected | rewriter.unconnected
     )
 
 
-def analyse_replication(variant: Variant, given: _Given) -> Variant:
+def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     """Notes which results are the same on all replicas."""
+    del capture
     outs = [Verdict.SAME] * len(variant.jaxpr.outvars)
-    if given.num_replicas > 1:
+    if (how.num_replicas or 1) > 1:
         outs, _ = analyse(variant.jaxpr, variant.input_verdicts)
     return dataclasses.replace(
         variant, out_verdicts=outs[: variant.num_arrays], write_verdicts=outs[variant.num_arrays :]
     )
 
 
-VARIANT_PASSES: Sequence[Callable[[Variant, _Given], Variant]] = (
+VARIANT_PASSES: Sequence[Callable[[Variant, Capture, _Tracing], Variant]] = (
     take_rows,
     resolve_marks,
     analyse_replication,

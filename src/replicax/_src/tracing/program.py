@@ -15,6 +15,8 @@ from typing import Any
 from replicax._src import jax_compat
 from replicax._src.errors import StructureError, TraceError
 from replicax._src.tracing.capture import Entry
+from replicax._src.tracing.equations import has_any
+from replicax._src.tracing.primitives import CALLBACKS, PRINTS
 from replicax._src.tracing.slots import Slot
 from replicax._src.tracing.verdict import Verdict, has_replica_collective
 
@@ -39,7 +41,6 @@ class Variant:
       tree, outputs: The structure that the function returned, and its leaves.
       out_verdicts, write_verdicts: Of the outvars.
       input_verdicts: Of the invars.
-      seen_shapes: Shapes of arrays that replicas exchange, in order.
       sums, unconnected: Which gradients are summed over replicas, and which have no source (see ``Rewriter``).
     """
 
@@ -49,7 +50,6 @@ class Variant:
     tree: Any
     outputs: list[Output]
     input_verdicts: list[Verdict]
-    seen_shapes: list[tuple[int, ...]] = field(default_factory=list)
     out_verdicts: list[Verdict] = field(default_factory=list)
     write_verdicts: list[Verdict] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
@@ -161,7 +161,7 @@ class ReplicaProgram:
     @functools.cached_property
     def has_collectives(self) -> bool:
         """Whether replicas meet in it, at any depth."""
-        return any(has_replica_collective(v.jaxpr) is not None for v in self.variants)
+        return any(has_replica_collective(v.jaxpr) for v in self.variants)
 
     @functools.cached_property
     def has_callbacks(self) -> bool:
@@ -200,20 +200,16 @@ def leaked(line: str) -> TraceError:
     )
 
 
-_CALLBACKS = {"io_callback", "pure_callback", "python_callback", "ffi_call_callback"}
-_FOR_DEBUGGING = {"debug_callback", "debug_print"}
-
-
 def has_callback(jaxpr: Any) -> bool:
     """Whether Python is called back from ``jaxpr``, at any depth; debug prints do not count."""
-    return not _CALLBACKS.isdisjoint(jax_compat.primitives_of(jaxpr))
+    return has_any(jaxpr, CALLBACKS)
 
 
 def is_print(eqn: Any) -> bool:
     """Whether an equation is ``jax.debug.print`` or ``jax.debug.callback``: it gives nothing."""
-    return eqn.primitive.name in _FOR_DEBUGGING
+    return eqn.primitive.name in PRINTS
 
 
 def shows_how_often(jaxpr: Any) -> bool:
     """Whether somebody sees how often ``jaxpr`` is evaluated: Python is called back, or something is printed."""
-    return not (_CALLBACKS | _FOR_DEBUGGING).isdisjoint(jax_compat.primitives_of(jaxpr))
+    return has_any(jaxpr, CALLBACKS | PRINTS)
