@@ -102,17 +102,19 @@ def replica_body(
     is_divided = topology.num_logical_devices > 1
     evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
     is_alone = is_divided and topology.num_replicas == 1 and program.has_collectives
-    evaluate = _evaluate_alone if is_alone else evaluate_gathering
+    evaluate_whole = _evaluate_alone if is_alone else jax_compat.eval_jaxpr
     position = {id(slot): i for i, slot in enumerate(program.slots)}
     orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
 
     def body(consts: Sequence[Sequence[Any]], state: Sequence[Any], args: Sequence[Any]):
         by_variant = [[state[i] for i in order] for order in orders]
+        has_pieces = any(isinstance(value, Divided) for value in state)
         if evaluate_uneven is None:
             variant = program.variants[0]
+            evaluate = evaluate_gathering if has_pieces else evaluate_whole
             outs = evaluate(variant.jaxpr, [*consts[0], *by_variant[0], *args])
             outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
-        elif any(isinstance(value, Divided) for value in state):
+        elif has_pieces:
             outs, writes = evaluate_uneven_gathering(program, consts, by_variant, args)
         else:
             outs, writes = evaluate_uneven(consts, by_variant, args)

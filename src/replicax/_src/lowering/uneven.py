@@ -242,7 +242,7 @@ def _evaluate(
 
 
 def _outputs(eqn: Any, args: list[Any], is_ours: Any) -> list[Any]:
-    """Evaluates an equation. Where every replica evaluates all variants, only its own (``is_ours``) prints, but in loops."""
+    """Evaluates an equation. Where a replica evaluates all variants, only its own one prints, but in loops."""
     if is_ours is not None and _prints(eqn):
         return _shown_if(is_ours, eqn, args)
     return jax_compat.bind_equation(eqn, args)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.tracing.equations import called, walked
+from replicax._src.tracing.equations import called, variables, walked
 from replicax._src.tracing.primitives import REMATERIALISES
 from replicax._src.tracing.verdict import is_call
 from replicax._src.user_code import UNKNOWN
@@ -140,8 +140,7 @@ def read(env: Mapping[int, Any], atom: Atom) -> Any:
 
 def numbers_in(operations: Sequence[Operation], atoms: Sequence[Atom] = ()) -> set[int]:
     """The numbers of all values that operations take, and of ``atoms``."""
-    every = itertools.chain(atoms, *(operation.operands for operation in operations))
-    return {atom for atom in every if not isinstance(atom, jax_compat.Literal)}
+    return set(variables(itertools.chain(atoms, *(operation.operands for operation in operations))))
 
 
 def run(operations: Sequence[Operation], env: dict[int, Any]) -> None:

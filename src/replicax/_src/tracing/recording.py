@@ -78,7 +78,7 @@ def gradients_of(record: Record, asked: Question) -> list[Any]:
                 _accumulate(cotangents, id(x), cotangent)
             if id(x) in wanted and record.is_active(x, index):
                 _accumulate(leaves, id(x), cotangent)
-    reached = _reached_from(record, watched) if any(derived) else set()
+    reached = {id(w) for w in watched} | _steps_from(record, watched)[1] if any(derived) else set()
     return [
         None if is_derived and id(source) not in reached else leaves.get(id(source))
         for source, is_derived in zip(sources, derived, strict=True)
@@ -97,17 +97,6 @@ def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[
             chosen.append(index)
             computed.update(id(out) for out in step.outputs if _is_inexact(out))
     return chosen, computed
-
-
-def _reached_from(record: Record, watched: Sequence[Any]) -> set[int]:
-    """The ids of arrays that differentiable steps compute from watched ones."""
-    reached = {id(w) for w in watched}
-    for index, step in enumerate(record.steps):
-        if step.operation.name != "stop_gradient" and any(
-            id(x) in reached and record.is_active(x, index) for x in step.inputs
-        ):
-            reached.update(id(out) for out in step.outputs if _is_inexact(out))
-    return reached
 
 
 def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[Any]:

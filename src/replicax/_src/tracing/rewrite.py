@@ -6,8 +6,9 @@ source and lead to the target are evaluated inside ``jax.vjp``, once, and everyt
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -140,7 +141,7 @@ class _Body:
         self,
         marker: Any,
         sliced: Sequence[int],
-        env: Mapping[Any, Any],
+        env: MutableMapping[Any, Any],
         settle: Callable[[list[list[Any]]], None] | None = None,
     ) -> list[Any]:
         """The gradients of a marker.
@@ -161,7 +162,7 @@ class _Body:
         def forward(source_values: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             given = dict(zip(unique, source_values, strict=True))
             overlay: dict[Any, Any] = {}
-            inner = _Chain(overlay, env)
+            inner = collections.ChainMap(overlay, env)
             primals: list[list[Any]] = []
             waiting = sorted(unique, key=lambda key: watched_at.get(key, -1))
 
@@ -212,7 +213,7 @@ class _Body:
     def _evaluate(self, eqn: Any, env: dict[Any, Any]) -> None:
         env.update(zip(eqn.outvars, self._outputs(eqn, env), strict=True))
 
-    def _outputs(self, eqn: Any, env: Mapping[Any, Any], detached: bool = False) -> list[Any]:
+    def _outputs(self, eqn: Any, env: MutableMapping[Any, Any], detached: bool = False) -> list[Any]:
         name = eqn.primitive.name
         if name in RECORDING_MARKS:
             return []
@@ -236,26 +237,6 @@ class _Body:
         if isinstance(atom, jax_compat.Literal):
             return env.get(id(atom), atom.val)
         return env[atom]
-
-
-class _Chain(Mapping):
-    """One mapping before another, without copying either."""
-
-    def __init__(self, first: Mapping[Any, Any], second: Mapping[Any, Any]):
-        self._first = first
-        self._second = second
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._first[key] if key in self._first else self._second[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._first or key in self._second
-
-    def __iter__(self):
-        return iter({**self._first, **self._second})
-
-    def __len__(self) -> int:
-        return len({**self._first, **self._second})
 
 
 def _watch_positions(eqns: Sequence[Any], tape: int) -> dict[Any, int]:
