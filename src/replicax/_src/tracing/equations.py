@@ -30,7 +30,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a jaxpr, at any depth."""
     for eqn in jaxpr.eqns:
         yield eqn
-        yield from equations_in(eqn)
+        for inner in inner_jaxprs(eqn):  # (a generator for each equation would cost more)
+            yield from equations(inner)
 
 
 def equations_in(eqn: Any) -> Iterator[Any]:
