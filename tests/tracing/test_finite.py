@@ -162,6 +162,14 @@ def test_batch_that_is_not_finite_is_named(strategy):
     )
 
 
+def test_a_checked_step_keeps_what_each_size_of_batch_gives(strategy):
+    batch = strategy.experimental_distribute_values_from_function(
+        lambda context: np.ones(2 + context.replica_id_in_sync_group, np.float32)
+    )
+    result = strategy.run(lambda x: jnp.float32(x.shape[0]), (batch,), options=CHECKED)
+    assert [float(value) for value in result.values] == [2.0, 3.0]
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 def test_uneven_batches_are_checked_and_replicas_without_rows_are_not(strategy, num_rows):

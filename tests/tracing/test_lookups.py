@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import replicax as rx
 from replicax._src import jax_compat
-from replicax._src.tracing.capture import Capture
+from replicax._src.tracing.capture import TracedCapture
 from replicax._src.tracing.lookups import find_lookups
 
 read_p = jax_compat.identity_primitive("replicax_read")
@@ -35,7 +35,7 @@ IDS_1 = jnp.asarray(rng().integers(0, V, 7), jnp.int32)
 
 def marked(fn, avals):
     """``fn`` traced for a program, with unresolved marks."""
-    capture = Capture(lambda variable: None, 1)
+    capture = TracedCapture(lambda variable: None, 1)
     tree = None
 
     def body(*values):

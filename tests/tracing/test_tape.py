@@ -265,6 +265,16 @@ def test_output_gradients_that_depend_on_the_target():
     np.testing.assert_allclose(run(step, X), 2 * X * 2 * X**2, rtol=1e-6)
 
 
+def test_output_gradients_of_integer_targets_count_for_nothing():
+    def step(x):
+        with rx.GradientTape() as tape:
+            tape.watch(x)
+            y = x * 3
+        return tape.gradient([jnp.int32(2), y], x, output_gradients=[jnp.int32(5), 2 * jnp.ones_like(y)])
+
+    np.testing.assert_array_equal(run(step, X), 6 * jnp.ones_like(X))
+
+
 def test_output_gradients_of_another_structure_raise():
     def step(x):
         with rx.GradientTape() as tape:

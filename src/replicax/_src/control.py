@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.framework import is_variable
-from replicax._src.tracing.capture import Capture, current_capture
+from replicax._src.tracing.capture import TracedCapture, current_capture
 from replicax._src.tracing.markers import assert_same_p
 
 BranchFunction = Callable[..., Any]
@@ -46,7 +46,7 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
     capture = current_capture()
     if not isinstance(pred, jax_compat.Tracer):
         return true_fn(*operands) if pred else false_fn(*operands)
-    if not isinstance(capture, Capture):
+    if not isinstance(capture, TracedCapture):
         return jax.lax.cond(pred, true_fn, false_fn, *operands)
     written: dict[int, tuple[Any, str]] = {}
     results = [_find_writes(capture, fn, operands, written) for fn in (true_fn, false_fn)]
@@ -70,7 +70,7 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
 
 
 def _find_writes(
-    capture: Capture, fn: BranchFunction, operands: tuple[Any, ...], written: dict[int, tuple[Any, str]]
+    capture: TracedCapture, fn: BranchFunction, operands: tuple[Any, ...], written: dict[int, tuple[Any, str]]
 ) -> Any:
     """Traces a branch abstractly to find the variables that it assigns; returns the shapes of its result."""
 
@@ -110,6 +110,6 @@ def assert_same(value: Any) -> Any:
     2.0
     """
     capture = current_capture()
-    if not isinstance(capture, Capture) or not capture.is_replica:
+    if not isinstance(capture, TracedCapture) or not capture.is_replica:
         return value
     return jax.tree_util.tree_map(lambda leaf: assert_same_p.bind(jnp.asarray(leaf)), value)

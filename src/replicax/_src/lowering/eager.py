@@ -23,14 +23,12 @@ from replicax._src.context import ReplicaContext
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.errors import MixedStrategiesError, TraceError, UnsupportedError
 from replicax._src.framework import frameworks_in_use, use_imported
-from replicax._src.lowering.eager_capture import EagerCapture, on_no_device
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import as_arguments
 from replicax._src.tracing.capture import created_again, current_capture, replaced_capture
+from replicax._src.tracing.eager_capture import NO_AXIS, EagerCapture, on_no_device
 from replicax._src.tracing.modules import enter_modules, open_modules
-from replicax._src.tracing.program import is_output_leaf
-from replicax._src.tracing.recording import NO_AXIS
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
 
@@ -65,7 +63,7 @@ def run_eagerly(
     fn = key.unwrap(fn)
     has_created = False
     while True:
-        capture = EagerCapture(strategy)
+        capture = EagerCapture(strategy.slots.slot_of, strategy.variable_placement.replaced)
         with contextlib.closing(capture):
             result = _run(strategy, fn, args, kwargs, capture)
             if not capture.created:
@@ -103,22 +101,20 @@ def _run(
         opened = jax.tree_util.tree_unflatten(tree, [_argument(leaf, num_replicas) for leaf in leaves])
         stack.enter_context(context.standing_in(strategy, alone))
         for framework in frameworks_in_use():
-            stack.enter_context(framework.trace_scope(capture))  # type: ignore[arg-type]
+            stack.enter_context(framework.trace_scope(capture))
         stack.enter_context(replaced_capture(capture))
         replica = ReplicaContext(strategy, None, OneReplica())
         stack.enter_context(context.replica_context(strategy, replica))
         stack.enter_context(jax_compat.in_eager_mode(True))
-        stack.enter_context(jax_compat.set_current_trace(capture.recorder.trace))
+        stack.enter_context(jax_compat.set_current_trace(capture.trace))
         stack.enter_context(_explained())
         stack.enter_context(tensorflow_code.explained())
         (args, kwargs, cells), finish = enter_modules(opened, close is not None)
         returned = finish(key.with_cells(fn, cells)(*args, **kwargs))
 
     def result() -> Any:
-        capture.assign()
-        found = jax.tree_util.tree_map(
-            lambda leaf: _result(leaf, num_replicas), returned, is_leaf=is_output_leaf
-        )
+        capture.store()
+        found = jax.tree_util.tree_map(lambda leaf: _result(leaf, num_replicas), returned, is_leaf=is_value)
         return found if close is None else close(found)
 
     return result

@@ -14,10 +14,10 @@ import jax
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.devices.topology import REPLICA_AXIS
-from replicax._src.tracing.flat import FlatProgram, Operation, read
+from replicax._src.tracing.equations import variables
+from replicax._src.tracing.flat import FlatProgram, Operation, read, run
+from replicax._src.tracing.primitives import SUMS
 from replicax._src.tracing.verdict import collective_axes, is_call_with_collective
-
-_SUMS = frozenset(["psum", "psum_invariant"])
 
 
 def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable[..., Any]:
@@ -45,10 +45,7 @@ def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable
 def _evaluate(program: FlatProgram, args: Sequence[Any], packing: Packing | None) -> list[Any]:
     env = dict(zip(program.inputs, args, strict=True)) | program.consts
     for operations, sums in _rounds(program):
-        for operation in operations:
-            operands = [read(env, atom) for atom in operation.operands]
-            results = jax_compat.bind_equation(operation.eqn, operands)
-            env.update(zip(operation.results, results, strict=True))
+        run(operations, env)
         numbers = [number for operation in sums for number in operation.results]
         operands = [read(env, atom) for operation in sums for atom in operation.operands]
         with jax.named_scope("sum_together"):
@@ -61,8 +58,7 @@ def _rounds(program: FlatProgram) -> list[tuple[list[Operation], list[Operation]
     ready = dict.fromkeys([*program.inputs, *program.consts], 0)
     rounds: list[tuple[list[Operation], list[Operation]]] = [([], [])]
     for operation in program.operations:
-        operands = [atom for atom in operation.operands if not isinstance(atom, jax_compat.Literal)]
-        number = max((ready[atom] for atom in operands), default=0)
+        number = max((ready[atom] for atom in variables(operation.operands)), default=0)
         is_sum = _is_sum(operation.eqn)
         rounds[number][is_sum].append(operation)
         ready.update(dict.fromkeys(operation.results, number + is_sum))
@@ -72,5 +68,5 @@ def _rounds(program: FlatProgram) -> list[tuple[list[Operation], list[Operation]
 
 
 def _is_sum(eqn: Any) -> bool:
-    is_over_replicas = eqn.primitive.name in _SUMS and collective_axes(eqn) == (REPLICA_AXIS,)
+    is_over_replicas = eqn.primitive.name in SUMS and collective_axes(eqn) == (REPLICA_AXIS,)
     return is_over_replicas and eqn.params.get("axis_index_groups") is None

@@ -21,13 +21,14 @@ from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.devices.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
 from replicax._src.errors import NotFiniteError, TraceError
-from replicax._src.lowering import whole_operations
 from replicax._src.lowering.rounds import in_rounds
-from replicax._src.lowering.uneven import UnevenEvaluator, compare_variants
+from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.lowering.uneven_gathers import evaluate_uneven_gathering
+from replicax._src.lowering.whole_operations import make_whole
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.gathers import Divided, evaluate_gathering
 from replicax._src.tracing.holders import held_elsewhere
+from replicax._src.tracing.passes import compare_sizes
 from replicax._src.tracing.program import ReplicaProgram
 from replicax._src.tracing.slots import (
     Sharing,
@@ -101,17 +102,19 @@ def replica_body(
     is_divided = topology.num_logical_devices > 1
     evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
     is_alone = is_divided and topology.num_replicas == 1 and program.has_collectives
-    evaluate = _evaluate_alone if is_alone else evaluate_gathering
+    evaluate_whole = _evaluate_alone if is_alone else jax_compat.eval_jaxpr
     position = {id(slot): i for i, slot in enumerate(program.slots)}
     orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
 
     def body(consts: Sequence[Sequence[Any]], state: Sequence[Any], args: Sequence[Any]):
         by_variant = [[state[i] for i in order] for order in orders]
+        has_pieces = any(isinstance(value, Divided) for value in state)
         if evaluate_uneven is None:
             variant = program.variants[0]
+            evaluate = evaluate_gathering if has_pieces else evaluate_whole
             outs = evaluate(variant.jaxpr, [*consts[0], *by_variant[0], *args])
             outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
-        elif any(isinstance(value, Divided) for value in state):
+        elif has_pieces:
             outs, writes = evaluate_uneven_gathering(program, consts, by_variant, args)
         else:
             outs, writes = evaluate_uneven(consts, by_variant, args)
@@ -376,11 +379,10 @@ def _cut(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
     cut = cut_before_updates(program)
     if cut is None:
         return None
-    before, updates = cut
-    if len(before.variants) > 1:
-        compare_variants(before)
+    before, updates = compare_sizes(cut[0]), cut[1]
     # (What an update takes is the same on all replicas, since what it assigns is.)
-    return cut if all(before.same_outputs[len(before.same_outputs) - updates.num_handed :]) else None
+    handed = before.same_outputs[len(before.same_outputs) - updates.num_handed :]
+    return (before, updates) if all(handed) else None
 
 
 def _trains(program: ReplicaProgram, written: Sequence[Slot]) -> bool:
@@ -415,7 +417,8 @@ class Launcher:
         check: Callable[[Any], None] | None = None,
     ):
         topology = placement.topology
-        program = whole_operations.in_replicas(program, topology)
+        if topology.num_logical_devices > 1:
+            program = make_whole(program, topology)
         self.program = program
         self._topology = topology
         self._layouts: Any = placement.layouts

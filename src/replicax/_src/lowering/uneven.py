@@ -1,14 +1,13 @@
 """Uneven batches: replicas with different shapes run one SPMD program.
 
-Every replica's arrays are padded to the largest shape. The function is traced once per distinct pattern of
-shapes (a variant), the traces are cut at their top-level collectives, and between the cuts each replica
-takes its own variant's piece with ``lax.switch``. Collectives stay outside the switch, so all replicas meet.
+Every replica's arrays are padded to the largest shape. The traces of the variants are cut at their top-level
+collectives, and between the cuts each replica takes its own variant's piece with ``lax.switch``. Collectives stay
+outside the switch, so all replicas meet.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,155 +18,13 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import StructureError
-from replicax._src.tracing.capture import Uneven
+from replicax._src.tracing.equations import called, evaluated, inner_jaxprs, is_variable, variables
 from replicax._src.tracing.gathers import Divided, evaluate_gathering
-from replicax._src.tracing.numbering import number_constant, number_of, number_params, number_values
+from replicax._src.tracing.numbering import number_params, number_variant
+from replicax._src.tracing.passes import check_equal_counts
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
-from replicax._src.tracing.rewrite import evaluate_inlined
-from replicax._src.tracing.verdict import (
-    has_replica_collective,
-    is_call,
-    is_call_with_collective,
-    is_replica_collective,
-)
+from replicax._src.tracing.verdict import is_call, meets
 from replicax._src.values import cut, largest_shape, pad
-
-TraceVariant = Callable[[int, Callable[[], Uneven], Sequence[bool] | None], Variant]
-_MAX_ROUNDS = 16
-
-
-def trace_uneven(
-    trace: TraceVariant, variant_of_replica: Sequence[int], rows_of_replica: Sequence[int]
-) -> ReplicaProgram:
-    """Traces all variants of a function, their decisions made jointly.
-
-    Args:
-      trace: Traces one variant, given its number, what makes its ``Uneven``, and the gradients to sum.
-      variant_of_replica: The variant of each replica.
-      rows_of_replica: The local batch size of each replica.
-
-    Raises:
-      StructureError: The variants do not have the same collectives, or return different structures.
-    """
-    known: list[list[tuple[int, ...]]] = []
-    sums: list[bool] | None = None
-    for _ in range(_MAX_ROUNDS):
-        attempts = [
-            _attempt(
-                trace, v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums
-            )
-            for v, first in ((v, variant_of_replica.index(v)) for v in range(max(variant_of_replica) + 1))
-        ]
-        seen = [list(column) for column in zip(*(a.seen for a in attempts), strict=False)]
-        if seen != known:  # some shapes were guessed, and what was computed from them may be wrong
-            known = seen
-            continue
-        variants = [a.result() for a in attempts]
-        _check_equal_counts([len(a.seen) for a in attempts], "exchanges of arrays between replicas")
-        _check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
-        joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
-        if sums == joint or all(v.sums == joint for v in variants):
-            break
-        sums = joint
-    else:
-        raise StructureError(
-            f"The shapes that replicas exchange, or the gradients that they sum, still changed when the replica "
-            f"function was traced {_MAX_ROUNDS} times. Gather arrays of different sizes once, and compute from that."
-        )
-    variants = [_opened(v, len(variant_of_replica)) for v in variants]
-    program = ReplicaProgram(variants, tuple(variant_of_replica))
-    if len({tuple(id(e.slot) for e in v.written) for v in variants}) > 1:
-        raise StructureError(
-            "The replica function assigns other variables, or in another order, depending on the local batch "
-            "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
-        )
-    compare_variants(program)
-    return program
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    """One trace of a variant: the variant, or how it failed; and the shapes exchanged until then."""
-
-    variant: Variant | None
-    error: Exception | None
-    seen: list[tuple[int, ...]]
-
-    def result(self) -> Variant:
-        if self.variant is None:
-            assert self.error is not None
-            raise self.error
-        return self.variant
-
-
-def _attempt(
-    trace: TraceVariant, number: int, make_uneven: Callable[[], Uneven], sums: Sequence[bool] | None
-) -> _Attempt:
-    """Traces one variant. While shapes are guessed it may fail where it will not when they are known."""
-    latest: list[Uneven] = []
-
-    def make() -> Uneven:
-        latest[:] = [make_uneven()]
-        return latest[0]
-
-    try:
-        variant = trace(number, make, sums)
-    except Exception as error:
-        return _Attempt(None, error, latest[0].seen if latest else [])
-    return _Attempt(variant, None, variant.seen_shapes)
-
-
-def _opened(variant: Variant, num_replicas: int) -> Variant:
-    """The variant with its collectives at the top level, but for those in scans, loops and conditions."""
-    if not any(is_call_with_collective(eqn) for eqn in variant.jaxpr.eqns):
-        return variant
-    jaxpr, consts = jax_compat.trace(
-        lambda *args: evaluate_inlined(variant.jaxpr, args),
-        [v.aval for v in variant.jaxpr.invars],
-        [(REPLICA_AXIS, num_replicas)],
-    )
-    return variant.with_jaxpr(jaxpr, consts)
-
-
-def _check_equal_counts(counts: Sequence[int], what: str) -> None:
-    if len(set(counts)) > 1:
-        raise StructureError(
-            f"The replica function has {' or '.join(map(str, sorted(set(counts))))} {what}, depending on the "
-            f"replica's local batch size: replicas would wait for each other for ever. Do not branch on "
-            f"x.shape[0] in Python around collectives or optimizer.apply."
-        )
-
-
-def compare_variants(program: ReplicaProgram) -> None:
-    """Notes in ``program`` that a value is the same on all replicas only if it also is the same computation in every
-    variant.
-    """
-    out_numbers, write_numbers = [], []
-    for variant in program.variants:
-        known = number_variant(variant)
-        numbers = [number_of(known, atom) for atom in variant.jaxpr.outvars]
-        out_numbers.append(numbers[: variant.num_arrays])
-        slots = [id(e.slot) for e in variant.written]
-        write_numbers.append(dict(zip(slots, numbers[variant.num_arrays :], strict=True)))
-    for i, column in enumerate(zip(*out_numbers, strict=True)):
-        program.same_outputs[i] &= len(set(column)) == 1
-    for i, index in enumerate(program.written):
-        key = id(program.slots[index])
-        program.same_writes[i] &= len({numbers.get(key) for numbers in write_numbers}) == 1
-
-
-def number_variant(variant: Variant) -> dict[Any, Any]:
-    """The numbers of a variant's values, comparable between variants of one function."""
-    jaxpr = variant.jaxpr
-    args = jaxpr.invars[len(variant.consts) + len(variant.entries) :]
-    return number_values(
-        jaxpr,
-        [
-            *map(number_constant, variant.consts),
-            *(("variable", id(e.slot)) for e in variant.entries),
-            *(("argument", i, tuple(v.aval.shape)) for i, v in enumerate(args)),
-        ],
-    )
 
 
 class UnevenEvaluator:
@@ -187,9 +44,9 @@ class UnevenEvaluator:
         self, program: ReplicaProgram, evaluates_all: bool = False, divided: Collection[int] = frozenset()
     ):
         self._program, self._evaluates_all = program, evaluates_all or bool(divided)
-        self._evaluate = _evaluate_gathering if divided else _evaluate
-        self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if is_cut(e)] for v in program.variants]
-        _check_equal_counts([len(c) for c in self._cuts], "collectives")
+        self._gathers = bool(divided)
+        self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if meets(e)] for v in program.variants]
+        check_equal_counts([len(c) for c in self._cuts], "collectives")
         self._shared = _shared_values(program.variants, self._cuts, divided)
         first = program.variants[0].jaxpr
         for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):
@@ -256,7 +113,7 @@ class UnevenEvaluator:
         ]
 
     def _is_shared(self, number: int, atom: Any) -> bool:
-        return not isinstance(atom, jax_compat.Literal) and atom in self._shared[number]
+        return is_variable(atom) and atom in self._shared[number]
 
     def _run_shared(self, envs: list[dict[Any, Any]], pieces: Sequence[_Piece]) -> None:
         """Evaluates what all variants compute alike, and tells every variant's environment."""
@@ -288,11 +145,14 @@ class UnevenEvaluator:
         firsts = [0 if is_paired else sum(len(other) for other in live[:n]) for n in range(len(live))]
 
         def branch(number: int) -> Callable[[], list[Any]]:
-            def evaluate() -> list[Any]:
+            def taken() -> list[Any]:
                 env = dict(envs[number])
                 needed = [*(column[number] for column in wanted), *live[number]]
+                # Programs that print are not evaluated with gathers.
                 is_ours = choice == number if self._evaluates_all else None
-                self._evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed, is_ours)
+                rule = functools.partial(_outputs, is_ours=is_ours)
+                evaluate = evaluate_gathering if self._gathers else functools.partial(evaluated, rule=rule)
+                _evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed, evaluate)
                 results = [
                     _padded(_read(env, column[number]), shape, dtype)
                     for column, (shape, dtype) in zip(wanted, wanted_shapes, strict=True)
@@ -304,7 +164,7 @@ class UnevenEvaluator:
                 ]
                 return results + carried
 
-            return evaluate
+            return taken
 
         branches = [branch(number) for number in range(len(envs))]
         if self._evaluates_all:
@@ -351,7 +211,7 @@ def _shared_values(
             own[v]
             for variant, own, cut in zip(variants, places, map(set, cuts), strict=True)
             for i, eqn in enumerate(variant.jaxpr.eqns)
-            if i not in cut and not all(_is_literal(a) or own.get(a) in shared for a in eqn.invars)
+            if i not in cut and not all(own.get(a) in shared for a in variables(eqn.invars))
             for v in eqn.outvars
             if v in own
         }
@@ -360,37 +220,37 @@ def _shared_values(
         shared -= lost
 
 
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jax_compat.Literal)
-
-
 def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:
     """Whether all variants evaluate an equation alike; what has only an effect stays with its replica."""
     return bool(eqn.outvars) and all(v in shared for v in eqn.outvars)
 
 
 def _evaluate(
-    jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any], is_ours: Any = None
+    jaxpr: Any,
+    eqns: Sequence[Any],
+    env: dict[Any, Any],
+    needed: Sequence[Any],
+    evaluate: Callable[[Any, Sequence[Any]], list[Any]],
 ) -> None:
-    """Evaluates some of the equations of a jaxpr; ``env`` learns at least those of their results that are needed.
+    """Evaluates some of the equations of a jaxpr; ``env`` learns those of their results that are needed."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    used = dict.fromkeys(a for eqn in eqns for a in variables(eqn.invars) if a not in made)
+    results = dict.fromkeys(a for a in variables(needed) if a in made)
+    piece = jax_compat.rebuild(jaxpr, invars=list(used), outvars=list(results), eqns=list(eqns))
+    args = [env[v] if isinstance(env[v], Divided) else _read(env, v) for v in used]
+    env.update(zip(results, evaluate(piece, args), strict=True))
 
-    Args:
-      is_ours: Where every replica evaluates all variants: whether this one is the replica's own. Others print nothing,
-        but in loops.
-    """
-    del jaxpr, needed
-    for eqn in eqns:
-        args = [_read(env, a) for a in eqn.invars]
-        if is_ours is not None and _prints(eqn):
-            results = _shown_if(is_ours, eqn, args)
-        else:
-            results = jax_compat.bind_equation(eqn, args)
-        env.update(zip(eqn.outvars, results, strict=True))
+
+def _outputs(eqn: Any, args: list[Any], is_ours: Any) -> list[Any]:
+    """Evaluates an equation. Where a replica evaluates all variants, only its own one prints, but in loops."""
+    if is_ours is not None and _prints(eqn):
+        return _shown_if(is_ours, eqn, args)
+    return jax_compat.bind_equation(eqn, args)
 
 
 def _prints(eqn: Any) -> bool:
     if is_call(eqn):
-        return any(map(_prints, jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])[0].eqns))
+        return any(map(_prints, inner_jaxprs(eqn)[0].eqns))
     return is_print(eqn)
 
 
@@ -398,24 +258,8 @@ def _shown_if(is_ours: Any, eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a print, or a call in which one stands; prints only if ``is_ours``."""
     if is_print(eqn):
         return jax.lax.cond(is_ours, lambda *a: jax_compat.bind_equation(eqn, a), lambda *_: [], *args)
-    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-    env = dict(zip(inner.invars, args[len(args) - len(inner.invars) :], strict=True))
-    env |= dict(zip(inner.constvars, consts, strict=True))
-    _evaluate(inner, inner.eqns, env, inner.outvars, is_ours)
-    return [_read(env, a) for a in inner.outvars]
-
-
-def _evaluate_gathering(
-    jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any], is_ours: Any = None
-) -> None:
-    """The same, where values may be ``Divided``. Programs that print are not evaluated so."""
-    del is_ours
-    made = {v for eqn in eqns for v in eqn.outvars}
-    used = dict.fromkeys(a for eqn in eqns for a in eqn.invars if not _is_literal(a) and a not in made)
-    results = dict.fromkeys(a for a in needed if not _is_literal(a) and a in made)
-    piece = jax_compat.rebuild(jaxpr, invars=list(used), outvars=list(results), eqns=list(eqns))
-    args = [env[v] if isinstance(env[v], Divided) else _read(env, v) for v in used]
-    env.update(zip(results, evaluate_gathering(piece, args), strict=True))
+    inner, consts, given = called(eqn, args)
+    return evaluated(inner, given, functools.partial(_outputs, is_ours=is_ours), consts)
 
 
 class _Piece:
@@ -431,13 +275,6 @@ class _Piece:
         self.eqns = jaxpr.eqns[start:stop]
         self.wanted = list(jaxpr.outvars if is_last else jaxpr.eqns[stop].invars)
         self.live = [] if is_last else _live_across(jaxpr, start, stop)
-
-
-def is_cut(eqn: Any) -> bool:
-    """Whether replicas meet in an equation, or inside of it."""
-    return is_replica_collective(eqn) or any(
-        has_replica_collective(jax_compat.inner_jaxpr(s)[0]) is not None for s in jax_compat.sub_jaxprs(eqn)
-    )
 
 
 def _check_same_collective(a: Any, b: Any) -> None:
@@ -462,10 +299,7 @@ def _check_same_collective(a: Any, b: Any) -> None:
 def _live_across(jaxpr: Any, start: int, stop: int) -> list[Any]:
     """Values made by the equations before ``stop``, since ``start``, that are needed after ``stop``."""
     made = [v for eqn in jaxpr.eqns[start:stop] for v in eqn.outvars]
-    needed = {
-        a for eqn in jaxpr.eqns[stop + 1 :] for a in eqn.invars if not isinstance(a, jax_compat.Literal)
-    }
-    needed.update(a for a in jaxpr.outvars if not isinstance(a, jax_compat.Literal))
+    needed = set(variables([*(a for eqn in jaxpr.eqns[stop + 1 :] for a in eqn.invars), *jaxpr.outvars]))
     return [v for v in made if not jax_compat.is_drop_var(v) and v in needed]
 
 

@@ -17,11 +17,12 @@ from typing import Any
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import StructureError
-from replicax._src.lowering.uneven import UnevenEvaluator, is_cut
+from replicax._src.lowering.uneven import UnevenEvaluator
+from replicax._src.tracing.equations import inner_jaxprs, walked
 from replicax._src.tracing.gathers import Divided, evaluate_gathering
-from replicax._src.tracing.numbering import number_constant, number_of, number_params
+from replicax._src.tracing.numbering import number_constant, number_params
 from replicax._src.tracing.program import ReplicaProgram, Variant, shows_how_often
-from replicax._src.tracing.verdict import has_replica_collective
+from replicax._src.tracing.verdict import has_replica_collective, meets
 
 
 def evaluate_uneven_gathering(
@@ -86,19 +87,18 @@ def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) ->
     first = len(variant.consts)
     divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Divided)}
 
-    def evaluated(*arrays: Any) -> list[Any]:
+    def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         given = [
             dataclasses.replace(divided[i], pieces=array) if i in divided else array
             for i, array in enumerate(arrays)
         ]
-        return evaluate_gathering(variant.jaxpr, given, recomputes_gathers=False)
+        return evaluate_gathering(jaxpr, given, recomputes_gathers=False)
 
     avals = [
         jax_compat.abstractify(divided[i].pieces) if i in divided else var.aval
         for i, var in enumerate(variant.jaxpr.invars)
     ]
-    jaxpr, consts = jax_compat.trace(evaluated, avals, [(REPLICA_AXIS, num_replicas)])
-    return variant.with_jaxpr(jaxpr, consts)
+    return variant.retraced(evaluated, [(REPLICA_AXIS, num_replicas)], avals)
 
 
 def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
@@ -108,40 +108,39 @@ def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
     Their shapes do not tell: pieces of two variables may have the same, and so has one that was divided by the number
     of rows.
     """
-    consts = zip(variant.jaxpr.invars, variant.consts, strict=False)
-    numbers = {var: number_constant(value) for var, value in consts}
-    entries = zip(variant.state_vars, variant.entries, values, strict=True)
-    pieces = {
-        var: ("variable", id(entry.slot)) for var, entry, value in entries if isinstance(value, Divided)
-    }
-    numbers.update(pieces)
     given: list[list[Any]] = []
-    for eqn in variant.jaxpr.eqns:
-        is_of_pieces = [not isinstance(a, jax_compat.Literal) and a in pieces for a in eqn.invars]
-        if is_cut(eqn):
-            given.append(
-                [pieces[a] if is_one else None for a, is_one in zip(eqn.invars, is_of_pieces, strict=True)]
-            )
+
+    def known(eqn: Any, operands: list[Any]) -> list[Any]:
+        """What is known of the results: the numbers of pieces, and of constants; None of all others."""
+        pieces = [operand if isinstance(operand, _OfPieces) else None for operand in operands]
+        if meets(eqn):
+            given.append(pieces)
         elif eqn.primitive.name == "optimization_barrier":  # gathers are tied by it to what differs
-            moved = {new: pieces[a] for a, new in zip(eqn.invars, eqn.outvars, strict=True) if a in pieces}
-            pieces.update(moved)
-            numbers.update(moved)
-        elif any(is_of_pieces):
-            is_known = all(isinstance(a, jax_compat.Literal) or a in numbers for a in eqn.invars)
-            operands = (
-                [number_of(numbers, a) for a in eqn.invars] if is_known else [object()]
-            )  # like no other
-            base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
-            made = {var: (base, i) for i, var in enumerate(eqn.outvars)}
-            pieces.update(made)
-            numbers.update(made)
+            return pieces
+        elif any(pieces):
+            base: Any = object()  # like no other
+            if None not in operands:
+                base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
+            return [_OfPieces((base, i)) for i in range(len(eqn.outvars))]
+        return [None] * len(eqn.outvars)
+
+    state = [
+        _OfPieces(("variable", id(entry.slot))) if isinstance(value, Divided) else None
+        for entry, value in zip(variant.entries, values, strict=True)
+    ]
+    inputs = [*map(number_constant, variant.consts), *state]
+    others = [None] * (len(variant.jaxpr.invars) - len(inputs))
+    walked(variant.jaxpr, [*inputs, *others], known, literal=lambda atom: number_constant(atom.val))
     return given
+
+
+class _OfPieces(tuple):
+    """The number of a value that is computed from pieces, and perhaps constants."""
 
 
 def _num_in_loops(variant: Variant) -> int:
     """How many equations have collectives inside."""
-    subs = [list(map(jax_compat.inner_jaxpr, jax_compat.sub_jaxprs(eqn))) for eqn in variant.jaxpr.eqns]
-    return sum(any(has_replica_collective(inner) is not None for inner, _ in inners) for inners in subs)
+    return sum(any(map(has_replica_collective, inner_jaxprs(eqn))) for eqn in variant.jaxpr.eqns)
 
 
 def _in_pieces(value: Any) -> Any:

@@ -21,7 +21,6 @@ mesh are the compiler's (jax 0.10 to 0.12): the number of a replica, and callbac
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,9 +29,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.tracing.equations import equations, equations_in, evaluated
 from replicax._src.tracing.markers import logical_p
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
-from replicax._src.tracing.verdict import Verdict
 
 Rule = Callable[[Any], bool]
 """Whether an equation would be computed wrongly."""
@@ -121,11 +120,7 @@ def _slides_over(eqn: Any, num_rows: int) -> bool:
 
 def has_wrong(jaxpr: Any, is_wrong: Rule) -> bool:
     """Whether a program has an operation to which a rule applies, at any depth."""
-    return any(is_wrong(eqn) or _is_around_wrong(eqn, is_wrong) for eqn in jaxpr.eqns)
-
-
-def _is_around_wrong(eqn: Any, is_wrong: Rule) -> bool:
-    return any(has_wrong(jax_compat.inner_jaxpr(inner)[0], is_wrong) for inner in jax_compat.sub_jaxprs(eqn))
+    return any(map(is_wrong, equations(jaxpr)))
 
 
 # --- the change ---------------------------------------------------------------------------------------------
@@ -140,58 +135,44 @@ def evaluate(
       whole: Makes an array whole on each device.
       mesh: Abstract, for the operations that need one, where there are such.
     """
-    values = dict(zip(jaxpr.invars, args, strict=True))
-
-    def value_of(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax_compat.Literal) else values[atom]
 
     def is_changed(eqn: Any) -> bool:
         return is_wrong(eqn) or (mesh is not None and _needs_mesh(eqn))
 
-    def changed(param: Any) -> Any:
-        """A parameter of an equation with the same done to the functions in it."""
-        if isinstance(param, (tuple, list)) and any(map(jax_compat.is_jaxpr, param)):
-            return type(param)(map(changed, param))
-        if not jax_compat.is_jaxpr(param):
-            return param
-        return jax_compat.retraced(param, lambda inner, args: evaluate(inner, args, is_wrong, whole, mesh))
+    def results(eqn: Any, operands: list[Any]) -> list[Any]:
+        if is_wrong(eqn):
+            return list(map(whole, jax_compat.bind_equation(eqn, list(map(whole, operands)))))
+        params = None
+        if any(map(is_changed, equations_in(eqn))):
+            params = {name: _changed(param, is_wrong, whole, mesh) for name, param in eqn.params.items()}
+        return jax_compat.bind_equation(eqn, operands, params, mesh if _needs_mesh(eqn) else None)
 
-    for eqn in jaxpr.eqns:
-        operands, params, is_whole = [value_of(atom) for atom in eqn.invars], None, is_wrong(eqn)
-        if is_whole:
-            operands = list(map(whole, operands))
-        elif _is_around_wrong(eqn, is_changed):
-            params = {name: changed(param) for name, param in eqn.params.items()}
-        results = jax_compat.bind_equation(eqn, operands, params, mesh if _needs_mesh(eqn) else None)
-        values.update(zip(eqn.outvars, map(whole, results) if is_whole else results, strict=True))
-    return [value_of(atom) for atom in jaxpr.outvars]
+    return evaluated(jaxpr, args, results)
 
 
-def in_replicas(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
+def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any) -> Any:
+    """A parameter of an equation with the same done to the functions in it."""
+    if isinstance(param, (tuple, list)) and any(map(jax_compat.is_jaxpr, param)):
+        return type(param)(_changed(each, is_wrong, whole, mesh) for each in param)
+    if not jax_compat.is_jaxpr(param):
+        return param
+    return jax_compat.retraced(param, lambda inner, args: evaluate(inner, args, is_wrong, whole, mesh))
+
+
+def make_whole(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
     """A program of replicas that have several devices each, with such operations whole on each of them."""
-    if topology.num_logical_devices == 1:
-        return program
-    changed = copy.copy(program)
-    changed.variants = [_whole_variant(variant, topology) for variant in program.variants]
-    return changed
-
-
-def _whole_variant(variant: Variant, topology: Topology) -> Variant:
-    if not has_wrong(variant.jaxpr, lambda eqn: is_wrong_in_replicas(eqn) or _needs_mesh(eqn)):
-        return variant
 
     def whole(value: Any) -> Any:
         return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))
 
     mesh = topology.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
-    jaxpr, consts = jax_compat.trace(
-        lambda *args: evaluate(variant.jaxpr, args, is_wrong_in_replicas, whole, mesh),
-        [var.aval for var in variant.jaxpr.invars],
-        [(REPLICA_AXIS, topology.num_replicas)],
-    )
-    return dataclasses.replace(
-        variant,
-        jaxpr=jaxpr,
-        consts=[*consts, *variant.consts],
-        input_verdicts=[Verdict.SAME] * len(consts) + variant.input_verdicts,
-    )
+
+    def changed(variant: Variant) -> Variant:
+        if not has_wrong(variant.jaxpr, lambda eqn: is_wrong_in_replicas(eqn) or _needs_mesh(eqn)):
+            return variant
+        return variant.retraced(
+            lambda jaxpr, args: evaluate(jaxpr, args, is_wrong_in_replicas, whole, mesh),
+            [(REPLICA_AXIS, topology.num_replicas)],
+        )
+
+    return dataclasses.replace(program, variants=list(map(changed, program.variants)))

@@ -17,9 +17,9 @@ from replicax._src.lowering.spmd import ProgramState
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import ClosureCheck
 from replicax._src.tracing.capture import current_capture
-from replicax._src.tracing.program import Variant, check_no_leaks, has_callback, trace_variant
+from replicax._src.tracing.passes import trace_cross_replica
+from replicax._src.tracing.program import Variant, check_no_leaks, has_callback
 from replicax._src.tracing.slots import Sharing, Slot
-from replicax._src.tracing.verdict import Verdict
 from replicax._src.values import DistributedValues, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
 
@@ -166,15 +166,7 @@ def _trace_at(
         makers[:] = makers_of(values)
         return result
 
-    return trace_variant(
-        noting_kinds,
-        avals,
-        [Verdict.SAME] * len(avals),
-        slot_of=home.slot_of,
-        num_replicas=None,
-        sum_gradients=lambda capture: list,
-        on_strategy=home.use,
-    )
+    return trace_cross_replica(noting_kinds, avals, home.slot_of, on_strategy=home.use)
 
 
 def _with_checks(

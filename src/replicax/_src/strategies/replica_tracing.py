@@ -1,4 +1,4 @@
-"""A function of one replica, traced for all replicas of a strategy: one program, of one variant for each batch size."""
+"""A replica function: how a strategy calls it while it is traced, describes its arguments and wraps its results."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import jax
 from replicax._src import context, jax_compat
 from replicax._src.collectives.in_replica import TracedCommunicator
 from replicax._src.context import ReplicaContext
-from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
-from replicax._src.lowering.uneven import trace_uneven
 from replicax._src.options import ReduceOp
 from replicax._src.strategies.drift import Maker
-from replicax._src.tracing import key, side_effects
+from replicax._src.tracing import key, passes, side_effects
 from replicax._src.tracing.cache import Leaf
-from replicax._src.tracing.capture import Capture, Uneven, current_capture
+from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.tracing.modules import enter_modules
-from replicax._src.tracing.program import Output, ReplicaProgram, Variant, trace_variant
-from replicax._src.tracing.rewrite import SumGradients
+from replicax._src.tracing.program import Output, ReplicaProgram
 from replicax._src.tracing.slots import Slot
-from replicax._src.tracing.verdict import Verdict
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, Results, per_replica_from_components
 
 if TYPE_CHECKING:
@@ -43,29 +40,16 @@ def trace_replicas(
     has_modules: bool = False,
     observe: Observe = lambda number, call: call(),
 ) -> tuple[ReplicaProgram, list[int] | None]:
-    """Traces ``fn``.
+    """Traces ``fn`` as a function of a replica: see ``passes.trace_replicas``.
 
     Args:
       tree: The structure of (args, kwargs, cells), whose leaves are ``described``.
       observe: Looks on while the function is called.
-
-    Returns:
-      The program, and how many rows each replica has, where they are not all equal.
     """
-    num_replicas = topology.num_replicas
-    inputs = [leaf for leaf in described if leaf.kind != "static"]
-    verdicts = [Verdict.DIFFERS if leaf.kind == "row" else Verdict.SAME for leaf in inputs]
-    patterns = [tuple(leaf.shapes[r] for leaf in inputs if leaf.shapes) for r in range(num_replicas)]
-    distinct = list(dict.fromkeys(patterns))
-    variant_of_replica = [distinct.index(p) for p in patterns]
-    rows: list[int] | None = None
-    if len(distinct) > 1:
-        first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
-        rows = [shape[0] if shape else 1 for shape in first]
 
-    def call(number: int, capture_tracers: list[Any]) -> Any:
-        tracers = iter(capture_tracers)
-        leaves = [leaf.thaw() if leaf.kind == "static" else next(tracers) for leaf in described]
+    def call(number: int, tracers: list[Any]) -> Any:
+        remaining = iter(tracers)
+        leaves = [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in described]
         opened = jax.tree_util.tree_unflatten(tree, leaves)
         capture = current_capture()
         assert capture is not None
@@ -76,58 +60,15 @@ def trace_replicas(
             with attempt():
                 return observe(number, lambda: finish(key.with_cells(fn, cells)(*args, **kwargs)))
 
-    def sum_gradients(capture: Capture) -> SumGradients:
+    def sum_gradients(capture: Capture, values: Sequence[Any]) -> list[Any]:
         communicator = TracedCommunicator(capture, topology)
-        return lambda values: (
-            strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None) if values else []
-        )
+        return strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None) if values else []
 
-    def trace(number: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None) -> Variant:
-        replica_id = variant_of_replica.index(number)
-        try:
-            return trace_variant(
-                lambda tracers: call(number, tracers),
-                [leaf.aval(replica_id) for leaf in inputs],
-                verdicts,
-                slot_of=slot_of,
-                num_replicas=num_replicas,
-                sum_gradients=sum_gradients,
-                uneven=uneven,
-                forced_sums=forced,
-            )
-        except Exception as error:
-            note = _note_on(error, replica_id, rows)
-            if note is not None and note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            raise
-
+    inputs = [leaf for leaf in described if leaf.kind != "static"]
     with side_effects.reported(fn) as attempt:
-        if rows is not None:
-            program = trace_uneven(trace, variant_of_replica, rows)
-        else:
-            program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
-    program.check_synchronised()
-    return program, rows
-
-
-def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> str | None:
-    """What the error of a replica function does not say by itself."""
-    if rows is not None and rows[replica_id] == 0:
-        return (
-            f"(A replica without rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
-            "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
+        return passes.trace_replicas(
+            call, inputs, topology.num_replicas, slot_of=slot_of, sum_gradients=sum_gradients
         )
-    if jax_compat.names_unknown_axis(error, "axis name"):
-        return (
-            f"(In a replica function the axis of the replicas is named {REPLICA_AXIS!r}: jax.lax.psum(x, {REPLICA_AXIS!r}). Or "
-            "write rx.get_replica_context().all_reduce('SUM', x).)"
-        )
-    if "from different trace level" in str(error):  # flax 0.12
-        return (
-            "(The function changes or differentiates a flax nnx module that it closes over. Pass modules, optimizers and metrics "
-            "of nnx as arguments: strategy.run(step, args=(model, optimizer, batch)).)"
-        )
-    return None
 
 
 def describe_distributed(value: DistributedValues, strategy: Strategy, num_replicas: int) -> Leaf:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.observation import ObservedRunner, on_host
 from replicax._src.tracing import key
 from replicax._src.tracing.cache import array_leaf
-from replicax._src.tracing.program import Variant, check_no_leaks, trace_variant
+from replicax._src.tracing.equations import equations
+from replicax._src.tracing.passes import trace_cross_replica
+from replicax._src.tracing.program import Variant, check_no_leaks
 from replicax._src.tracing.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
-from replicax._src.tracing.verdict import Verdict
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.variable import Variable
 
@@ -139,7 +140,7 @@ class Side:
             states,
             tuple(self.observed.per_replica_state),
             self.observed.num_hidden,
-            any(eqn.primitive.name in _RANDOM for eqn in _equations(variant.jaxpr)),
+            any(eqn.primitive.name in _RANDOM for eqn in equations(variant.jaxpr)),
             _dtypes(variant.jaxpr),
         )
 
@@ -155,13 +156,10 @@ class Side:
             result = step(*jax.tree_util.tree_unflatten(tree, given))
             return result, self.observed.values, self.observed.weighed
 
-        variant = trace_variant(
+        variant = trace_cross_replica(
             call,
             [array_leaf(a).aval() for a in arrays],
-            [Verdict.SAME] * len(arrays),
-            slot_of=self.parts.slots.slot_of,
-            num_replicas=None,
-            sum_gradients=lambda capture: list,
+            self.parts.slots.slot_of,
             on_strategy=self._check_strategy,
         )
         check_no_leaks(variant)
@@ -220,16 +218,8 @@ def _aggregate(variable: Variable, components: np.ndarray) -> tuple[np.ndarray, 
     return components[0], is_defined
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, at any depth."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in jax_compat.sub_jaxprs(eqn):
-            yield from _equations(jax_compat.inner_jaxpr(sub)[0])
-
-
 def _dtypes(jaxpr: Any) -> frozenset[Any]:
-    found = {getattr(var.aval, "dtype", None) for eqn in _equations(jaxpr) for var in eqn.outvars}
+    found = {getattr(var.aval, "dtype", None) for eqn in equations(jaxpr) for var in eqn.outvars}
     return frozenset(
         d
         for d in found

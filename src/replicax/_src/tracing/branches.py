@@ -7,13 +7,14 @@ from typing import Any
 
 from replicax._src import jax_compat
 from replicax._src.tracing import flat
+from replicax._src.tracing.equations import equations_in, has_any
 from replicax._src.tracing.flat import FlatProgram
 from replicax._src.tracing.markers import read_p
 
 
 def without_conditions(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
     """A jaxpr (whose leading inputs are ``consts``) with its conditions resolved, those in inner functions too."""
-    if "cond" not in jax_compat.primitives_of(jaxpr):
+    if not has_any(jaxpr, ("cond",)):
         return jaxpr, list(consts)
     program = FlatProgram(jaxpr, is_selected=lambda eqn: True)
 
@@ -27,8 +28,4 @@ def without_conditions(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any
 
 def reads_in(eqn: Any, numbers: Collection[int]) -> bool:
     """Whether one of the reads of variables with these numbers is in an inner function of an operation."""
-    return any(
-        (inner.primitive is read_p and inner.params["number"] in numbers) or reads_in(inner, numbers)
-        for sub in jax_compat.sub_jaxprs(eqn)
-        for inner in jax_compat.inner_jaxpr(sub)[0].eqns
-    )
+    return any(inner.primitive is read_p and inner.params["number"] in numbers for inner in equations_in(eqn))

@@ -1,29 +1,26 @@
-"""Capture: finds the variables that a function reads and writes while JAX traces it.
+"""Capture: the variables that a function reads and writes, and its tapes. ``TracedCapture``: while JAX traces it.
 
-The first read of a variable binds a placeholder in the outermost trace of the function, so that it
-becomes an input of the program even when the read happens inside a scan, a condition or a checkpoint.
+``EagerCapture`` is that of a function which runs with real values. In a trace, the first read of a variable binds a
+placeholder in the outermost trace of the function, so that it becomes an input of the program even when the read
+happens inside a scan, a condition or a checkpoint.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import contextvars
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, TraceError, VariableError
-from replicax._src.tracing.markers import (
-    aggregate_p,
-    gradient_p,
-    placeholder_p,
-    region_p,
-    watch_p,
-)
+from replicax._src.tracing.markers import Question, aggregate_p, placeholder_p, region_p, watch_p
 from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.user_code import user_line
 
@@ -61,6 +58,11 @@ class Uneven:
         self.known = known
         self.seen: list[tuple[int, ...]] = []
 
+    def restart(self) -> Uneven:
+        """Forgets what it has seen: the variant is traced from the beginning."""
+        self.seen = []
+        return self
+
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The shapes of the array exchanged now, by replica; this replica's own is ``shape``."""
         self.seen.append(shape)
@@ -82,6 +84,10 @@ class Entry:
         self.written = False
         self.line = ""
 
+    def assign(self, value: Any, line: str) -> None:
+        """The variable has another value from here on."""
+        self.current, self.written, self.line = value, True, line
+
 
 class Observer(Protocol):
     """Looks on while a function is traced, where its assignments become messages to parameter servers."""
@@ -102,16 +108,15 @@ class Branch:
         self.writes: dict[int, tuple[Any, Any, str]] = {}
 
 
-class Capture:
-    """The variables of a function that is being traced.
+class Capture(abc.ABC):
+    """The variables and the tapes of a function that is being traced, or run with real values.
 
     Attributes:
       slot_of: Gives the slot of a variable (the strategy's table).
       num_replicas: R in a replica function, None in a cross-replica function.
       uneven: Where replicas have different shapes: what is known of the other replicas.
       entries: By ``id`` of the variable, in the order of discovery.
-      tapes: The tapes that are recording now.
-      unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
+      trace: JAX's trace of the function itself.
       on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
       checks: Called before anything is stored, each with an array of the program; None where there can be none.
       observer: Of reads and assignments, but for those in scans, conditions of JAX and other inner traces.
@@ -124,96 +129,82 @@ class Capture:
         num_replicas: int | None,
         *,
         uneven: Uneven | None = None,
-        unconnected: frozenset[tuple[int, int]] = frozenset(),
         on_strategy: Callable[[Any], None] | None = None,
     ):
         self.slot_of = slot_of
         self.num_replicas = num_replicas
         self.uneven = uneven
-        self.unconnected = unconnected
-        self.on_strategy = on_strategy
         self.entries: dict[int, Entry] = {}
-        self.tapes: list[GradientTape] = []
-        self.num_gradients = 0
         self.num_aggregated_reads = 0
         self.on_aggregate: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], None] | None = None
         self.observer: Observer | None = None
         self.checks: list[tuple[Callable[[Any], None], Any]] | None = None
-        self.read_in_inner_trace = False
         self.created: list[str] = []
         self.trace: Any = None
+        self._on_strategy = on_strategy
         self._tape_traces: dict[int, Any] = {}
         self._branches: list[Branch] = []
-        self._forgotten = contextlib.ExitStack()
-        self._is_remembered = False  # an inner function has read a variable since JAX was last made to forget
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """To be entered first thing in the traced function: remembers its trace, becomes current."""
-        with jax_compat.take_current_trace() as trace:
-            self.trace = trace
-        _stack().append(self)
-        try:
-            with self._forgotten:
-                yield
-        finally:
-            _stack().pop()
+    # --- what tracing and running do in their own ways ------------------------------------------------
 
-    def _forget_inner_traces(self) -> None:
-        """Makes JAX trace anew the functions (jit, scan, checkpoint) that have read a variable in this trace.
+    @property
+    @abc.abstractmethod
+    def tapes(self) -> list[GradientTape]:
+        """The tapes that are recording now."""
 
-        What JAX remembers of them holds the values read then, and a tape opened since has not seen the reads.
-        """
-        if self._is_remembered:
-            self._is_remembered = False
-            self._forgotten.enter_context(jax_compat.forgetting_inner_traces())
+    @abc.abstractmethod
+    def read(self, variable: Any) -> Any:
+        """The variable's value at this point of the function, as one replica (or all) see it."""
 
-    def use_strategy(self, strategy: Strategy) -> None:
-        """``run`` of ``strategy`` is called in this (cross-replica) function."""
-        if self.on_strategy is not None:
-            self.on_strategy(strategy)
+    @abc.abstractmethod
+    def watch(self, tape_id: int, value: Any) -> None:
+        """A tape watches an array from here on."""
+
+    @abc.abstractmethod
+    def end_recording(self, tape: GradientTape, tape_id: int) -> None:
+        """A tape records no more."""
+
+    @abc.abstractmethod
+    def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced."""
+
+    @abc.abstractmethod
+    def _first_value(self, slot: Slot) -> Any:
+        """What stands for the value that a variable has when the function begins."""
+
+    @abc.abstractmethod
+    def _detached(self, value: Any) -> Any:
+        """Another array of the same value, through which nothing is differentiated."""
+
+    @abc.abstractmethod
+    def _assign(self, variable: Any, entry: Entry, value: Any, line: str) -> None: ...
+
+    @abc.abstractmethod
+    def _begin(self, tape: GradientTape, tape_id: int) -> None: ...
+
+    @abc.abstractmethod
+    def _differentiated(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]: ...
+
+    # --- what they do alike ---------------------------------------------------------------------------
 
     @property
     def is_replica(self) -> bool:
         return self.num_replicas is not None
-
-    def is_in_inner_trace(self) -> bool:
-        """Whether JAX is inside a scan, condition, grad, … of the function (or branch) being traced."""
-        home = self._branches[-1].trace if self._branches else self.trace
-        with jax_compat.take_current_trace() as trace:
-            return trace is not home
 
     @property
     def is_in_branch(self) -> bool:
         """Whether a branch of ``rx.cond`` is being traced."""
         return bool(self._branches)
 
-    @contextlib.contextmanager
-    def branch(self) -> Iterator[Branch]:
-        """Inside, assignments are kept apart: for the branches of ``rx.cond``, each traced by itself."""
-        with jax_compat.take_current_trace() as trace:
-            branch = Branch(trace)
-        self._branches.append(branch)
-        try:
-            yield branch
-        finally:
-            self._branches.pop()
+    def is_in_inner_trace(self) -> bool:
+        """Whether JAX is inside a scan, condition, grad, … of the function (or branch)."""
+        home = self._branches[-1].trace if self._branches else self.trace
+        return jax_compat.current_trace() is not home
 
-    def read(self, variable: Any) -> Any:
-        """The variable's value at this point of the function, as one replica (or all) see it."""
-        entry = self._entry(variable)
-        with jax_compat.take_current_trace() as trace:
-            is_inner = trace is not self.trace
-        if is_inner:
-            self.read_in_inner_trace = self._is_remembered = True
-        for branch in reversed(self._branches):
-            if id(variable) in branch.writes:
-                return branch.writes[id(variable)][1]
-        for tape in self.tapes:
-            tape.record_read(variable, entry.current)
-        if self.observer is None or self.is_in_inner_trace():
-            return entry.current
-        return self.observer.read(entry)
+    def use_strategy(self, strategy: Strategy) -> None:
+        """``run`` of ``strategy`` is called in this (cross-replica) function."""
+        if self._on_strategy is not None:
+            self._on_strategy(strategy)
 
     def write(self, variable: Any, value: Any, line: str | None = None) -> None:
         """Makes ``value`` the variable's value from here on; ``line`` is the user's line if not the caller's.
@@ -232,49 +223,27 @@ class Capture:
                 f"assignments through."
             )
         value = jnp.asarray(value)
-        expected = slot.shape if self.is_replica else self.raw_shape(slot)
-        if tuple(value.shape) != tuple(expected):
+        expected = tuple(entry.current.shape)
+        if tuple(value.shape) != expected:
             raise VariableError(
-                f"Variable {slot.name!r} has shape {tuple(expected)}; a value of shape {tuple(value.shape)} "
+                f"Variable {slot.name!r} has shape {expected}; a value of shape {tuple(value.shape)} "
                 f"cannot be assigned to it (at {user_line()})."
             )
         value = jax.lax.convert_element_type(value, slot.dtype)
-        if self.tapes or self._is_held_by_another(entry, value):
+        if self.tapes or any(e.current is value for e in self.entries.values() if e is not entry):
             # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
-            value = _detached(value)
-        line = line or user_line()
-        if self._branches:
-            self._branches[-1].writes[id(variable)] = (variable, value, line)
-            return
-        entry.current = value
-        entry.written = True
-        entry.line = line
-        if self.observer is not None:
-            self.observer.written(entry)
-        self._forget_inner_traces()
+            value = self._detached(value)
+        self._assign(variable, entry, value, line or user_line())
 
     def sharing_of(self, variable: Any) -> Sharing:
         """How the replicas share a variable."""
         return self._entry(variable).slot.sharing
 
-    def raw_shape(self, slot: Slot) -> tuple[int, ...]:
-        """The shape of the value as ``read`` gives it in this kind of function."""
-        entry = self.entries.get(id(slot.variable))
-        return tuple(entry.current.shape) if entry is not None else slot.shape
-
-    def _is_held_by_another(self, entry: Entry, value: Any) -> bool:
-        return any(other.current is value for other in self.entries.values() if other is not entry)
-
     def _entry(self, variable: Any) -> Entry:
         entry = self.entries.get(id(variable))
         if entry is None:
             slot = self.slot_of(variable)
-            shape = slot.shape
-            if not self.is_replica and slot.sharing.is_per_replica:
-                shape = (slot.num_replicas, *shape)
-            with jax_compat.set_current_trace(self.trace):
-                value = placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=slot.dtype)
-            entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
+            entry = self.entries[id(variable)] = Entry(slot, len(self.entries), self._first_value(slot))
         return entry
 
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -282,81 +251,6 @@ class Capture:
         if self.uneven is None:
             return [shape] * (self.num_replicas or 1)
         return self.uneven.shapes_of_all_replicas(shape)
-
-    def begin_recording(self, tape: GradientTape, tape_id: int) -> None:
-        """Marks in the trace where a tape starts to record."""
-        self._forget_inner_traces()
-        with jax_compat.take_current_trace() as trace:
-            self._tape_traces[tape_id] = trace
-        region_p.bind(tape=tape_id, begins=True)
-        self.tapes.append(tape)
-
-    def end_recording(self, tape: GradientTape, tape_id: int) -> None:
-        """Marks in the trace where a tape stops to record."""
-        self.tapes.remove(tape)
-        region_p.bind(tape=tape_id, begins=False)
-
-    def watch(self, tape_id: int, value: Any) -> None:
-        """Marks in the trace that a tape watches an array from here on."""
-        watch_p.bind(value, tape=tape_id)
-
-    def gradient(
-        self,
-        tape_id: int,
-        targets: list[Any],
-        seeds: list[Any],
-        sources: list[Any],
-        derived: Sequence[bool],
-        watched: Sequence[Any],
-    ) -> tuple[list[Any], set[int]]:
-        """Leaves the marker of a ``tape.gradient`` in the trace.
-
-        Args:
-          derived: For each source, whether it counts only if it was computed from ``watched`` values.
-
-        Returns:
-          The gradients by ``sources``, and the positions that an earlier trace found unconnected.
-
-        Raises:
-          TapeError: In another trace than the one in which the tape was opened.
-        """
-        with jax_compat.take_current_trace() as trace:
-            if trace is not self._tape_traces.get(tape_id):
-                raise TapeError(
-                    f"tape.gradient at {user_line()} is called in another scan, loop, condition, jax.grad or "
-                    f"jax.jit than its tape was opened in. Open the tape in the function that calls gradient."
-                )
-        ordinal, self.num_gradients = self.num_gradients, self.num_gradients + 1
-        targets = [target for target in targets if jnp.issubdtype(target.dtype, jnp.inexact)]
-        if not targets:
-            return [None] * len(sources), set(range(len(sources)))
-        seeds = [
-            jax.lax.convert_element_type(jnp.broadcast_to(seed, target.shape), target.dtype)
-            for seed, target in (zip(seeds, targets, strict=True) if seeds else ())
-        ]
-        out = gradient_p.bind(
-            *targets,
-            *seeds,
-            *sources,
-            *watched,
-            tape=tape_id,
-            num_targets=len(targets),
-            num_seeds=len(seeds),
-            num_sources=len(sources),
-            derived=tuple(derived),
-            ordinal=ordinal,
-        )
-        return out, {i for i in range(len(sources)) if (ordinal, i) in self.unconnected}
-
-    def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced.
-
-        Which ones have been is known when the whole function is.
-        """
-        applied = list(aggregate_p.bind(*gradients)) if gradients else []
-        if self.on_aggregate is not None:
-            self.on_aggregate(names, gradients, applied)
-        return applied
 
     @contextlib.contextmanager
     def aggregated_reads(self) -> Iterator[None]:
@@ -367,11 +261,147 @@ class Capture:
         finally:
             self.num_aggregated_reads -= 1
 
+    def begin_recording(self, tape: GradientTape, tape_id: int) -> None:
+        """A tape records from here on."""
+        self._tape_traces[tape_id] = jax_compat.current_trace()
+        self._begin(tape, tape_id)
 
-def _detached(value: Any) -> Any:
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jax.lax.stop_gradient(value)
-    return value
+    def gradient(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]:
+        """The gradients by the sources, and the positions of those that are known to be unconnected.
+
+        Raises:
+          TapeError: In another trace than the one in which the tape was opened.
+        """
+        if jax_compat.current_trace() is not self._tape_traces.get(tape_id):
+            raise TapeError(
+                f"tape.gradient at {user_line()} is called in another scan, loop, condition, jax.grad or "
+                f"jax.jit than its tape was opened in. Open the tape in the function that calls gradient."
+            )
+        is_real = [jnp.issubdtype(target.dtype, jnp.inexact) for target in asked.targets]
+        seeds = [
+            jax.lax.convert_element_type(jnp.broadcast_to(seed, target.shape), target.dtype)
+            for seed, target, counts in zip(asked.seeds, asked.targets, is_real, strict=bool(asked.seeds))
+            if counts
+        ]
+        targets = list(itertools.compress(asked.targets, is_real))
+        if not targets:
+            return [None] * len(asked.sources), set(range(len(asked.sources)))
+        return self._differentiated(tape_id, asked._replace(targets=targets, seeds=seeds))
+
+
+@final
+class TracedCapture(Capture):
+    """The capture of a function that is being traced. Tapes and optimizers leave marks in the trace.
+
+    Args:
+      unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
+
+    Attributes:
+      read_in_inner_trace: A variable was read in a function that JAX traces on its own.
+    """
+
+    def __init__(
+        self,
+        slot_of: Callable[[Any], Slot],
+        num_replicas: int | None,
+        *,
+        uneven: Uneven | None = None,
+        unconnected: frozenset[tuple[int, int]] = frozenset(),
+        on_strategy: Callable[[Any], None] | None = None,
+    ):
+        super().__init__(slot_of, num_replicas, uneven=uneven, on_strategy=on_strategy)
+        self.read_in_inner_trace = False
+        self._unconnected = unconnected
+        self._num_gradients = 0
+        self._tapes: list[GradientTape] = []
+        self._forgotten = contextlib.ExitStack()
+        self._is_remembered = False  # an inner function has read a variable since JAX was last made to forget
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """To be entered first thing in the traced function: remembers its trace, becomes current."""
+        self.trace = jax_compat.current_trace()
+        with replaced_capture(self), self._forgotten:
+            yield
+
+    def _forget_inner_traces(self) -> None:
+        """Makes JAX trace anew the functions (jit, scan, checkpoint) that have read a variable in this trace.
+
+        What JAX remembers of them holds the values read then, and a tape opened since has not seen the reads.
+        """
+        if self._is_remembered:
+            self._is_remembered = False
+            self._forgotten.enter_context(jax_compat.forgetting_inner_traces())
+
+    @contextlib.contextmanager
+    def branch(self) -> Iterator[Branch]:
+        """Inside, assignments are kept apart: for the branches of ``rx.cond``, each traced by itself."""
+        branch = Branch(jax_compat.current_trace())
+        self._branches.append(branch)
+        try:
+            yield branch
+        finally:
+            self._branches.pop()
+
+    @property
+    def tapes(self) -> list[GradientTape]:
+        return self._tapes
+
+    def read(self, variable: Any) -> Any:
+        entry = self._entry(variable)
+        if jax_compat.current_trace() is not self.trace:
+            self.read_in_inner_trace = self._is_remembered = True
+        for branch in reversed(self._branches):
+            if id(variable) in branch.writes:
+                return branch.writes[id(variable)][1]
+        for tape in self._tapes:
+            tape.record_read(variable, entry.current)
+        if self.observer is None or self.is_in_inner_trace():
+            return entry.current
+        return self.observer.read(entry)
+
+    def _first_value(self, slot: Slot) -> Any:
+        shape = slot.shape
+        if not self.is_replica and slot.sharing.is_per_replica:
+            shape = (slot.num_replicas, *shape)
+        with jax_compat.set_current_trace(self.trace):
+            return placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=slot.dtype)
+
+    def _detached(self, value: Any) -> Any:
+        return jax.lax.stop_gradient(value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
+
+    def _assign(self, variable: Any, entry: Entry, value: Any, line: str) -> None:
+        if self._branches:
+            self._branches[-1].writes[id(variable)] = (variable, value, line)
+            return
+        entry.assign(value, line)
+        if self.observer is not None:
+            self.observer.written(entry)
+        self._forget_inner_traces()
+
+    def _begin(self, tape: GradientTape, tape_id: int) -> None:
+        self._forget_inner_traces()
+        region_p.bind(tape=tape_id, begins=True)
+        self._tapes.append(tape)
+
+    def end_recording(self, tape: GradientTape, tape_id: int) -> None:
+        self._tapes.remove(tape)
+        region_p.bind(tape=tape_id, begins=False)
+
+    def watch(self, tape_id: int, value: Any) -> None:
+        watch_p.bind(value, tape=tape_id)
+
+    def _differentiated(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]:
+        ordinal, self._num_gradients = self._num_gradients, self._num_gradients + 1
+        missing = {i for i in range(len(asked.sources)) if (ordinal, i) in self._unconnected}
+        return asked.mark(tape_id, ordinal), missing
+
+    def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        # Which ones have been reduced is known when the whole function is.
+        applied = list(aggregate_p.bind(*gradients)) if gradients else []
+        if self.on_aggregate is not None:
+            self.on_aggregate(names, gradients, applied)
+        return applied
 
 
 _LOCAL = threading.local()

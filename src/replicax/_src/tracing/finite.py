@@ -19,6 +19,7 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import NotFiniteError
+from replicax._src.tracing.equations import called
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
 from replicax._src.tracing.verdict import Verdict, is_call
 from replicax._src.user_code import UNKNOWN
@@ -119,11 +120,9 @@ class _Watcher:
     def variant(self, num_replicas: int) -> Variant:
         """The variant with one more result, after the others."""
         variant = self._variant
-        axes = [(REPLICA_AXIS, num_replicas)]
-        jaxpr, consts = jax_compat.trace(
-            lambda *args: self._evaluate(args, num_replicas), [v.aval for v in variant.jaxpr.invars], axes
+        changed = variant.retraced(
+            lambda _, args: self._evaluate(args, num_replicas), [(REPLICA_AXIS, num_replicas)]
         )
-        changed = variant.with_jaxpr(jaxpr, consts)
         return dataclasses.replace(
             changed,
             outputs=[*variant.outputs, Output(True)],
@@ -189,8 +188,7 @@ class _Watcher:
         return list(map(read, jaxpr.outvars)), births
 
     def _call(self, eqn: Any, operands: Sequence[Any], births: Any, line: str) -> tuple[list[Any], Any]:
-        inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-        return self._run(inner, consts, operands[len(operands) - len(inner.invars) :], births, line)
+        return self._run(*called(eqn, operands), births, line)
 
     def _cond(self, eqn: Any, operands: Sequence[Any], births: Any, line: str) -> tuple[list[Any], Any]:
         index, *rest = operands

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
+from replicax._src.tracing.equations import called, variables, walked
+from replicax._src.tracing.primitives import REMATERIALISES
 from replicax._src.tracing.verdict import is_call
 from replicax._src.user_code import UNKNOWN
 
 Atom = Any
 """The number of a value, or a literal of JAX."""
-_REMATERIALISES = frozenset(["remat", "remat2", "checkpoint"])
 
 
 @dataclass(frozen=True)
@@ -89,26 +90,19 @@ class FlatProgram:
     ) -> list[Atom]:
         held = [next(self._numbers) for _ in consts]
         self.consts.update(zip(held, consts, strict=True))
-        env: dict[Any, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *inputs], strict=True))
 
-        def number_of(atom: Any) -> Atom:
-            return atom if isinstance(atom, jax_compat.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [number_of(atom) for atom in eqn.invars]
+        def results(eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
             line = jax_compat.equation_line(eqn)
             line = called_at if line == UNKNOWN else line
             if self._is_resolved(eqn):
-                inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-                given = operands[len(operands) - len(inner.invars) :]
-                results: Sequence[Atom] = self._inline(inner, inner_consts, given, line)
-            elif eqn.primitive.name == "cond" and self._is_selected(eqn):
-                results = self._inline_selection(eqn, operands, line)
-            else:
-                results = [next(self._numbers) for _ in eqn.outvars]
-                self.operations.append(Operation(eqn, operands, results, line))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [number_of(atom) for atom in jaxpr.outvars]
+                return self._inline(*called(eqn, operands), line)
+            if eqn.primitive.name == "cond" and self._is_selected(eqn):
+                return self._inline_selection(eqn, operands, line)
+            numbers = [next(self._numbers) for _ in eqn.outvars]
+            self.operations.append(Operation(eqn, operands, numbers, line))
+            return numbers
+
+        return walked(jaxpr, inputs, results, held, literal=lambda atom: atom)[0]
 
     def _inline_selection(self, eqn: Any, operands: Sequence[Atom], line: str) -> list[Atom]:
         branches = [jax_compat.inner_jaxpr(branch) for branch in eqn.params["branches"]]
@@ -136,7 +130,7 @@ def _never(eqn: Any) -> bool:
 
 
 def _is_plain_call(eqn: Any) -> bool:
-    return is_call(eqn) and eqn.primitive.name not in _REMATERIALISES
+    return is_call(eqn) and eqn.primitive.name not in REMATERIALISES
 
 
 def read(env: Mapping[int, Any], atom: Atom) -> Any:
@@ -146,8 +140,7 @@ def read(env: Mapping[int, Any], atom: Atom) -> Any:
 
 def numbers_in(operations: Sequence[Operation], atoms: Sequence[Atom] = ()) -> set[int]:
     """The numbers of all values that operations take, and of ``atoms``."""
-    every = itertools.chain(atoms, *(operation.operands for operation in operations))
-    return {atom for atom in every if not isinstance(atom, jax_compat.Literal)}
+    return set(variables(itertools.chain(atoms, *(operation.operands for operation in operations))))
 
 
 def run(operations: Sequence[Operation], env: dict[int, Any]) -> None:

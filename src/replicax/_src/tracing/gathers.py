@@ -21,6 +21,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
+from replicax._src.tracing.equations import called, evaluated, is_variable
+from replicax._src.tracing.primitives import ELEMENTWISE, MOVES, REDUCTIONS, REMATERIALISES
 from replicax._src.tracing.verdict import is_call
 
 LEAST_GATHERED_BYTES = 1 << 20
@@ -28,34 +30,6 @@ LEAST_GATHERED_BYTES = 1 << 20
 
 # A variable that more equations need is gathered once: weights that many layers share, or all steps of an unrolled loop.
 _MOST_GATHERS = 4
-
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "add",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "div",
-        "exp",
-        "integer_pow",
-        "log",
-        "max",
-        "min",
-        "mul",
-        "neg",
-        "reduce_precision",
-        "rsqrt",
-        "sign",
-        "sqrt",
-        "square",
-        "sub",
-        "tanh",
-    ]
-).union(jax_compat.NEWER_ELEMENTWISE)
-_MOVES = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"])
-_REDUCTIONS = frozenset(["argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum"])
-_RECOMPUTED = frozenset(["remat", "checkpoint", "remat2"])
 
 
 def is_large(num_bytes: int) -> bool:
@@ -109,7 +83,7 @@ def evaluate_gathering(jaxpr: Any, args: Sequence[Any], *, recomputes_gathers: b
     is_marked = any(eqn.primitive is divided_read_p for eqn in jaxpr.eqns)
     if not is_marked and not any(isinstance(arg, Divided) for arg in args):
         return jax_compat.eval_jaxpr(jaxpr, args)  # once: the trial costs as much as a trace
-    arrays = [arg.pieces if isinstance(arg, Divided) else arg for arg in args]
+    arrays = list(map(_pieces_of, args))
 
     def evaluated(evaluation: _Evaluation, values: Sequence[Any]) -> list[Any]:
         return [evaluation.whole(out) for out in evaluation.run(jaxpr, _like(args, values))]
@@ -141,16 +115,8 @@ class _Evaluation:
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
         """The outputs of a jaxpr; they may be ``Divided``."""
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, map(self._as_given, args), strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
-
         self._scattered.update(_scattered_later(jaxpr))
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._outputs(eqn, list(map(read, eqn.invars))), strict=True))
-        return list(map(read, jaxpr.outvars))
+        return evaluated(jaxpr, list(map(self._as_given, args)), self._outputs, consts)
 
     def _as_given(self, value: Any) -> Any:
         if isinstance(value, Divided) and value.variable in self._at_once:
@@ -172,19 +138,19 @@ class _Evaluation:
             return jax_compat.bind_equation(eqn, operands)
         if name == "scan":
             return self._scan(eqn, operands)
-        if name in _RECOMPUTED:
+        if name in REMATERIALISES:
             if not self._recomputes_gathers:
                 return jax_compat.bind_equation(eqn, self._tied(operands))
             return self._recomputed(eqn, operands)
         if is_call(eqn):
-            inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-            return self.run(inner, operands[len(operands) - len(inner.invars) :], consts)
+            inner, consts, given = called(eqn, operands)
+            return self.run(inner, given, consts)
         if len(divided) == 1 and _is_of_one(eqn):
-            if divided[0].is_global and name in _REDUCTIONS and not divided[0].later:
+            if divided[0].is_global and name in REDUCTIONS and not divided[0].later:
                 return jax_compat.bind_equation(eqn, [divided[0].pieces])
             if name in ("slice", "squeeze") and _leaves_pieces(eqn, divided[0]):
                 return [_sliced(eqn, divided[0])]
-            if name in _MOVES or name in _ELEMENTWISE:
+            if name in MOVES or name in ELEMENTWISE:
                 return [_aside(eqn, operands, divided[0])]
         return jax_compat.bind_equation(eqn, self._tied(operands))
 
@@ -209,8 +175,8 @@ class _Evaluation:
 
     def _recomputed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """What is computed once more on the way back: its gathers are inside."""
-        inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-        arrays = [operand.pieces if isinstance(operand, Divided) else operand for operand in operands]
+        inner, consts, _ = called(eqn, operands)
+        arrays = list(map(_pieces_of, operands))
 
         def body(*values: Any) -> list[Any]:
             given = _like(operands, values)
@@ -245,14 +211,14 @@ class _Evaluation:
                 out if i >= num_carry and _is_plain(out) else self._in_pieces_later(eqn.outvars[i], out)
                 for i, out in enumerate(outs)
             ]
-            return [out.pieces if isinstance(out, Divided) else out for out in outputs]
+            return list(map(_pieces_of, outputs))
 
         avals = [
             jax_compat.abstractify(slices[i].pieces) if i in slices else var.aval
             for i, var in enumerate(inner.invars)
         ]
         params = {**eqn.params, "jaxpr": jax.make_jaxpr(body)(*avals)}
-        arrays = [value.pieces if isinstance(value, Divided) else value for value in values]
+        arrays = list(map(_pieces_of, values))
         results = jax_compat.bind_equation(eqn, arrays, params)
         return [
             dataclasses.replace(out, pieces=result, dim=out.dim + 1, num_bytes=out.num_bytes * length)
@@ -291,12 +257,10 @@ def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
     """The stacks of large slices of which a program asks only that they are whole, then in pieces."""
     users = collections.defaultdict(list)
     for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, jax_compat.Literal):
-                users[atom].append(eqn)
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, jax_compat.Literal):
-            users[atom].append(None)
+        for atom in filter(is_variable, eqn.invars):
+            users[atom].append(eqn)
+    for atom in filter(is_variable, jaxpr.outvars):
+        users[atom].append(None)
 
     def asking(var: Any) -> list[Any]:
         eqn = users[var][0] if len(users[var]) == 1 else None
@@ -304,7 +268,7 @@ def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
             return []
         if eqn.primitive.name == "sharding_constraint":
             return [eqn, *asking(eqn.outvars[0])]
-        return asking(eqn.outvars[0]) if eqn.primitive.name in _ELEMENTWISE and _is_of_one(eqn) else []
+        return asking(eqn.outvars[0]) if eqn.primitive.name in ELEMENTWISE and _is_of_one(eqn) else []
 
     found = {}
     for eqn in jaxpr.eqns:
@@ -327,11 +291,10 @@ def _of_slice(sharding: Any) -> NamedSharding | None:
 
 def _marked(eqn: Any, value: Any) -> Divided:
     whole = eqn.params["whole"]
-    size = math.prod(value.shape) * value.dtype.itemsize
     return Divided(
         value,
         eqn.params["dim"],
-        size,
+        _num_bytes(value),
         lambda pieces, dim: jax.lax.with_sharding_constraint(pieces, whole),
         is_global=True,
         variable=eqn.outvars[0],
@@ -347,11 +310,11 @@ def _is_of_one(eqn: Any) -> bool:
 def _aside(eqn: Any, operands: Sequence[Any], value: Divided) -> Divided:
     """What an equation makes of a value in pieces, itself in pieces."""
     result = eqn.outvars[0].aval
-    size = math.prod(result.shape) * result.dtype.itemsize
+    size = _num_bytes(result)
     is_wider = result.dtype.itemsize > value.pieces.dtype.itemsize
-    if eqn.primitive.name in _MOVES or value.later or is_wider:
+    if eqn.primitive.name in MOVES or value.later or is_wider:
         return dataclasses.replace(value, later=(*value.later, eqn), num_bytes=size)
-    pieces = [operand.pieces if isinstance(operand, Divided) else operand for operand in operands]
+    pieces = list(map(_pieces_of, operands))
     (made,) = jax_compat.bind_equation(eqn, pieces)
     return dataclasses.replace(value, pieces=made, num_bytes=size)
 
@@ -359,7 +322,7 @@ def _aside(eqn: Any, operands: Sequence[Any], value: Divided) -> Divided:
 def _leaves_pieces(eqn: Any, value: Divided) -> bool:
     """Whether each device has its piece of a slice, which is large."""
     result, dim, params = eqn.outvars[0].aval, value.dim, eqn.params
-    if value.later or not is_large(math.prod(result.shape) * result.dtype.itemsize):
+    if value.later or not is_large(_num_bytes(result)):
         return False
     return "dimensions" in params or result.shape[dim] == eqn.invars[0].aval.shape[dim]
 
@@ -375,7 +338,7 @@ def _sliced(eqn: Any, value: Divided) -> Divided:
         )
     (pieces,) = jax_compat.bind_equation(eqn, [value.pieces], params)
     result = eqn.outvars[0]
-    size = math.prod(result.aval.shape) * result.aval.dtype.itemsize
+    size = _num_bytes(result.aval)
     return dataclasses.replace(value, pieces=pieces, dim=dim, num_bytes=size, variable=result)
 
 
@@ -405,6 +368,14 @@ def _slice_of(value: Divided, length: int) -> Divided:
     return dataclasses.replace(
         value, pieces=pieces, dim=value.dim - 1, num_bytes=value.num_bytes // max(length, 1)
     )
+
+
+def _pieces_of(value: Any) -> Any:
+    return value.pieces if isinstance(value, Divided) else value
+
+
+def _num_bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
 
 
 def _like(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from replicax._src import jax_compat
+from replicax._src.tracing.markers import Question
 from replicax._src.tracing.verdict import Verdict
 
 log = logging.getLogger("replicax")
@@ -54,11 +55,10 @@ def warn_of_local_means(eqns: Sequence[Any], verdicts: Mapping[Any, Verdict], nu
             id(m): m for m in (maker(atom, "replicax_gradient") for atom in aggregate.invars) if m is not None
         }
         for marker in markers.values():
-            if marker.params["num_seeds"]:
+            asked = Question.of(marker)
+            if asked.seeds:
                 continue
-            for atom in (
-                t for target in marker.invars[: marker.params["num_targets"]] for t in terms(target)
-            ):
+            for atom in (t for target in asked.targets for t in terms(target)):
                 if is_local_mean(atom):
                     _warn(jax_compat.equation_line(made_by[id(atom)]), num_replicas)
 

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode as Mode
 
 from replicax._src import jax_compat
+from replicax._src.tracing.equations import called, evaluated, has_any, inner_jaxprs
+from replicax._src.tracing.markers import Question
+from replicax._src.tracing.primitives import JITS, REMATERIALISES
 from replicax._src.tracing.table_rows import ByRows, bound, first_of, of_gradients, raw, whole_table
 from replicax._src.tracing.verdict import is_call
 from replicax._src.user_code import UNKNOWN
@@ -118,16 +121,12 @@ class Walk:
         Raises:
           NeedsWholeTable: An operation needs more than some rows.
         """
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
+        def results(eqn: Any, operands: list[Any]) -> list[Any]:
             line = jax_compat.equation_line(eqn)
-            results = self._apply(eqn, [read(a) for a in eqn.invars], called_at if line == UNKNOWN else line)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in jaxpr.outvars]
+            return self._apply(eqn, operands, called_at if line == UNKNOWN else line)
+
+        return evaluated(jaxpr, args, results, consts)
 
     def _apply(self, eqn: Any, operands: list[Any], line: str) -> list[Any]:
         by_rows = [operand for operand in operands if isinstance(operand, ByRows)]
@@ -149,7 +148,7 @@ class Walk:
             gathered = self._gathers.get(id(operands[1]))
             if id(operands[0]) in self._zeros and gathered is not None and gathered.is_of(eqn):
                 return [gathered.gradient(eqn, operands[2])]
-        if name in _CALLS and self._gathers and is_call(eqn) and _scatters(eqn):
+        if name in JITS and self._gathers and is_call(eqn) and _scatters(eqn):
             return _call(self, eqn, operands, line)
         results = bound(eqn, operands)
         if name == "broadcast_in_dim" and _is_zero(eqn.invars[0]):
@@ -277,10 +276,7 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _scatters(eqn: Any) -> bool:
-    return any(
-        "scatter-add" in jax_compat.primitives_of(jax_compat.inner_jaxpr(j)[0])
-        for j in jax_compat.sub_jaxprs(eqn)
-    )
+    return any(has_any(inner, ("scatter-add",)) for inner in inner_jaxprs(eqn))
 
 
 def _dynamic_slice(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
@@ -294,8 +290,8 @@ def _dynamic_slice(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list
 
 def _gradient(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     del walk
-    start = eqn.params["num_targets"] + eqn.params["num_seeds"]
-    sources = operands[start : start + eqn.params["num_sources"]]
+    start = sum(eqn.params["lengths"][:2])
+    sources = Question.of(eqn, operands).sources
     for number, operand in enumerate(operands):
         if isinstance(operand, ByRows) and (operand.is_gradient or number < start):
             raise whole_table(operand, eqn, line, "differentiates the table itself, or its gradient")
@@ -309,8 +305,7 @@ def _gradient(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]
 def _call(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     if not is_call(eqn):
         raise whole_table(first_of(operands), eqn, line, "takes the whole table")
-    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-    return walk.evaluate(inner, consts, operands[len(operands) - len(inner.invars) :], line)
+    return walk.evaluate(*called(eqn, operands), line)
 
 
 def _checkpoint(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
@@ -383,17 +378,13 @@ def _own_derivative(walk: Walk, eqn: Any, operands: list[Any], line: str) -> lis
     )
 
 
-_CALLS = frozenset(["closed_call", "core_call", "jit", "pjit"])
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_CALLS, _call),
-    "checkpoint": _checkpoint,
-    "remat": _checkpoint,
-    "remat2": _checkpoint,
+    **dict.fromkeys(JITS, _call),
+    **dict.fromkeys(REMATERIALISES, _checkpoint),
     "cond": _cond,
     "scan": _scan,
     "custom_jvp_call": _own_derivative,
     "custom_vjp_call": _own_derivative,
-    "custom_vjp_call_jaxpr": _own_derivative,
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
     "replicax_gradient": _gradient,
@@ -401,7 +392,6 @@ _RULES: dict[str, Rule] = {
         [
             "convert_element_type",
             "copy",
-            "copy_p",
             "optimization_barrier",
             "replicax_aggregate",
             "replicax_read",

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
+from replicax._src.tracing.equations import has_any, inner_jaxprs, leading_to, variables
 from replicax._src.tracing.lookup_rules import Positions, Walk
 from replicax._src.tracing.table_rows import ByRows, NeedsWholeTable, WholeTable
 from replicax._src.user_code import UNKNOWN
@@ -89,8 +90,7 @@ def find_lookups(jaxpr: Any, tables: Sequence[int], axis_env: Sequence[tuple[str
       axis_env: The names of axes that it is traced with.
     """
     chosen, whole = [], []
-    atoms = [*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars]
-    used = {atom for atom in atoms if not isinstance(atom, jax_compat.Literal)}
+    used = set(variables([*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars]))
     for table in tables:
         if jaxpr.invars[table].aval.shape[0] > _MAX_ROWS:
             whole.append(WholeTable(table, None, "", f"has more than {_MAX_ROWS} rows"))
@@ -108,15 +108,14 @@ def is_looked_up(jaxpr: Any, table: Any) -> bool:
     """Whether some operation of a program, or of a function in it, takes rows of a variable of it by their numbers."""
     same = {table}
     for eqn in jaxpr.eqns:
-        atoms = [atom for atom in eqn.invars if not isinstance(atom, jax_compat.Literal)]
+        atoms = variables(eqn.invars)
         if not same.intersection(atoms):
             continue
         if eqn.primitive.name == "gather" and eqn.invars[0] in same:
             return True
         if eqn.primitive.name in _STAYS_A_TABLE:
             same.add(eqn.outvars[0])
-        for sub in jax_compat.sub_jaxprs(eqn):
-            inner = jax_compat.inner_jaxpr(sub)[0]
+        for inner in inner_jaxprs(eqn):
             given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
             pairs = [
                 (var, atom)
@@ -257,7 +256,9 @@ def _lookup(
       NeedsWholeTable: The ids are computed from rows, or from gradients.
     """
     sliced = jax_compat.rebuild(
-        traced, outvars=[traced.outvars[output]], eqns=_leading_to(traced, traced.outvars[output])
+        traced,
+        outvars=[traced.outvars[output]],
+        eqns=leading_to(traced.eqns, [traced.outvars[output]], keeps_effects=False),
     )
     jaxpr, used = jax_compat.without_dead_code(sliced)
     kept = tuple(each for each, is_used in zip(inputs, used, strict=True) if is_used)
@@ -265,19 +266,8 @@ def _lookup(
         raise NeedsWholeTable(
             WholeTable(table, "gather", line, "is given ids that are computed from rows of a table")
         )
-    if not _OF_LEARNING.isdisjoint(jax_compat.primitives_of(jaxpr)):
+    if has_any(jaxpr, _OF_LEARNING):
         raise NeedsWholeTable(
             WholeTable(table, "gather", line, "is given ids that are computed from gradients")
         )
     return TableLookup(table, jaxpr, kept, num_ids)
-
-
-def _leading_to(jaxpr: Any, output: Any) -> list[Any]:
-    """The equations that an output is computed by: none that has an effect only."""
-    needed = {output}
-    chosen = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(var in needed for var in eqn.outvars):
-            chosen.append(eqn)
-            needed.update(a for a in eqn.invars if not isinstance(a, jax_compat.Literal))
-    return chosen[::-1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, TraceError
 
@@ -32,14 +35,48 @@ placeholder_p = jax_compat.source_primitive(
     "replicax_variable", lambda *, index, shape, dtype: jax_compat.shaped(shape, dtype)
 )
 
-# tape.gradient: operands are targets, their output gradients, the sources as they were read, and the watched
-# values, if a source is not watched itself but computed from them. Params: tape, num_targets, num_seeds,
-# num_sources, derived (for each source: is it such a one?), ordinal.
+
+class Question(NamedTuple):
+    """What a ``tape.gradient`` asks for: arrays, or the operands in a jaxpr that stand for them.
+
+    Attributes:
+      targets: What is differentiated.
+      seeds: The cotangents of the targets; none: ones.
+      sources: By what, as they were read.
+      derived: For each source, whether it counts only if it was computed from ``watched`` values.
+      watched: The values that the tape watches, if there is such a source.
+    """
+
+    targets: Sequence[Any]
+    seeds: Sequence[Any]
+    sources: Sequence[Any]
+    derived: Sequence[bool]
+    watched: Sequence[Any]
+
+    def mark(self, tape: int, ordinal: int) -> list[Any]:
+        """Leaves the question in the trace; gives what stands for the gradients."""
+        lengths = tuple(map(len, (self.targets, self.seeds, self.sources)))
+        return gradient_p.bind(
+            *(*self.targets, *self.seeds, *self.sources, *self.watched),
+            tape=tape,
+            lengths=lengths,
+            derived=tuple(self.derived),
+            ordinal=ordinal,
+        )
+
+    @classmethod
+    def of(cls, mark: Any, operands: Sequence[Any] | None = None) -> Question:
+        """The question that a mark stands for, of its own operands or of others in their places."""
+        rest = iter(mark.invars if operands is None else operands)
+        targets, seeds, sources = ([next(rest) for _ in range(n)] for n in mark.params["lengths"])
+        return cls(targets, seeds, sources, mark.params["derived"], list(rest))
+
+
+# tape.gradient: see Question. Params: tape, lengths (of targets, seeds, sources), derived, ordinal.
 gradient_p = jax_compat.marker_primitive(
     "replicax_gradient",
-    lambda *avals, num_targets, num_seeds, num_sources, **_: [
-        jax_compat.shaped(a.shape, a.dtype)
-        for a in avals[num_targets + num_seeds : num_targets + num_seeds + num_sources]
+    lambda *avals, lengths, **_: [
+        jax_compat.shaped(a.shape, a.dtype) for a in avals[sum(lengths[:2]) : sum(lengths)]
     ],
     _refuse_gradient,
 )

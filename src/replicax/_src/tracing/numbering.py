@@ -7,6 +7,7 @@ operands, down to variables, arguments, and the bytes of constants.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,13 +15,28 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.tracing.equations import walked
 from replicax._src.tracing.flat import Operation
+from replicax._src.tracing.program import Variant
 from replicax._src.tracing.verdict import is_call, is_replica_collective
 
 
 def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
     """A hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
-    return _number(jaxpr, inputs)
+    return _number(jaxpr, inputs)[1]
+
+
+def number_variant(variant: Variant) -> dict[Any, Any]:
+    """The numbers of a variant's values, comparable between variants of one function."""
+    args = variant.jaxpr.invars[len(variant.consts) + len(variant.entries) :]
+    return number_values(
+        variant.jaxpr,
+        [
+            *map(number_constant, variant.consts),
+            *(("variable", id(e.slot)) for e in variant.entries),
+            *(("argument", i, tuple(v.aval.shape)) for i, v in enumerate(args)),
+        ],
+    )
 
 
 def number_of(numbers: dict[Any, Any], atom: Any) -> Any:
@@ -46,22 +62,23 @@ def number_results(operations: Iterable[Operation], numbers: dict[Any, Any]) -> 
         numbers.update((number, (base, position)) for position, number in enumerate(each.results))
 
 
-def _number(jaxpr: Any, inputs: Sequence[Any], *, is_nested: bool = False) -> dict[Any, Any]:
-    env = dict(zip(jaxpr.invars, inputs, strict=True))
-    num_collectives = 0
-    for eqn in jaxpr.eqns:
+def _number(
+    jaxpr: Any, inputs: Sequence[Any], *, is_nested: bool = False
+) -> tuple[list[Any], dict[Any, Any]]:
+    """The numbers of the results, and of all variables."""
+    collectives = itertools.count()
+
+    def number(eqn: Any, operands: list[Any]) -> list[Any]:
         if is_replica_collective(eqn) and not is_nested:
             # Replicas meet here, so what each gave does not matter. In a scan or condition it does: there the
             # equation around it is one for all replicas, and must compute the same for each.
-            base: Any = ("collective", num_collectives)
-            num_collectives += 1
+            base: Any = ("collective", next(collectives))
         else:
             # Nested tuples would grow with the depth of the computation: keep their hash.
-            operands = tuple(number_of(env, a) for a in eqn.invars)
-            base = hash((eqn.primitive.name, operands, number_params(eqn)))
-        for position, var in enumerate(eqn.outvars):
-            env[var] = (base, position, tuple(var.aval.shape))
-    return env
+            base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
+        return [(base, position, tuple(var.aval.shape)) for position, var in enumerate(eqn.outvars)]
+
+    return walked(jaxpr, inputs, number, literal=lambda atom: number_constant(atom.val))
 
 
 def number_params(eqn: Any) -> Any:
@@ -76,8 +93,8 @@ def _number_param(value: Any) -> str:
         inner, consts = jax_compat.inner_jaxpr(value)
         inputs = [("input", i, tuple(v.aval.shape)) for i, v in enumerate(inner.invars)]
         opened = jax_compat.rebuild(inner, invars=[*inner.constvars, *inner.invars], keep_constvars=False)
-        numbers = _number(opened, [*map(number_constant, consts), *inputs], is_nested=True)
-        return str(hash(tuple(number_of(numbers, a) for a in opened.outvars)))
+        results, _ = _number(opened, [*map(number_constant, consts), *inputs], is_nested=True)
+        return str(hash(tuple(results)))
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(_number_param(v) for v in value) + ")"
     if callable(value):

@@ -6,10 +6,10 @@ source and lead to the target are evaluated inside ``jax.vjp``, once, and everyt
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import ReplicaxError, UnsupportedError
+from replicax._src.tracing.equations import called, evaluated, has_any, inner_jaxprs
 from replicax._src.tracing.local_means import warn_of_local_means
+from replicax._src.tracing.markers import Question
+from replicax._src.tracing.primitives import MARKS, RECORDING_MARKS, REMATERIALISES
 from replicax._src.tracing.verdict import Verdict, analyse, is_call_with_collective
 
-_MARKERS = frozenset({"replicax_gradient", "replicax_tape", "replicax_watch", "replicax_aggregate"})
-_RECORDING_MARKERS = frozenset({"replicax_tape", "replicax_watch"})
 SumGradients = Callable[[Sequence[Any]], list[Any]]
 
 
@@ -47,30 +48,17 @@ class Rewriter:
         self._is_empty, self._num_replicas = is_empty, num_replicas
         self._sum_gradients = sum_gradients
         self._forced_sums = forced_sums
-        self._contains: dict[int, tuple[Any, bool]] = {}
         self.unconnected: set[tuple[int, int]] = set()
         self.sums: list[bool] = []
 
     def evaluate(self, jaxpr: Any, args: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:
         """The outputs of ``jaxpr`` (no constvars) for ``args``, whose verdicts are ``verdicts``."""
-        if not self.has_marker(jaxpr):
+        if not has_any(jaxpr, MARKS):
             return jax_compat.eval_jaxpr(jaxpr, args)
         _, known = analyse(jaxpr, verdicts)
         if self._num_replicas > 1:
             warn_of_local_means(jaxpr.eqns, known, self._num_replicas)
         return _Body(self, jaxpr, dict(zip(jaxpr.invars, args, strict=True)), known).run()
-
-    def has_marker(self, jaxpr: Any) -> bool:
-        """Whether a mark stands in ``jaxpr``, at any depth."""
-        known = self._contains.get(id(jaxpr))
-        if known is None:
-            answer = any(
-                eqn.primitive.name in _MARKERS
-                or any(self.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn))
-                for eqn in jaxpr.eqns
-            )
-            known = self._contains[id(jaxpr)] = (jaxpr, answer)
-        return known[1]
 
     def of_no_rows(self, gradients: list[Any]) -> list[Any]:
         """On a replica without rows, gradients with 0 where layers that divide by the number of rows gave nan."""
@@ -153,7 +141,7 @@ class _Body:
         self,
         marker: Any,
         sliced: Sequence[int],
-        env: Mapping[Any, Any],
+        env: MutableMapping[Any, Any],
         settle: Callable[[list[list[Any]]], None] | None = None,
     ) -> list[Any]:
         """The gradients of a marker.
@@ -162,7 +150,7 @@ class _Body:
           sliced: The equations of its slice.
           settle: Given the outputs of these, makes known all that stands before the marker.
         """
-        operands = _Operands.of(marker)
+        operands = Question.of(marker)
         keys = [_atom_key(s) for s in operands.sources]
         unique = list(dict.fromkeys(keys))
         atom_of = dict(zip(keys, operands.sources, strict=True))
@@ -174,7 +162,7 @@ class _Body:
         def forward(source_values: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             given = dict(zip(unique, source_values, strict=True))
             overlay: dict[Any, Any] = {}
-            inner = _Chain(overlay, env)
+            inner = collections.ChainMap(overlay, env)
             primals: list[list[Any]] = []
             waiting = sorted(unique, key=lambda key: watched_at.get(key, -1))
 
@@ -217,7 +205,7 @@ class _Body:
         (gradients,) = pull_back(cotangents)
         by_key = dict(zip(unique, gradients, strict=True))
         reached = _reached(self.eqns, recorded, watched_at, operands.watched)
-        for position, (key, is_derived) in enumerate(zip(keys, marker.params["derived"], strict=True)):
+        for position, (key, is_derived) in enumerate(zip(keys, operands.derived, strict=True)):
             if key not in connected or (is_derived and key not in reached):
                 self.rewriter.unconnected.add((marker.params["ordinal"], position))
         return self.rewriter.of_no_rows([by_key[key] for key in keys])
@@ -225,9 +213,9 @@ class _Body:
     def _evaluate(self, eqn: Any, env: dict[Any, Any]) -> None:
         env.update(zip(eqn.outvars, self._outputs(eqn, env), strict=True))
 
-    def _outputs(self, eqn: Any, env: Mapping[Any, Any], detached: bool = False) -> list[Any]:
+    def _outputs(self, eqn: Any, env: MutableMapping[Any, Any], detached: bool = False) -> list[Any]:
         name = eqn.primitive.name
-        if name in _RECORDING_MARKERS:
+        if name in RECORDING_MARKS:
             return []
         if name == "replicax_gradient":  # an inner tape on the path of an outer one
             index = next(i for i, e in enumerate(self.eqns) if e is eqn)
@@ -238,7 +226,7 @@ class _Body:
         verdicts = [self._verdict(a) for a in eqn.invars]
         if name == "replicax_aggregate":
             return self.rewriter.aggregate(args, verdicts)
-        if any(self.rewriter.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn)):
+        if any(has_any(inner, MARKS) for inner in inner_jaxprs(eqn)):
             return _evaluate_nested(self.rewriter, eqn, args, verdicts)
         return jax_compat.bind_equation(eqn, args)
 
@@ -249,42 +237,6 @@ class _Body:
         if isinstance(atom, jax_compat.Literal):
             return env.get(id(atom), atom.val)
         return env[atom]
-
-
-class _Chain(Mapping):
-    """One mapping before another, without copying either."""
-
-    def __init__(self, first: Mapping[Any, Any], second: Mapping[Any, Any]):
-        self._first = first
-        self._second = second
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._first[key] if key in self._first else self._second[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._first or key in self._second
-
-    def __iter__(self):
-        return iter({**self._first, **self._second})
-
-    def __len__(self) -> int:
-        return len({**self._first, **self._second})
-
-
-class _Operands(NamedTuple):
-    """The operands of the marker of a ``tape.gradient``."""
-
-    targets: Sequence[Any]
-    seeds: Sequence[Any]
-    sources: Sequence[Any]
-    watched: Sequence[Any]
-
-    @classmethod
-    def of(cls, marker: Any) -> _Operands:
-        counts = [marker.params[name] for name in ("num_targets", "num_seeds", "num_sources")]
-        ends = list(itertools.accumulate(counts))
-        atoms = list(marker.invars)
-        return cls(atoms[: ends[0]], atoms[ends[0] : ends[1]], atoms[ends[1] : ends[2]], atoms[ends[2] :])
 
 
 def _watch_positions(eqns: Sequence[Any], tape: int) -> dict[Any, int]:
@@ -313,12 +265,12 @@ def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
 
 def _slice_of(eqns: Sequence[Any], stop: int, marker: Any) -> list[int]:
     """The equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
-    operands = _Operands.of(marker)
+    operands = Question.of(marker)
     depends = {_atom_key(a) for a in operands.sources}
     forward: list[int] = []
     for index in range(stop):
         eqn = eqns[index]
-        if eqn.primitive.name not in _RECORDING_MARKERS and any(_atom_key(a) in depends for a in eqn.invars):
+        if eqn.primitive.name not in RECORDING_MARKS and any(_atom_key(a) in depends for a in eqn.invars):
             forward.append(index)
             depends.update(eqn.outvars)
     needed = {_atom_key(a) for a in operands.targets}
@@ -335,7 +287,7 @@ def _connected(
     sliced: Sequence[int],
     recorded: frozenset[int],
     watched_at: Mapping[Any, int],
-    operands: _Operands,
+    operands: Question,
 ) -> tuple[set[Any], set[int]]:
     """The sources from which a chain of recorded, differentiable equations leads to a target; and these equations.
 
@@ -403,20 +355,14 @@ def evaluate_inlined(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()
     To cut a trace at its collectives, all of them must stand at its top level. What a call means besides its
     body (recompute on the way back, a derivative of one's own) has had its effect by then.
     """
-    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+    def outputs(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if not is_call_with_collective(eqn):
+            return jax_compat.bind_equation(eqn, operands)
+        inner, inner_consts, given = called(eqn, operands)
+        return evaluate_inlined(inner, given, inner_consts)
 
-    for eqn in jaxpr.eqns:
-        operands = [read(a) for a in eqn.invars]
-        if is_call_with_collective(eqn):
-            inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-            outputs = evaluate_inlined(inner, operands[len(operands) - len(inner.invars) :], inner_consts)
-        else:
-            outputs = jax_compat.bind_equation(eqn, operands)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(a) for a in jaxpr.outvars]
+    return evaluated(jaxpr, args, outputs, consts)
 
 
 def _evaluate_nested(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]) -> list[Any]:
@@ -424,15 +370,15 @@ def _evaluate_nested(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: li
     name = eqn.primitive.name
     if name in ("scan", "while", "cond"):
         return jax_compat.bind_equation(eqn, args, _resolved_params(rewriter, eqn, args, verdicts))
-    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-    args, verdicts = args[len(args) - len(inner.invars) :], verdicts[len(args) - len(inner.invars) :]
+    inner, consts, given = called(eqn, args)
+    _, _, known = called(eqn, verdicts)
 
     def evaluate(*values: Any) -> list[Any]:
-        return _evaluate_closed(rewriter, inner, consts, values, verdicts)
+        return _evaluate_closed(rewriter, inner, consts, values, known)
 
-    if name in ("remat", "checkpoint", "remat2"):
-        return list(jax.checkpoint(evaluate, policy=eqn.params.get("policy"))(*args))
-    return evaluate(*args)  # jit and its kin: inlined
+    if name in REMATERIALISES:
+        return list(jax.checkpoint(evaluate, policy=eqn.params.get("policy"))(*given))
+    return evaluate(*given)  # jit and its kin: inlined
 
 
 def _evaluate_closed(

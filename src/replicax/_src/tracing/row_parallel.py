@@ -16,7 +16,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.tracing.flat import FlatProgram, Operation
-from replicax._src.tracing.rows.rules import ELEMENTWISE
+from replicax._src.tracing.primitives import ELEMENTWISE
 from replicax._src.tracing.verdict import is_call
 
 

@@ -17,6 +17,7 @@ from replicax._src.errors import InvalidArgumentError, TapeError
 from replicax._src.framework import is_variable
 from replicax._src.options import UnconnectedGradients
 from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.markers import Question
 from replicax._src.user_code import user_line
 
 log = logging.getLogger("replicax")
@@ -219,9 +220,8 @@ class GradientTape:
             for _ in values
         ]
         watched = self._watched_values() if any(derived) else []
-        gradients, missing = (
-            capture.gradient(self._id, targets, seed_leaves, flat, derived, watched) if flat else ([], set())
-        )
+        asked = Question(targets, seed_leaves, flat, derived, watched)
+        gradients, missing = capture.gradient(self._id, asked) if flat else ([], set())
         results = []
         position = 0
         for leaf, values in zip(leaves, readings, strict=True):

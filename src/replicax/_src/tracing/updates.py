@@ -13,11 +13,11 @@ from typing import Any
 
 from replicax._src import jax_compat
 from replicax._src.tracing.capture import Entry
+from replicax._src.tracing.equations import is_variable, leading_to, variables
+from replicax._src.tracing.primitives import UNPACKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
 from replicax._src.tracing.slots import Slot
-from replicax._src.tracing.verdict import Verdict, analyse, has_replica_collective, is_replica_collective
-
-_UNPACKS = frozenset(["convert_element_type", "dynamic_slice", "reshape", "slice", "split", "squeeze"])
+from replicax._src.tracing.verdict import Verdict, analyse, meets
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,19 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
     of_replicas = [
         var for entry, var in writes if entry.slot.sharing.is_per_replica or id(entry.slot) in differing
     ]
-    live = _live(jaxpr)
-    ending = _ending(live, verdicts, _variables([*jaxpr.outvars[:num_arrays], *of_replicas]))
+    # Equations that the results do not need may look different for each shape.
+    live = leading_to(jaxpr.eqns, jaxpr.outvars, keeps_effects=True)
+    ending = _ending(live, verdicts, variables([*jaxpr.outvars[:num_arrays], *of_replicas]))
     state = jaxpr.invars[num_consts : num_consts + len(variant.entries)]
     ending = _without_unpacking(ending, set(state))
     made = {var for eqn in ending for var in eqn.outvars}
     slots = {var: entry.slot for var, entry in zip(state, variant.entries, strict=True)}
 
-    used = dict.fromkeys(a for eqn in ending for a in _variables(eqn.invars) if a not in made)
+    used = dict.fromkeys(a for eqn in ending for a in variables(eqn.invars) if a not in made)
     read = [var for var in used if var in slots]
     handed = [var for var in used if var not in slots]
-    late = [(entry, var) for entry, var in writes if _is_variable(var) and var in made]
-    early = [(entry, var) for entry, var in writes if not (_is_variable(var) and var in made)]
+    late = [(entry, var) for entry, var in writes if is_variable(var) and var in made]
+    early = [(entry, var) for entry, var in writes if not (is_variable(var) and var in made)]
     updates = Updates(
         jax_compat.rebuild(jaxpr, invars=[*read, *handed], outvars=[var for _, var in late], eqns=ending),
         [slots[var] for var in read],
@@ -88,7 +89,7 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
     in_ending = set(map(id, ending))
     eqns = [eqn for eqn in live if id(eqn) not in in_ending]
     outvars = [*jaxpr.outvars[:num_arrays], *handed, *(var for _, var in early)]
-    needed = {a for eqn in eqns for a in _variables(eqn.invars)} | set(_variables(outvars))
+    needed = {a for eqn in eqns for a in variables(eqn.invars)} | set(variables(outvars))
     kept = _kept_entries(variant, state, needed, {id(entry) for entry, _ in early})
     invars = [
         *jaxpr.invars[:num_consts],
@@ -110,16 +111,6 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
     )
 
 
-def _live(jaxpr: Any) -> list[Any]:
-    """The equations that the results need: those that they do not need may look different for each shape."""
-    needed, live = set(_variables(jaxpr.outvars)), []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            live.append(eqn)
-            needed.update(_variables(eqn.invars))
-    return live[::-1]
-
-
 def _ending(eqns: Sequence[Any], verdicts: dict[Any, Verdict], results: Sequence[Any]) -> list[Any]:
     """The equations whose operands are the same on all replicas, and whose results only such equations and variables
     take.
@@ -129,9 +120,9 @@ def _ending(eqns: Sequence[Any], verdicts: dict[Any, Verdict], results: Sequence
     """
     needed, ending = set(results), []
     for eqn in reversed(eqns):
-        operands = _variables(eqn.invars)
+        operands = variables(eqn.invars)
         are_same = all(verdicts[a].is_same for a in operands)
-        is_late = are_same and needed.isdisjoint(eqn.outvars) and not eqn.effects and not _meets(eqn)
+        is_late = are_same and needed.isdisjoint(eqn.outvars) and not eqn.effects and not meets(eqn)
         if is_late:
             ending.append(eqn)
         else:
@@ -146,16 +137,11 @@ def _without_unpacking(ending: Sequence[Any], state: set[Any]) -> list[Any]:
     rest: list[Any] = []
     made: set[Any] = set()
     for eqn in ending:
-        if eqn.primitive.name in _UNPACKS and (made | state).isdisjoint(_variables(eqn.invars)):
+        if eqn.primitive.name in UNPACKS and (made | state).isdisjoint(variables(eqn.invars)):
             continue
         rest.append(eqn)
         made.update(eqn.outvars)
     return rest
-
-
-def _meets(eqn: Any) -> bool:
-    inner = [jax_compat.inner_jaxpr(sub)[0] for sub in jax_compat.sub_jaxprs(eqn)]
-    return is_replica_collective(eqn) or any(has_replica_collective(jaxpr) is not None for jaxpr in inner)
 
 
 def _kept_entries(
@@ -169,11 +155,3 @@ def _kept_entries(
             copy.written, copy.line = id(entry) in early, entry.line
             kept.append((i, copy))
     return kept
-
-
-def _is_variable(atom: Any) -> bool:
-    return not isinstance(atom, jax_compat.Literal)
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if _is_variable(atom)]

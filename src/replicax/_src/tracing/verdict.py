@@ -15,6 +15,15 @@ from typing import Any
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import DivergentCollectiveError
+from replicax._src.tracing.equations import called, equations, equations_in, inner_jaxprs, walked
+from replicax._src.tracing.primitives import (
+    CALLS,
+    COLLECTIVES,
+    DIFFERS_BY_ITSELF,
+    KEEPS_REDUCED,
+    KEEPS_SHIFTED,
+    MAKES_EQUAL,
+)
 
 
 class Verdict(enum.IntEnum):
@@ -28,117 +37,6 @@ class Verdict(enum.IntEnum):
     @property
     def is_same(self) -> bool:
         return self <= Verdict.SAME
-
-
-_MAKES_EQUAL = frozenset(["psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"])
-_COLLECTIVES = _MAKES_EQUAL | frozenset(
-    [
-        "all_to_all",
-        "ppermute",
-        "reduce_scatter",
-        "psum_scatter",
-        "pgather",
-        "ragged_all_to_all",
-        "replicax_aggregate",
-    ]
-)
-# Elementwise operations and data movement: what may happen to a reduced gradient that is still reduced.
-_KEEPS_REDUCED = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "scatter-add",
-        "and",
-        "atan2",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "clip",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "copysign",
-        "cos",
-        "cosh",
-        "div",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "eq",
-        "erf",
-        "exp",
-        "exp2",
-        "expand_dims",
-        "expm1",
-        "floor",
-        "gather",
-        "ge",
-        "gt",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "optimization_barrier",
-        "or",
-        "pad",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "reshape",
-        "rev",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "sinh",
-        "slice",
-        "split",
-        "sqrt",
-        "square",
-        "squeeze",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "transpose",
-        "xor",
-        "broadcast_in_dim",
-        "replicax_aggregate",
-        "replicax_logical",
-    ]
-).union(jax_compat.NEWER_ELEMENTWISE)
-_DIFFERS_BY_ITSELF = frozenset(["axis_index", "io_callback", "infeed", "replicax_gradient"])
-_KEEPS_SHIFTED = frozenset(
-    ["add", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "slice"]
-)
-_ONE_TO_ONE = frozenset(
-    [
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "remat",
-        "checkpoint",
-        "remat2",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "custom_lin",
-    ]
-)
 
 
 def analyse(
@@ -156,50 +54,38 @@ def analyse(
     Raises:
       DivergentCollectiveError: A collective stands under a condition that differs.
     """
-    env: dict[Any, Verdict] = dict(zip(jaxpr.invars, inputs, strict=True))
-    env.update((v, Verdict.SAME) for v in jaxpr.constvars)
-
-    def read(atom: Any) -> Verdict:
-        return Verdict.SAME if isinstance(atom, jax_compat.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        verdicts = transfer(eqn, [read(a) for a in eqn.invars], is_guarded)
-        env.update(zip(eqn.outvars, verdicts, strict=True))
-    return [read(a) for a in jaxpr.outvars], env
+    same = [Verdict.SAME] * len(jaxpr.constvars)
+    return walked(
+        jaxpr, inputs, lambda eqn, given: transfer(eqn, given, is_guarded), same, lambda _: Verdict.SAME
+    )
 
 
-def has_replica_collective(jaxpr: Any) -> Any | None:
-    """The first equation in ``jaxpr``, at any depth, in which replicas must meet; or None."""
-    for eqn in jaxpr.eqns:
-        if is_replica_collective(eqn):
-            return eqn
-        for sub in jax_compat.sub_jaxprs(eqn):
-            found = has_replica_collective(jax_compat.inner_jaxpr(sub)[0])
-            if found is not None:
-                return found
-    return None
+def has_replica_collective(jaxpr: Any) -> bool:
+    """Whether replicas must meet in ``jaxpr``, at any depth."""
+    return any(map(is_replica_collective, equations(jaxpr)))
+
+
+def meets(eqn: Any) -> bool:
+    """Whether replicas must meet in an equation, or inside of it."""
+    return is_replica_collective(eqn) or any(map(is_replica_collective, equations_in(eqn)))
 
 
 def has_backward_pass(jaxpr: Any) -> bool:
     """Returns True if a gradient is computed in ``jaxpr``, at any depth."""
-    return any(
-        jax_compat.is_transposed(eqn)
-        or any(has_backward_pass(jax_compat.inner_jaxpr(sub)[0]) for sub in jax_compat.sub_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(map(jax_compat.is_transposed, equations(jaxpr)))
 
 
 def is_replica_collective(eqn: Any) -> bool:
     """Whether replicas must meet in this equation itself."""
     if eqn.primitive.name == "replicax_aggregate":
         return True
-    return eqn.primitive.name in _COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
+    return eqn.primitive.name in COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
 
 
 def is_equalising(eqn: Any) -> bool:
     """Returns True if an equation is a collective that gives all replicas the same."""
     return (
-        eqn.primitive.name in _MAKES_EQUAL
+        eqn.primitive.name in MAKES_EQUAL
         and REPLICA_AXIS in collective_axes(eqn)
         and eqn.params.get("axis_index_groups") is None
     )
@@ -207,20 +93,17 @@ def is_equalising(eqn: Any) -> bool:
 
 def is_movement(eqn: Any) -> bool:
     """Whether an equation computes element by element, or moves elements."""
-    return eqn.primitive.name in _KEEPS_REDUCED
+    return eqn.primitive.name in KEEPS_REDUCED
 
 
 def is_call(eqn: Any) -> bool:
     """Whether an equation calls a function: jit, checkpoint, those with derivatives of their own."""
-    return eqn.primitive.name in _ONE_TO_ONE and bool(jax_compat.sub_jaxprs(eqn))
+    return eqn.primitive.name in CALLS and bool(jax_compat.sub_jaxprs(eqn))
 
 
 def is_call_with_collective(eqn: Any) -> bool:
     """Whether an equation calls a function in which replicas must meet."""
-    return (
-        is_call(eqn)
-        and has_replica_collective(jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])[0]) is not None
-    )
+    return is_call(eqn) and has_replica_collective(inner_jaxprs(eqn)[0])
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
@@ -233,11 +116,6 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict of a value computed from values of these verdicts by an unknown operation."""
     worst = max(verdicts, default=Verdict.SAME)
     return Verdict.SAME if worst.is_same else Verdict.DIFFERS
-
-
-def _merge(a: Verdict, b: Verdict) -> Verdict:
-    """The verdict of a value that is one of two."""
-    return max(a, b)
 
 
 def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
@@ -263,55 +141,39 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
         return [Verdict.REDUCED if is_users else join(inputs)] * count
     if name in _SPECIAL:
         return [_SPECIAL[name](inputs)] * count
-    if name in _COLLECTIVES or name == "axis_index":
+    if name in COLLECTIVES or name == "axis_index":
         return [_collective(eqn, inputs)] * count
     if name in _STRUCTURED:
         return _STRUCTURED[name](eqn, inputs, guarded)
-    subs = jax_compat.sub_jaxprs(eqn)
     if is_call(eqn):
-        return _one_to_one(eqn, inputs, guarded)
+        inner, _, given = called(eqn, inputs)
+        return analyse(inner, given, guarded)[0]
     # Unknown higher-order primitives: only look for what makes replicas differ, whatever the inputs.
-    if any(_may_differ_by_itself(jax_compat.inner_jaxpr(sub)[0]) for sub in subs):
+    if any(e.primitive.name in DIFFERS_BY_ITSELF or is_replica_collective(e) for e in equations_in(eqn)):
         return [Verdict.DIFFERS] * count
     worst = max(inputs, default=Verdict.SAME)
     if worst.is_same:
         # What JAX's differentiation computes from reduced values is a gradient that has not been reduced.
-        keeps = Verdict.REDUCED in inputs and name in _KEEPS_REDUCED and not jax_compat.is_differentiated(eqn)
+        keeps = Verdict.REDUCED in inputs and name in KEEPS_REDUCED and not jax_compat.is_differentiated(eqn)
         return [Verdict.REDUCED if keeps else Verdict.SAME] * count
-    keeps = worst is Verdict.SHIFTED and name in _KEEPS_SHIFTED and inputs.count(Verdict.SHIFTED) == 1
+    keeps = worst is Verdict.SHIFTED and name in KEEPS_SHIFTED and inputs.count(Verdict.SHIFTED) == 1
     return [Verdict.SHIFTED if keeps else Verdict.DIFFERS] * count
-
-
-def _may_differ_by_itself(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name in _DIFFERS_BY_ITSELF
-        or is_replica_collective(eqn)
-        or any(_may_differ_by_itself(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _collective(eqn: Any, inputs: list[Verdict]) -> Verdict:
     if REPLICA_AXIS not in collective_axes(eqn):
         return join(inputs)
-    if eqn.primitive.name in _MAKES_EQUAL and eqn.params.get("axis_index_groups") is None:
+    if eqn.primitive.name in MAKES_EQUAL and eqn.params.get("axis_index_groups") is None:
         # A collective that JAX's own differentiation put there was not applied to a gradient by the user.
         return Verdict.SAME if jax_compat.is_differentiated(eqn) else Verdict.REDUCED
     return Verdict.DIFFERS
-
-
-def _one_to_one(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
-    inner, _ = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-    return analyse(inner, inputs[len(inputs) - len(inner.invars) :], guarded)[0]
 
 
 def _cond(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
     predicate, operands = inputs[0], inputs[1:]
     if not predicate.is_same:
         guarded = f"a condition at {jax_compat.equation_line(eqn)}"
-    branches = [
-        analyse(jax_compat.inner_jaxpr(branch)[0], operands, guarded)[0] for branch in eqn.params["branches"]
-    ]
+    branches = [analyse(branch, operands, guarded)[0] for branch in inner_jaxprs(eqn)]
     merged = [max(column) for column in zip(*branches, strict=True)]
     return merged if predicate.is_same else [Verdict.DIFFERS] * len(merged)
 
@@ -323,7 +185,7 @@ def _scan(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]
     xs = inputs[num_consts + num_carry :]
     while True:
         outputs, _ = analyse(body, [*consts, *carry, *xs], guarded)
-        grown = [_merge(a, b) for a, b in zip(carry, outputs[:num_carry], strict=True)]
+        grown = list(map(max, carry, outputs[:num_carry]))
         if grown == carry:
             return [*carry, *outputs[num_carry:]]
         carry = grown
@@ -338,7 +200,7 @@ def _while(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict
     while True:
         (predicate,), _ = analyse(cond, [*cond_consts, *carry])
         outputs, _ = analyse(body, [*body_consts, *carry])
-        grown = [_merge(a, b) for a, b in zip(carry, outputs, strict=True)]
+        grown = list(map(max, carry, outputs))
         if not predicate.is_same:
             grown = [Verdict.DIFFERS] * len(grown)
         if grown == carry:
@@ -359,7 +221,6 @@ _SPECIAL: dict[str, Callable[[list[Verdict]], Verdict]] = {
     "replicax_seed_shift": lambda inputs: Verdict.SHIFTED,
     "replicax_seed_unshift": lambda inputs: Verdict.SAME if inputs[1] is Verdict.SHIFTED else Verdict.DIFFERS,
     "io_callback": lambda inputs: Verdict.DIFFERS,
-    "infeed": lambda inputs: Verdict.DIFFERS,
 }
 _STRUCTURED: dict[str, Callable[[Any, list[Verdict], str | None], list[Verdict]]] = {
     "cond": _cond,

@@ -19,7 +19,7 @@ from replicax._src.parameter_servers.programs.events import Assigned
 from replicax._src.tracing import flat
 from replicax._src.tracing.flat import Atom, FlatProgram, Operation
 from replicax._src.tracing.markers import read_p, seed_shift_p, seed_unshift_p
-from replicax._src.tracing.rows.rules import ELEMENTWISE
+from replicax._src.tracing.primitives import ELEMENTWISE
 
 log = logging.getLogger("replicax")
 _MARKS = frozenset(mark.name for mark in (read_p, seed_shift_p, seed_unshift_p))

@@ -164,9 +164,7 @@ class PlacedReplicas:
             _giving(variant, each, self._num_results, wanted, self._topology.num_replicas)
             for variant, each, wanted in zip(program.variants, flats, taken, strict=True)
         ]
-        made = ReplicaProgram(variants, program.variant_of_replica)
-        made.same_writes = program.same_writes
-        return made
+        return ReplicaProgram(variants, program.variant_of_replica)
 
     def _assignment(
         self, event: Event, variant: Variant, program: FlatProgram, value: Atom, position: int
@@ -331,6 +329,4 @@ def _with_outputs(program: ReplicaProgram, num_results: int) -> ReplicaProgram:
         )
         for variant in program.variants
     ]
-    made = ReplicaProgram(variants, program.variant_of_replica)
-    made.same_outputs = program.same_outputs[:num_results]
-    return made
+    return ReplicaProgram(variants, program.variant_of_replica)

@@ -20,9 +20,9 @@ from replicax._src.parameter_servers.programs.events import Applied, Event, Even
 from replicax._src.parameter_servers.programs.random_keys import as_data
 from replicax._src.tracing.capture import Entry, current_capture
 from replicax._src.tracing.lookups import Lookups, find_lookups, is_looked_up
-from replicax._src.tracing.program import Variant, check_no_leaks, trace_variant
+from replicax._src.tracing.passes import trace_cross_replica
+from replicax._src.tracing.program import Variant, check_no_leaks
 from replicax._src.tracing.slots import Slot
-from replicax._src.tracing.verdict import Verdict
 from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
@@ -121,15 +121,7 @@ def trace_function(
     def slot(variable: Any) -> Slot:
         return found["elements"].slot_of(variable) if isinstance(variable, Element) else slot_of(variable)
 
-    variant = trace_variant(
-        noting,
-        avals,
-        [Verdict.SAME] * len(avals),
-        slot_of=slot,
-        num_replicas=None,
-        sum_gradients=lambda capture: list,
-        rewrite=by_rows,
-    )
+    variant = trace_cross_replica(noting, avals, slot, take_rows=by_rows)
     check_no_leaks(variant)
     if found["num_replicas"] > 1:
         variant = _without_new_values(variant)

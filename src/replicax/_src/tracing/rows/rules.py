@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.tracing.primitives import ELEMENTWISE
 from replicax._src.tracing.rows.layout import Layout, Rows, RowSplit, Shared
 
 Evaluate = Callable[[Sequence[Any]], list[Any]]
@@ -565,16 +566,6 @@ def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSpli
 
 
 _LINEAR = frozenset("add add_any sub neg copy real imag concatenate stack name stop_gradient".split())  # noqa: SIM905
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt
-    max min mul name ne neg nextafter not or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh sqrt square stop_gradient sub tan tanh xor zeta
-    """.split()  # noqa: SIM905 - a line for each, otherwise
-).union(jax_compat.NEWER_ELEMENTWISE)
 RULES: dict[str, Rule] = {
     "optimization_barrier": _each_by_itself,
     "bitcast_convert_type": _bitcast,

@@ -1,0 +1,543 @@
+"""From a user's function to a program: all passes, in order. What they hold and do stands in the files they come from.
+
+``VARIANT_PASSES`` and ``PROGRAM_PASSES`` are run here, on every trace and on every program. Those after them belong to
+a placement: ``RunOptions(check_finite=True)`` adds ``finite.watched``, and ``lowering/spmd.py`` goes on with
+``make_whole`` and ``cut_before_updates``.
+
+| pass | takes | gives | skipped |
+|---|---|---|---|
+| ``captured`` | a function | a trace: variables are inputs; tapes and optimizers are marks | never |
+| ``take_rows`` | a trace | a trace of rows of tables | without parameter servers |
+| ``resolve_marks`` | a trace | a jaxpr: derivatives are computed, gradients summed | without marks |
+| ``analyse_replication`` | a jaxpr | the same, and which results are the same on all replicas | one replica |
+| ``open_calls`` | a program | its collectives stand at the top level, but for those in loops | one size |
+| ``compare_sizes`` | a program | a result is the same only if all sizes compute it alike | one size |
+| ``check_synchronised`` | a program | the same, or an error: mirrored variables would differ | never |
+| ``finite.watched`` | a program | one with a further result: where its first NaN is | not asked for |
+| ``make_whole`` | a program | what XLA divides wrongly takes whole arrays | one device for each replica |
+| ``cut_before_updates`` | a program | a program, and the updates of what is divided | no ``shard_state`` |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.errors import (
+    DivergenceError,
+    ReplicaxError,
+    StructureError,
+    TracedConditionError,
+    TraceError,
+    UnsupportedError,
+)
+from replicax._src.framework import frameworks_in_use, is_variable
+from replicax._src.migrate import tensorflow_code
+from replicax._src.tracing.cache import Leaf
+from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
+from replicax._src.tracing.equations import has_any
+from replicax._src.tracing.key import is_array
+from replicax._src.tracing.numbering import number_of, number_variant
+from replicax._src.tracing.primitives import MARKS
+from replicax._src.tracing.program import Output, ReplicaProgram, Variant, leaked
+from replicax._src.tracing.rewrite import Rewriter, evaluate_inlined
+from replicax._src.tracing.slots import Sharing, Slot
+from replicax._src.tracing.verdict import Verdict, analyse, is_call_with_collective
+from replicax._src.user_code import user_line_of
+from replicax._src.values import DistributedValues, is_value
+
+TakeRows = Callable[[Any, int, Sequence[Entry], int, Sequence[tuple[str, int]]], tuple[Any, list[Any]]]
+"""From a trace, the number of its constants, its variables, the number of arrays that it returns and the names of axes,
+to another trace, and constants that come before its own.
+"""
+
+_MAX_TRACES = 8
+_MAX_ROUNDS = 16
+_epochs = itertools.count()
+_epoch = next(_epochs)
+
+
+# --- a function -> a program --------------------------------------------------------------------------------
+
+
+def trace_replicas(
+    call: Callable[[int, list[Any]], Any],
+    inputs: Sequence[Leaf],
+    num_replicas: int,
+    *,
+    slot_of: Callable[[Any], Slot],
+    sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]],
+) -> tuple[ReplicaProgram, list[int] | None]:
+    """Traces a function of one replica for all of them: one program, of one variant for each batch size.
+
+    Args:
+      call: Calls the function, given the number of the variant and the tracers of ``inputs``.
+      inputs: The arrays that it takes.
+      slot_of: Gives the slot of a variable.
+      sum_gradients: Sums gradients over the replicas.
+
+    Returns:
+      The program, and how many rows each replica has, where they are not all equal.
+    """
+    patterns = [tuple(leaf.shapes[r] for leaf in inputs if leaf.shapes) for r in range(num_replicas)]
+    distinct = list(dict.fromkeys(patterns))
+    variant_of_replica = [distinct.index(pattern) for pattern in patterns]
+    rows: list[int] | None = None
+    if len(distinct) > 1:
+        first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
+        rows = [shape[0] if shape else 1 for shape in first]
+
+    how = _Tracing(slot_of, num_replicas, sum_gradients)
+
+    def trace(number: int, uneven: Uneven | None = None, forced: Sequence[bool] | None = None) -> Variant:
+        replica_id = variant_of_replica.index(number)
+        try:
+            return _trace_variant(
+                functools.partial(call, number),
+                [leaf.aval(replica_id) for leaf in inputs],
+                [Verdict.DIFFERS if leaf.kind == "row" else Verdict.SAME for leaf in inputs],
+                dataclasses.replace(how, uneven=uneven, forced_sums=forced),
+            )
+        except Exception as error:
+            note = _note_on(error, replica_id, rows)
+            if note is not None and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+    variants = [trace(0)] if rows is None else _trace_sizes(trace, variant_of_replica, rows)
+    program = ReplicaProgram(variants, tuple(variant_of_replica))
+    for one in PROGRAM_PASSES:
+        program = one(program)
+    return program, rows
+
+
+def trace_cross_replica(
+    call: Callable[[list[Any]], Any],
+    avals: Sequence[Any],
+    slot_of: Callable[[Any], Slot],
+    *,
+    on_strategy: Callable[[Any], None] | None = None,
+    take_rows: TakeRows | None = None,
+) -> Variant:
+    """Traces a cross-replica function, which is one variant.
+
+    Args:
+      call: Calls the function with the flat traced arguments.
+      on_strategy: Told of each strategy whose ``run`` is called in it.
+      take_rows: The pass of that name.
+    """
+    how = _Tracing(slot_of, on_strategy=on_strategy, take_rows=take_rows)
+    return _trace_variant(call, avals, [Verdict.SAME] * len(avals), how)
+
+
+def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> str | None:
+    """What the error of a replica function does not say by itself."""
+    if rows is not None and rows[replica_id] == 0:
+        return (
+            f"(A replica without rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
+            "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
+        )
+    if jax_compat.names_unknown_axis(error, "axis name"):
+        return (
+            f"(In a replica function the axis of the replicas is named {REPLICA_AXIS!r}: jax.lax.psum(x, {REPLICA_AXIS!r}). Or "
+            "write rx.get_replica_context().all_reduce('SUM', x).)"
+        )
+    if "from different trace level" in str(error):  # flax 0.12
+        return (
+            "(The function changes or differentiates a flax nnx module that it closes over. Pass modules, optimizers and metrics "
+            "of nnx as arguments: strategy.run(step, args=(model, optimizer, batch)).)"
+        )
+    return None
+
+
+# --- several sizes: their decisions are made jointly --------------------------------------------------------
+
+
+def _trace_sizes(
+    trace: Callable[[int, Uneven, Sequence[bool] | None], Variant],
+    variant_of_replica: Sequence[int],
+    rows_of_replica: Sequence[int],
+) -> list[Variant]:
+    """All variants of a function.
+
+    Args:
+      trace: Traces one variant, given its number, what it knows of the others, and the gradients to sum.
+
+    Raises:
+      StructureError: They exchange, sum or assign different things, depending on the local batch size.
+    """
+    rows = [rows_of_replica[variant_of_replica.index(v)] for v in range(max(variant_of_replica) + 1)]
+    known: list[list[tuple[int, ...]]] = []
+    sums: list[bool] | None = None
+    for _ in range(_MAX_ROUNDS):
+        sizes = [Uneven(variant_of_replica, known, num_rows) for num_rows in rows]
+        variants, errors = [], []
+        for number, size in enumerate(sizes):
+            try:
+                variants.append(trace(number, size, sums))
+            except Exception as error:
+                errors.append(error)
+        seen = [list(column) for column in zip(*(size.seen for size in sizes), strict=False)]
+        if (
+            seen != known
+        ):  # some shapes were guessed: what was computed from them may be wrong, or have failed
+            known = seen
+            continue
+        if errors:
+            raise errors[0]
+        check_equal_counts([len(size.seen) for size in sizes], "exchanges of arrays between replicas")
+        check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
+        joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
+        if sums == joint or all(v.sums == joint for v in variants):
+            break
+        sums = joint
+    else:
+        raise StructureError(
+            f"The shapes that replicas exchange, or the gradients that they sum, still changed when the replica "
+            f"function was traced {_MAX_ROUNDS} times. Gather arrays of different sizes once, and compute from that."
+        )
+    if len({tuple(id(e.slot) for e in v.written) for v in variants}) > 1:
+        raise StructureError(
+            "The replica function assigns other variables, or in another order, depending on the local batch "
+            "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
+        )
+    return variants
+
+
+def check_equal_counts(counts: Sequence[int], what: str) -> None:
+    """Refuses variants that do something a different number of times."""
+    if len(set(counts)) > 1:
+        raise StructureError(
+            f"The replica function has {' or '.join(map(str, sorted(set(counts))))} {what}, depending on the "
+            f"replica's local batch size: replicas would wait for each other for ever. Do not branch on "
+            f"x.shape[0] in Python around collectives or optimizer.apply."
+        )
+
+
+# --- one size: a trace, and its passes ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tracing:
+    """How a function is traced: what the passes over a variant are told.
+
+    Attributes:
+      slot_of: Gives the slot of a variable.
+      num_replicas: R, or None for a cross-replica function.
+      sum_gradients: Sums gradients over replicas.
+      on_strategy, take_rows: See ``trace_cross_replica``.
+      uneven: What the variant knows of the others.
+      forced_sums: Which gradients are summed, if that is decided; see ``Rewriter``.
+    """
+
+    slot_of: Callable[[Any], Slot]
+    num_replicas: int | None = None
+    sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]] = lambda capture, values: list(values)
+    on_strategy: Callable[[Any], None] | None = None
+    take_rows: TakeRows | None = None
+    uneven: Uneven | None = None
+    forced_sums: Sequence[bool] | None = None
+
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """The names of axes, with their sizes."""
+        # The second name only makes JAX's caches of inner functions (jit, scan) miss after a trace in which such
+        # a function read a variable: what they cached refers to that trace.
+        axes = [] if self.num_replicas is None else [(REPLICA_AXIS, self.num_replicas)]
+        return [*axes, (f"replicax_trace_{_epoch}", 1)] if _epoch else axes
+
+
+def _trace_variant(
+    call: Callable[[list[Any]], Any], avals: Sequence[Any], verdicts: Sequence[Verdict], how: _Tracing
+) -> Variant:
+    """Traces ``call`` over tracers of ``avals``, and runs the passes over the trace.
+
+    It is traced again where it created variables, or a source of a gradient turned out to be unconnected.
+
+    Args:
+      verdicts: Of the arguments.
+
+    Raises:
+      TracedConditionError: Python ``if``, ``int`` and kin on a traced value.
+      TraceError: A tracer of another trace was used.
+      UnsupportedError: TensorFlow computes in the function.
+      VariableError: Each call would create a variable.
+    """
+    unconnected: frozenset[tuple[int, int]] = frozenset()
+    has_created = False
+    for _ in range(_MAX_TRACES):
+        capture = TracedCapture(
+            how.slot_of,
+            how.num_replicas,
+            uneven=how.uneven and how.uneven.restart(),
+            unconnected=unconnected,
+            on_strategy=how.on_strategy,
+        )
+        trace = captured(call, avals, verdicts, capture, how.axes)
+        if capture.created:
+            # As tf.function does: only a second trace shows whether every call would create variables.
+            if has_created:
+                raise created_again(capture.created[0])
+            has_created = True
+            continue
+        variant = _passed(trace, capture, how)
+        found = variant.unconnected - unconnected
+        if (
+            found and how.take_rows is not None
+        ):  # it may drop a lookup of no rows, by which the table is connected
+            found &= _passed(trace, capture, dataclasses.replace(how, take_rows=None)).unconnected
+        if not found:
+            return variant
+        unconnected |= found
+    raise TraceError(
+        "The function takes other gradients each time it is traced: what tape.gradient is given there must not depend on "
+        "how often the function was called."
+    )
+
+
+def _passed(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    for one in VARIANT_PASSES:
+        variant = one(variant, capture, how)
+    return variant
+
+
+# --- capture ------------------------------------------------------------------------------------------------
+
+
+def captured(
+    call: Callable[[list[Any]], Any],
+    avals: Sequence[Any],
+    verdicts: Sequence[Verdict],
+    capture: TracedCapture,
+    axes: Sequence[tuple[str, int]],
+) -> Variant:
+    """The trace of a function, with its marks; the variables that it met stand between constants and arguments."""
+    global _epoch
+    tree: Any = None
+    outputs: list[Output] = []
+
+    def body(*tracers: Any) -> list[Any]:
+        nonlocal tree, outputs
+        with capture.tracing():
+            returned = call(list(tracers))
+            is_leaf = is_value if capture.is_replica else is_variable
+            leaves, tree = jax.tree_util.tree_flatten(returned, is_leaf=is_leaf)
+            given = [_output(leaf) for leaf in leaves]
+            outputs = [Output(o.is_array, None if o.is_array else o.value) for o in given]
+            arrays = [o.value for o in given if o.is_array]
+            return arrays + [e.current for e in capture.entries.values() if e.written]
+
+    with contextlib.ExitStack() as scopes, _explained(capture.is_replica), tensorflow_code.explained():
+        for framework in frameworks_in_use():
+            scopes.enter_context(framework.trace_scope(capture))
+        jaxpr, consts = jax_compat.trace(body, avals, axes)
+    if capture.read_in_inner_trace:
+        _epoch = next(_epochs)
+    entries = list(capture.entries.values())
+    found = {e.params["index"]: e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "replicax_variable"}
+    invars = [
+        *jaxpr.invars[: len(consts)],
+        *(found[i] for i in range(len(entries))),
+        *jaxpr.invars[len(consts) :],
+    ]
+    eqns = [e for e in jaxpr.eqns if e.primitive.name != "replicax_variable"]
+    state = [Verdict.DIFFERS if e.slot.sharing.is_per_replica else Verdict.SAME for e in entries]
+    return Variant(
+        jax_compat.rebuild(jaxpr, invars=invars, eqns=eqns),
+        consts,
+        entries,
+        tree,
+        outputs,
+        input_verdicts=[Verdict.SAME] * len(consts) + state + list(verdicts),
+    )
+
+
+def _output(leaf: Any) -> Output:
+    if isinstance(leaf, DistributedValues):
+        local = getattr(leaf, "local", None)
+        return Output(True, leaf.as_array() if local is None else local)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        if not is_array(leaf):
+            raise UnsupportedError(
+                f"The function returns a NumPy {type(leaf).__name__} of dtype {leaf.dtype}, and programs compute with numbers only. "
+                "Return a str or a list, which are given back as they are, or leave it out."
+            )
+        return Output(True, jnp.asarray(leaf))
+    if tensorflow_code.is_tensor(leaf):
+        raise UnsupportedError(
+            f"The function returns a {tensorflow_code.name_of(leaf)}, which TensorFlow computed while the function was traced: once, and "
+            "not in each step. Compute it with keras.ops or jax.numpy; `replicax migrate` finds the lines."
+        )
+    if isinstance(leaf, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
+        kind = "a coroutine (async def)" if isinstance(leaf, types.CoroutineType) else "a generator (yield)"
+        if not isinstance(leaf, types.AsyncGeneratorType):
+            leaf.close()  # or Python warns that it was never awaited
+        raise UnsupportedError(
+            f"The function gives {kind}, {leaf.__qualname__}: nothing that stands in it has been run. Give a function that returns its "
+            "results."
+        )
+    return Output(False, leaf)
+
+
+_EAGERLY = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
+
+
+@contextlib.contextmanager
+def _explained(is_replica: bool):
+    """Adds to JAX's errors about tracers what to do here; ``is_replica``: in a function that ``run`` may run
+    eagerly.
+    """
+    try:
+        yield
+    except ReplicaxError:
+        raise
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise TracedConditionError(
+            f"At {user_line_of(error)} Python needs the value of something that is known only when the program "
+            f"runs (an argument, a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float() "
+            f"or np.asarray() of a value. The function is traced once for all replicas. Use jnp.where or "
+            f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to "
+            f"print{_EAGERLY if is_replica else '.'}"
+        ).with_traceback(
+            error.__traceback__
+        ) from None  # one traceback, down to the user's line; JAX's error is the context
+    except jax.errors.UnexpectedTracerError as error:
+        raise leaked(user_line_of(error)) from error
+
+
+# --- the passes over a variant ------------------------------------------------------------------------------
+
+
+def take_rows(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    """Replaces tables on parameter servers by the rows that the function looks up."""
+    del capture
+    if how.take_rows is None:
+        return variant
+    jaxpr, consts = how.take_rows(
+        variant.jaxpr, len(variant.consts), variant.entries, variant.num_arrays, how.axes
+    )
+    changed = variant.with_jaxpr(jaxpr, consts)
+    return dataclasses.replace(changed, input_verdicts=[Verdict.SAME] * len(jaxpr.invars))
+
+
+def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    """Replaces the marks of tapes and optimizers by derivatives and sums."""
+    if not has_any(variant.jaxpr, MARKS):
+        return variant
+    rewriter = Rewriter(
+        functools.partial(how.sum_gradients, capture),
+        how.forced_sums,
+        is_empty=how.uneven is not None and how.uneven.rows == 0,
+        num_replicas=how.num_replicas or 1,
+    )
+    changed = variant.retraced(
+        lambda jaxpr, args: rewriter.evaluate(jaxpr, args, variant.input_verdicts), how.axes
+    )
+    return dataclasses.replace(
+        changed, sums=rewriter.sums, unconnected=variant.unconnected | rewriter.unconnected
+    )
+
+
+def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    """Notes which results are the same on all replicas."""
+    del capture
+    outs = [Verdict.SAME] * len(variant.jaxpr.outvars)
+    if (how.num_replicas or 1) > 1:
+        outs, _ = analyse(variant.jaxpr, variant.input_verdicts)
+    return dataclasses.replace(
+        variant, out_verdicts=outs[: variant.num_arrays], write_verdicts=outs[variant.num_arrays :]
+    )
+
+
+VARIANT_PASSES: Sequence[Callable[[Variant, Capture, _Tracing], Variant]] = (
+    take_rows,
+    resolve_marks,
+    analyse_replication,
+)
+
+
+# --- the passes over a program ------------------------------------------------------------------------------
+
+
+def open_calls(program: ReplicaProgram) -> ReplicaProgram:
+    """Opens the calls in which replicas meet, for a program is cut where they do; loops and conditions stay."""
+    axes = [(REPLICA_AXIS, len(program.variant_of_replica))]
+
+    def opened(variant: Variant) -> Variant:
+        if not any(map(is_call_with_collective, variant.jaxpr.eqns)):
+            return variant
+        return variant.retraced(evaluate_inlined, axes)
+
+    if len(program.variants) == 1:
+        return program
+    return dataclasses.replace(program, variants=list(map(opened, program.variants)))
+
+
+def compare_sizes(program: ReplicaProgram) -> ReplicaProgram:
+    """A result is the same on all replicas only if it also is the same computation in every variant."""
+    if len(program.variants) == 1:
+        return program
+    num_arrays = program.variants[0].num_arrays
+    outs, writes = [], []
+    for variant in program.variants:
+        known = number_variant(variant)
+        numbers = [number_of(known, atom) for atom in variant.jaxpr.outvars]
+        outs.append(numbers[:num_arrays])
+        writes.append(
+            dict(zip((id(e.slot) for e in variant.written), numbers[num_arrays:], strict=True)),
+        )
+    is_equal = [len(set(column)) == 1 for column in zip(*outs, strict=True)]
+
+    def compared(variant: Variant) -> Variant:
+        written = [len({numbers.get(id(e.slot)) for numbers in writes}) == 1 for e in variant.written]
+        return dataclasses.replace(
+            variant,
+            out_verdicts=_unless(is_equal, variant.out_verdicts),
+            write_verdicts=_unless(written, variant.write_verdicts),
+        )
+
+    return dataclasses.replace(program, variants=list(map(compared, program.variants)))
+
+
+def _unless(is_equal: Sequence[bool], verdicts: Sequence[Verdict]) -> list[Verdict]:
+    return [verdict if equal else Verdict.DIFFERS for equal, verdict in zip(is_equal, verdicts, strict=True)]
+
+
+def check_synchronised(program: ReplicaProgram) -> ReplicaProgram:
+    """Refuses a program that would leave a mirrored variable different on different replicas.
+
+    Raises:
+      DivergenceError: Naming the variable and the line that assigned it.
+    """
+    for index, line, is_same in zip(program.written, program.lines, program.same_writes, strict=True):
+        slot = program.slots[index]
+        if slot.sharing is Sharing.MIRRORED and not is_same:
+            raise DivergenceError(
+                f"Variable {slot.name!r} is mirrored, and the value assigned to it at {line} differs (or may "
+                f"differ) between replicas: its copies would fall out of sync. Either combine the value "
+                f"first (rx.get_replica_context().all_reduce(...)), or make the variable with "
+                f"aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "
+                f"synchronization=ON_READ if each replica shall keep its own; for gradients use the "
+                f"optimizer's apply (or rx.optax.aggregate_gradients()), which sums them. If you know that "
+                f"the value is the same on all replicas, say so with rx.assert_same(value)."
+            )
+    return program
+
+
+PROGRAM_PASSES: Sequence[Callable[[ReplicaProgram], ReplicaProgram]] = (
+    open_calls,
+    compare_sizes,
+    check_synchronised,
+)
