@@ -376,15 +376,15 @@ def from_arrays(arrays: Any) -> ArrayDataset:
 
 
 def _source_of(arrays: Any, num_rows: int) -> RowSource:
-    leaves = jax.tree.leaves(arrays)
-    shapes = [[str(array.dtype), *array.shape[1:]] for array in leaves]
+    rows = ArrayRows.all_of(arrays)
+    shapes = [[str(array.dtype), *array.shape[1:]] for array in rows.arrays]
     return RowSource(
         f"arrays of {num_rows} rows",
-        lambda: _ArrayCursor(arrays, num_rows),
+        lambda: _ArrayCursor(rows),
         length=lambda: num_rows,
         row_spec=lambda: jax.tree.map(lambda array: ArraySpec(array.shape[1:], array.dtype), arrays),
         fingerprint=lambda: {"num_rows": num_rows, "arrays": shapes},
-        row_bytes=sum(array.itemsize * math.prod(array.shape[1:]) for array in leaves),
+        row_bytes=sum(array.itemsize * math.prod(array.shape[1:]) for array in rows.arrays),
     )
 
 
@@ -420,12 +420,12 @@ class ArrayDataset(Dataset):
 class _ArrayCursor(Cursor):
     """The rows as they stand."""
 
-    def __init__(self, arrays: Any, num_rows: int):
-        self._arrays, self._num_rows, self._next = arrays, num_rows, 0
+    def __init__(self, rows: ArrayRows):
+        self._rows, self._next = rows, 0
 
     def read(self, num_rows: int) -> Chunk:
-        start, self._next = self._next, min(self._next + num_rows, self._num_rows)
-        return ArrayRows(self._arrays, range(start, self._next))
+        start, self._next = self._next, min(self._next + num_rows, len(self._rows))
+        return self._rows[start : self._next]
 
     def get_state(self) -> int:
         return self._next

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.input.arrays import batch_of_rows
-from replicax._src.input.chunks import ArrayRows, Chunk, chosen, join, mapped, permuted
+from replicax._src.input.chunks import ArrayRows, Chunk, chosen, mapped, permuted, read_pieces
 from replicax._src.input.specs import INFINITE, Cardinality
 
 Path = tuple[int, ...]
@@ -105,14 +105,11 @@ class Filter(Step):
         return _StatelessCursor(parent(path), self._read)
 
     def _read(self, parent: Cursor, num_rows: int) -> Chunk:
-        kept: list[Chunk] = []
-        while num_rows:
+        def piece(num_rows: int) -> Chunk | None:
             chunk = parent.read(num_rows)
-            kept.append(chosen(chunk, self.predicate))
-            if len(chunk) < num_rows:
-                break
-            num_rows -= len(kept[-1])
-        return join(kept)
+            return chosen(chunk, self.predicate) if len(chunk) else None
+
+        return read_pieces(num_rows, piece)
 
 
 @final
@@ -255,15 +252,14 @@ class _ShuffleCursor(Cursor):
         self._before: Any = None
 
     def read(self, num_rows: int) -> Chunk:
-        pieces: list[Chunk] = []
-        while num_rows:
-            if self._given == len(self._window) and not self._fill():
-                break
-            piece = self._window[self._given : self._given + num_rows]
-            pieces.append(piece)
-            self._given += len(piece)
-            num_rows -= len(piece)
-        return join(pieces)
+        return read_pieces(num_rows, self._piece)
+
+    def _piece(self, num_rows: int) -> Chunk | None:
+        if self._given == len(self._window) and not self._fill():
+            return None
+        piece = self._window[self._given : self._given + num_rows]
+        self._given += len(piece)
+        return piece
 
     def get_state(self) -> Any:
         if self._given == len(self._window):
@@ -321,15 +317,16 @@ class _RepeatCursor(Cursor):
         self._start(0)
 
     def read(self, num_rows: int) -> Chunk:
-        pieces: list[Chunk] = []
-        while num_rows and self._count != 0:
-            pieces.append(self._rows.read(num_rows))
-            num_read = len(pieces[-1])
-            self._has_rows = self._has_rows or num_read > 0
-            num_rows -= num_read
-            if num_rows and not self._go_on():
-                break
-        return join(pieces)
+        return read_pieces(num_rows, self._piece)
+
+    def _piece(self, num_rows: int) -> Chunk | None:
+        if self._count == 0:
+            return None
+        piece = self._rows.read(num_rows)
+        self._has_rows = self._has_rows or len(piece) > 0
+        if len(piece) < num_rows and not self._go_on() and not len(piece):
+            return None
+        return piece
 
     def get_state(self) -> Any:
         return {"repetition": self._repetition, "has_rows": self._has_rows, "of": self._rows.get_state()}

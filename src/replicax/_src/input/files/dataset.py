@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from replicax._src.devices.autoshard import check_shard
-from replicax._src.input.chunks import Chunk, join
+from replicax._src.input.chunks import Chunk, read_pieces
 from replicax._src.input.files.formats import FileFormat, FileReader, reading
 from replicax._src.input.files.paths import fingerprint_of
 from replicax._src.input.pipeline import Dataset, RowSource
@@ -100,15 +100,19 @@ class _FilesCursor(Cursor):
         self._reader: FileReader | None = None
 
     def read(self, num_rows: int) -> Chunk:
-        pieces: list[Chunk] = []
-        while num_rows and self._number < len(self._files):
-            piece = self._read_from_file(num_rows)
-            pieces.append(piece)
-            if len(piece) < num_rows:
-                self._close()
-                self._number += 1
-            num_rows -= len(piece)
-        return join(pieces)
+        return read_pieces(num_rows, self._piece)
+
+    def _piece(self, num_rows: int) -> Chunk | None:
+        if self._number == len(self._files):
+            return None
+        if self._reader is None:
+            self._reader = self._opened(None)
+        with reading(self._files[self._number], self._format):
+            piece = self._reader.read(num_rows)
+        if len(piece) < num_rows:
+            self._close()
+            self._number += 1
+        return piece
 
     def get_state(self) -> Any:
         return {"file": self._number, "at": None if self._reader is None else self._reader.tell()}
@@ -118,13 +122,6 @@ class _FilesCursor(Cursor):
         self._number = int(state["file"])
         if state["at"] is not None:
             self._reader = self._opened(state["at"])
-
-    def _read_from_file(self, num_rows: int) -> Chunk:
-        path = self._files[self._number]
-        if self._reader is None:
-            self._reader = self._opened(None)
-        with reading(path, self._format):
-            return self._reader.read(num_rows)
 
     def _opened(self, position: Any) -> FileReader:
         path = self._files[self._number]
