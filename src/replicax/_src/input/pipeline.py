@@ -17,7 +17,7 @@ from replicax._src.devices.autoshard import check_shard
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import UnsupportedElementError, as_array, common_num_rows, describe_shapes
 from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
-from replicax._src.input.elements import NotResumableError
+from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.files.paths import shorten
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.steps import (
@@ -288,7 +288,7 @@ class Dataset(abc.ABC):
 
 
 @final
-class DatasetIterator:
+class DatasetIterator(Pass):
     """Goes through a dataset once. The pass begins when the first element, or the position, is asked for.
 
     Its position is (pass, cursor), with the number of passes begun and the seeds, so that later passes are alike too.
@@ -298,9 +298,6 @@ class DatasetIterator:
         self._dataset = dataset
         self._cursor: Cursor | None = None
         self._constant: dict[str, Any] = {}
-
-    def __iter__(self) -> DatasetIterator:
-        return self
 
     def __next__(self) -> Any:
         chunk = (self._cursor or self._begin()).read(1)
