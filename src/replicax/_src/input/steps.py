@@ -156,25 +156,7 @@ class Take(Step):
         return min(parent, self.count)
 
     def open(self, parent: Opener, path: Path) -> Cursor:
-        return _TakeCursor(parent(path), self.count)
-
-
-@final
-class _TakeCursor(Cursor):
-    def __init__(self, parent: Cursor, count: int):
-        self._parent, self._left = parent, count
-
-    def read(self, num_rows: int) -> Chunk:
-        num_rows = min(num_rows, self._left)
-        self._left -= num_rows
-        return self._parent.read(num_rows) if num_rows else []
-
-    def get_state(self) -> Any:
-        return {"left": self._left, "of": self._parent.get_state()}
-
-    def set_state(self, state: Any) -> None:
-        self._left = int(state["left"])
-        self._parent.set_state(state["of"])
+        return _SliceCursor(parent(path), left=self.count)
 
 
 @final
@@ -191,28 +173,31 @@ class Shard(Step):
         return len(range(self.index or 0, int(parent), self.num_shards or 1))
 
     def open(self, parent: Opener, path: Path) -> Cursor:
-        return _ShardCursor(parent(path), self.num_shards or 1, self.index or 0)
+        return _SliceCursor(parent(path), skip=self.index or 0, step=self.num_shards or 1)
 
 
 @final
-class _ShardCursor(Cursor):
-    def __init__(self, parent: Cursor, step: int, skip: int):
-        self._parent, self._step = parent, step
-        self._skip = skip  # rows of others before the next of ours
+class _SliceCursor(Cursor):
+    """Every ``step``-th row, after ``skip`` rows that are left out, and at most ``left`` rows."""
+
+    def __init__(self, parent: Cursor, *, skip: int = 0, step: int = 1, left: int = sys.maxsize):
+        self._parent, self._skip, self._step, self._left = parent, skip, step, left
 
     def read(self, num_rows: int) -> Chunk:
+        num_rows = min(num_rows, self._left)
         if not num_rows:
             return []
         chunk = self._parent.read(self._skip + (num_rows - 1) * self._step + 1)
         mine = chunk[self._skip :: self._step]
-        self._skip = self._step - 1
+        self._skip, self._left = self._step - 1, self._left - num_rows
         return mine
 
     def get_state(self) -> Any:
-        return {"skip": self._skip, "of": self._parent.get_state()}
+        return {"skip": self._skip, "left": self._left, "of": self._parent.get_state()}
 
     def set_state(self, state: Any) -> None:
-        self._skip = int(state["skip"])
+        self._skip = int(state.get("skip", self._skip))  # older positions have one of the two
+        self._left = int(state.get("left", self._left))
         self._parent.set_state(state["of"])
 
 
