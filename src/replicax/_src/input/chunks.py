@@ -54,11 +54,13 @@ class ArrayRows:
     def __getitem__(self, places: slice | np.ndarray) -> ArrayRows:
         """Some of the rows."""
         numbers = self.numbers
-        if isinstance(numbers, range) and not isinstance(places, slice):
-            found = numbers.start + numbers.step * places  # NumPy reads a range one by one
+        if isinstance(places, slice):
+            numbers = numbers[places]
+        elif isinstance(numbers, range):
+            numbers = numbers.start + numbers.step * places  # NumPy reads a range one by one
         else:
-            found = numbers[places]
-        return ArrayRows(self.arrays, self.tree, found, self.of_rows)
+            numbers = numbers[places]
+        return ArrayRows(self.arrays, self.tree, numbers, self.of_rows)
 
     def mapped(self, function: Callable[..., Any]) -> ArrayRows:
         """The batch of these rows, with which a function is called too."""
