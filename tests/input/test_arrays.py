@@ -420,3 +420,16 @@ def test_position_of_another_dataset_raises_and_changes_nothing(other):
     assert other.steps == steps
     found = np.concatenate([first, *pulled])
     assert sorted(found) == list(range(len(found)))  # it has gone on where it was
+
+
+def test_positions_that_were_saved_when_take_and_shard_had_one_number_each_are_resumed():
+    def make():
+        return iter(from_arrays(np.arange(30)).shard(2, 1).take(6).batch(2))
+
+    iterator = make()
+    next(iterator)
+    state = iterator.get_state()
+    del state["cursor"]["skip"], state["cursor"]["of"]["left"]
+    again = make()
+    again.set_state(state)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator] == [[5, 7], [9, 11]]

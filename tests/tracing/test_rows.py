@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checks import examples
+from replicax._src.tracing.rows.layout import RowSplit
+from replicax._src.tracing.rows.plan import RowsPlan, split_by_rows
 from replicax._src.tracing.rows.rules import NotByRowsError
 from splitting import plan_of, run_by_rows
 
@@ -252,3 +254,13 @@ def test_random_programs_are_equal_or_rejected(steps, sizes, is_differentiated):
             check(function, W.astype("float64"), X.astype("float64"), sizes)
     except NotByRowsError:
         assert STEPS[-1] in [step for step, _, _ in steps]
+
+
+def test_one_function_gives_the_plan_or_the_reason_why_there_is_none():
+    split = RowSplit(EVEN)
+    summed = jax.make_jaxpr(lambda w, x: (x @ w).sum())(W, X).jaxpr
+    plan = split_by_rows(summed, [False, True], split)
+    assert isinstance(plan, RowsPlan)
+    assert plan.num_rounds == 1
+    mixed = jax.make_jaxpr(lambda x: jnp.sort(x, axis=0).sum())(X).jaxpr
+    assert "sort" in split_by_rows(mixed, [True], split)

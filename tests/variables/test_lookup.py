@@ -27,7 +27,7 @@ KINDS = {
         [rx.Variable(TABLE[:2]), rx.Variable(TABLE[2:4]), rx.Variable(TABLE[4:])]
     ),
     "sharded_unevenly": lambda: ShardedVariable([rx.Variable(TABLE[:1]), rx.Variable(TABLE[1:])]),
-    "shards_of_one": lambda: ShardedVariable(ShardsOfOne(rx.Variable(TABLE), 3)),
+    "shards_of_one": lambda: ShardedVariable(ShardsOfOne([rx.Variable(TABLE)], 3)),
     "list_of_one": lambda: [rx.Variable(TABLE)],
     "list_of_parts": lambda: [rx.Variable(TABLE[:3]), TABLE[3:]],
     "list_of_sharded": lambda: [ShardedVariable([rx.Variable(TABLE)])],

@@ -37,7 +37,7 @@ def in_variables(value, sizes=(2, 2, 1), **options):
 
 
 def in_one(value, num_shards=3, **options):
-    return ShardedVariable(ShardsOfOne(rx.Variable(value, **options), num_shards))
+    return ShardedVariable(ShardsOfOne([rx.Variable(value, **options)], num_shards))
 
 
 @pytest.fixture(params=[in_variables, in_one])

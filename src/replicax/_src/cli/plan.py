@@ -126,15 +126,10 @@ def run(options: argparse.Namespace) -> int:
             "result": str(result),
             "is_module": options.module is not None,
         }
-        command = [
-            sys.executable,
-            "-m",
-            "replicax._src.cli.planned_script",
-            json.dumps(asked),
-            options.script,
-        ]
+        run_script = "from replicax._src.cli.planned_script import run; run()"
+        command = [sys.executable, "-c", run_script, json.dumps(asked), options.script, *options.arguments]
         unfinished = _run_child(
-            [*command, *options.arguments],
+            command,
             _environment(os.environ, hardware),
             options.limit,
             f"{options.script} for {hardware.name}",

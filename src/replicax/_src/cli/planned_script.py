@@ -1,4 +1,4 @@
-"""The process of ``replicax plan``: runs a script whose first program is planned in place of being run.
+"""The process of ``replicax plan``: runs a script, and plans its first program instead of running it.
 
 It replaces methods of strategies, functions and Keras models, which nothing but this process sees.
 """
@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -35,6 +35,7 @@ from replicax._src.plan.plan import Plan
 from replicax._src.plan.planning import plan_of
 from replicax._src.strategies.lowering import Step
 from replicax._src.strategies.strategy import Strategy
+from replicax._src.tracebacks import shorten
 from replicax._src.tracing.capture import current_capture, planning
 from replicax._src.user_code import UNKNOWN, user_line_of
 
@@ -219,7 +220,7 @@ def main() -> int:
         if not result.exists():
             _say_end(end, script)
     except Exception as error:
-        error.__traceback__ = _from_script_on(error)
+        shorten(error)
         traceback.print_exception(error)
         _say(f"there is no plan: {script} failed before its first program was compiled.")
     else:
@@ -239,19 +240,8 @@ def _say_end(end: SystemExit, script: str) -> None:
     _say(f"there is no plan: {script} ended itself (sys.exit) before its first program.")
 
 
-def _from_script_on(error: BaseException) -> Any:
-    """The traceback without what runs the script."""
-    found = error.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename in (
-        __file__,
-        runpy.__file__,
-        "<frozen runpy>",
-    ):
-        found = found.tb_next
-    return found
-
-
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """What the process does."""
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the script may have closed it

@@ -17,7 +17,7 @@ from replicax._src.cluster.failures import PeerFailureError
 from replicax._src.cluster.peers import Peers
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.elements import EmptyDatasetError, OneShotSourceError, Pass
-from replicax._src.input.sources import GlobalBatches, LocalRows, Source
+from replicax._src.input.sources import GlobalBatches, LocalRows, Source, without_rows
 from replicax._src.input.specs import INFINITE
 
 
@@ -170,7 +170,4 @@ def _of_spec(source: Source, num_local: int) -> Any:
 def _without_rows(step: Any) -> Any:
     if isinstance(step, LocalRows):
         return replace(step, arrays=[array[:0] for array in step.arrays], sizes=(0,) * len(step.sizes))
-    return [
-        jax.tree_util.tree_map(lambda leaf: leaf[:0] if np.ndim(leaf) else np.zeros((), leaf.dtype), part)
-        for part in step
-    ]
+    return [jax.tree.map(without_rows, part) for part in step]

@@ -22,45 +22,65 @@ class ArrayRows:
     slice. As a chunk it stands for its rows; as an element of a list it stands for one batch of them.
 
     Args:
-      arrays: A nest of arrays ``[n, ...]``.
+      arrays: The arrays ``[n, ...]``, which are the leaves of a nest.
+      tree: The structure of the nest.
       numbers: The rows.
       of_rows: Called with each row, one after the other.
       of_batches: Called with the batch.
     """
 
-    __slots__ = ("arrays", "numbers", "of_batches", "of_rows")
+    __slots__ = ("arrays", "numbers", "of_batches", "of_rows", "tree")
 
     def __init__(
-        self, arrays: Any, numbers: range | np.ndarray, of_rows: Functions = (), of_batches: Functions = ()
+        self,
+        arrays: Sequence[Any],
+        tree: Any,
+        numbers: range | np.ndarray,
+        of_rows: Functions = (),
+        of_batches: Functions = (),
     ):
-        self.arrays, self.numbers = arrays, numbers
+        self.arrays, self.tree, self.numbers = arrays, tree, numbers
         self.of_rows, self.of_batches = of_rows, of_batches
+
+    @classmethod
+    def all_of(cls, nest: Any, of_rows: Functions = ()) -> ArrayRows:
+        """All rows of a nest of arrays."""
+        arrays, tree = jax.tree.flatten(nest)
+        return cls(arrays, tree, range(len(arrays[0])), of_rows)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, places: slice | np.ndarray) -> ArrayRows:
         """Some of the rows."""
+        numbers = self.numbers
         if isinstance(places, slice):
-            return ArrayRows(self.arrays, self.numbers[places], self.of_rows)
-        return ArrayRows(self.arrays, np.asarray(self.numbers, np.intp)[places], self.of_rows)
+            numbers = numbers[places]
+        elif isinstance(numbers, range):
+            numbers = numbers.start + numbers.step * places  # NumPy reads a range one by one
+        else:
+            numbers = numbers[places]
+        return ArrayRows(self.arrays, self.tree, numbers, self.of_rows)
+
+    def mapped(self, function: Callable[..., Any]) -> ArrayRows:
+        """The batch of these rows, with which a function is called too."""
+        return ArrayRows(self.arrays, self.tree, self.numbers, self.of_rows, (*self.of_batches, function))
 
     def rows(self) -> Iterator[Any]:
         """Yields the rows one by one."""
         for number in self.numbers:
-            yield _called(self.of_rows, jax.tree.map(lambda array, at=number: array[at], self.arrays))
+            yield _called(self.of_rows, self.tree.unflatten([array[number] for array in self.arrays]))
 
     def batch(self) -> Any:
         """Returns all rows as one batch: views of adjacent ones, else copies."""
         numbers = self.numbers
         if self.of_rows:
-            return _called(self.of_batches, batch_of_rows(list(self.rows())))
-        arrays, tree = jax.tree.flatten(self.arrays)
-        if isinstance(numbers, range):
+            batch = batch_of_rows(list(self.rows()))
+        elif isinstance(numbers, range):
             rows = slice(numbers.start, numbers.stop, numbers.step)
-            batch = tree.unflatten([array[rows] for array in arrays])
+            batch = self.tree.unflatten([array[rows] for array in self.arrays])
         else:
-            batch = tree.unflatten([memory.take(array, numbers) for array in arrays])
+            batch = self.tree.unflatten([memory.take(array, numbers) for array in self.arrays])
         return _called(self.of_batches, batch)
 
 
@@ -78,11 +98,9 @@ def elements_of(chunk: Chunk) -> list[Any]:
 def mapped(chunk: Chunk, function: Callable[..., Any]) -> Chunk:
     """Returns a chunk whose elements are those of the function; of arrays it is called when they are asked for."""
     if isinstance(chunk, ArrayRows):
-        return ArrayRows(chunk.arrays, chunk.numbers, (*chunk.of_rows, function))
+        return ArrayRows(chunk.arrays, chunk.tree, chunk.numbers, (*chunk.of_rows, function))
     return [
-        ArrayRows(element.arrays, element.numbers, element.of_rows, (*element.of_batches, function))
-        if type(element) is ArrayRows
-        else call_with(function, element)
+        element.mapped(function) if type(element) is ArrayRows else call_with(function, element)
         for element in chunk
     ]
 
@@ -109,12 +127,29 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     rows = [chunk for chunk in filled if isinstance(chunk, ArrayRows)]
     if not rows:
         return [element for chunk in filled for element in chunk]  # type: ignore[union-attr]
-    arrays, of_rows = rows[0].arrays, rows[0].of_rows
-    if all(chunk.arrays is arrays for chunk in rows):
-        return ArrayRows(arrays, np.concatenate([chunk.numbers for chunk in rows]), of_rows)
-    batches = [ArrayRows(chunk.arrays, chunk.numbers).batch() for chunk in rows]
-    joined = jax.tree.map(lambda *columns: memory.concatenate(columns), *batches)
-    return ArrayRows(joined, range(sum(map(len, rows))), of_rows)
+    first, of_rows = rows[0], rows[0].of_rows
+    if all(chunk.arrays is first.arrays for chunk in rows):
+        numbers = np.concatenate([chunk.numbers for chunk in rows])
+        return ArrayRows(first.arrays, first.tree, numbers, of_rows)
+    batches = [ArrayRows(chunk.arrays, chunk.tree, chunk.numbers).batch() for chunk in rows]
+    return ArrayRows.all_of(jax.tree.map(lambda *columns: memory.concatenate(columns), *batches), of_rows)
+
+
+def read_pieces(num_rows: int, read: Callable[[int], Chunk | None]) -> Chunk:
+    """Returns the next rows, in as few pieces as they come in.
+
+    Args:
+      read: Returns at most so many rows, or None after the last.
+    """
+    piece = read(num_rows) if num_rows else None
+    if piece is None or len(piece) == num_rows:
+        return piece or []
+    pieces: list[Chunk] = []
+    while piece is not None:
+        pieces.append(piece)
+        num_rows -= len(piece)
+        piece = read(num_rows) if num_rows else None
+    return join(pieces)
 
 
 def call_with(function: Callable[..., Any], element: Any) -> Any:

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import jax
 
@@ -46,7 +46,7 @@ class NotResumableError(ReplicaxError, RuntimeError):
 
 
 class Pass(abc.ABC):
-    """One pass through the elements of a dataset."""
+    """One pass through the elements of a dataset, with a position. grain's iterators have the same methods."""
 
     def __iter__(self) -> Pass:
         return self
@@ -69,21 +69,8 @@ class Pass(abc.ABC):
 
         Raises:
           NotResumableError: The dataset cannot be continued, or the state is of another dataset.
+          Exception: Of an adapter's pass any error says that this is no state of it.
         """
-
-
-class Resumable(Protocol):
-    """An iterator with a position."""
-
-    def __next__(self) -> Any: ...
-
-    def get_state(self) -> Any:
-        """Returns where it is, as JSON."""
-        ...
-
-    def set_state(self, state: Any) -> None:
-        """Goes where an equal iterator was. Any exception says that it is no state of it."""
-        ...
 
 
 @final
@@ -93,7 +80,7 @@ class Elements:
 
     Attributes:
       description: What it is, for people: ``"a grain.MapDataset"``.
-      start: Returns an iterator from the first element on: a Resumable, unless ``not_resumable`` says why it is none.
+      start: Returns an iterator from the first element on: a Pass, or grain's own; any, if ``not_resumable`` says why.
       count: Returns the number of elements, INFINITE, or None if it is not known beforehand.
       is_count_promised: The dataset only says so, and its iterators may yield another number, which is an error.
       declared_spec: Returns the nest of ArraySpecs that the dataset itself declares, or None.
@@ -112,7 +99,7 @@ class Elements:
     """
 
     description: str
-    start: Callable[[], Iterator[Any] | Resumable]
+    start: Callable[[], Iterator[Any]]
     count: Callable[[], Cardinality | None] = lambda: None
     is_count_promised: bool = False
     declared_spec: Callable[[], Any] = lambda: None
@@ -243,7 +230,7 @@ def element_spec(elements: Elements) -> Any:
 
 
 @final
-class NumberedIterator:
+class NumberedIterator(Pass):
     """Goes through elements that have numbers; its position is the number of the next one.
 
     Args:
@@ -262,11 +249,9 @@ class NumberedIterator:
         return element
 
     def get_state(self) -> int:
-        """Returns the number of the next element."""
         return self._next
 
     def set_state(self, state: int) -> None:
-        """Goes to an element."""
         if not 0 <= state <= self._length:
             raise ValueError(f"element {state} of {self._length}")
         self._next = state

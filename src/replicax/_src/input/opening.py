@@ -103,7 +103,7 @@ def _open_ours(dataset: Dataset) -> Elements:
         batch_size=dataset.batch_size,
         row_bytes=None if dataset.has(Map, Filter) else source.row_bytes,
         is_immutable=not dataset.is_mapped_in_batches,
-        count_files=lambda: source.num_files,
+        count_files=lambda: len(source.files) or None,
         of_files=of_files,
         of_hint=of_hint,
     )

@@ -17,7 +17,8 @@ from replicax._src.devices.autoshard import check_shard
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import UnsupportedElementError, as_array, common_num_rows, describe_shapes
 from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
-from replicax._src.input.elements import NotResumableError
+from replicax._src.input.elements import NotResumableError, Pass
+from replicax._src.input.files.paths import shorten
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.steps import (
     Batch,
@@ -39,51 +40,35 @@ SHARD_HINT: Final = -1
 """Given to ``Dataset.shard``: the policy HINT says how many shards there are, and which is whose."""
 
 
-class RowSource(abc.ABC):
-    """Where the rows of a dataset come from, before any step."""
+@final
+@dataclass(frozen=True, eq=False)
+class RowSource:
+    """Where the rows of a dataset come from, before any step.
 
-    @property
-    @abc.abstractmethod
-    def description(self) -> str:
-        """What it is, for people."""
+    Attributes:
+      description: Says what it is, for people.
+      open: Opens it at its first row.
+      length: Returns the number of rows, or None if files would have to be read to know it.
+      row_spec: Returns a nest of ArraySpecs, or None if it is not known.
+      fingerprint: Returns JSON that differs between sources.
+      has_arrays: True if rows are numbers and arrays; False if they are text or bytes.
+      row_bytes: The size of one row if all of them are in memory, else None.
+      files: The paths that it reads, in order; empty for arrays.
+      of_files: Returns the same source over other files; None for arrays.
+    """
 
-    @property
-    @abc.abstractmethod
-    def length(self) -> int | None:
-        """The number of rows, or None if files would have to be read to know it."""
+    description: str
+    open: Callable[[], Cursor]
+    length: Callable[[], int | None]
+    row_spec: Callable[[], Any]
+    fingerprint: Callable[[], dict[str, Any]]
+    has_arrays: bool = True
+    row_bytes: int | None = None
+    files: tuple[str, ...] = ()
+    of_files: Callable[[tuple[str, ...]], RowSource] | None = None
 
-    @property
-    @abc.abstractmethod
-    def row_spec(self) -> Any:
-        """A nest of ArraySpecs, or None if it is not known."""
-
-    @property
-    @abc.abstractmethod
-    def has_arrays(self) -> bool:
-        """True if rows are numbers and arrays; False if they are text or bytes."""
-
-    @property
-    @abc.abstractmethod
-    def row_bytes(self) -> int | None:
-        """How large one row is if all of them are in memory, else None."""
-
-    @property
-    @abc.abstractmethod
-    def num_files(self) -> int | None:
-        """How many files it has, None of arrays."""
-
-    @property
-    @abc.abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns JSON that differs between sources."""
-
-    @abc.abstractmethod
-    def open(self) -> Cursor:
-        """Opens it at its first row."""
-
-    @abc.abstractmethod
     def __str__(self) -> str:
-        """The description, with some names of files."""
+        return f"{self.description}: {shorten(self.files)}" if self.files else self.description
 
 
 @dataclass
@@ -129,7 +114,7 @@ class Dataset(abc.ABC):
         """The number of elements (rows, or batches after ``batch``), ``math.inf`` if it never ends, None if it is not
         known before they are read.
         """
-        length: Cardinality | None = self.source.length
+        length: Cardinality | None = self.source.length()
         for step in self.steps:
             length = step.length(length)
         return length
@@ -142,7 +127,7 @@ class Dataset(abc.ABC):
         if self.has(Map):
             return None
         dims = [s.batch_size if s.drop_remainder else None for s in self.steps if isinstance(s, Batch)]
-        return jax.tree.map(lambda spec: ArraySpec((*dims, *spec.shape), spec.dtype), self.source.row_spec)
+        return jax.tree.map(lambda spec: ArraySpec((*dims, *spec.shape), spec.dtype), self.source.row_spec())
 
     def map(self, function: Callable[..., Any], num_parallel_calls: int | None = None) -> Self:
         """Replaces every element by ``function(element)``, or ``function(*element)`` of a tuple, as in tf.data.
@@ -287,7 +272,7 @@ class Dataset(abc.ABC):
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Returns JSON that differs between datasets of other rows or with other steps."""
-        return {"steps": [told_of(step) for step in self.steps], **self.source.fingerprint}
+        return {"steps": [told_of(step) for step in self.steps], **self.source.fingerprint()}
 
     def first(self) -> Iterator[Any]:
         """Yields the first element, if there is one, without using up an order of its shuffles."""
@@ -303,7 +288,7 @@ class Dataset(abc.ABC):
 
 
 @final
-class DatasetIterator:
+class DatasetIterator(Pass):
     """Goes through a dataset once. The pass begins when the first element, or the position, is asked for.
 
     Its position is (pass, cursor), with the number of passes begun and the seeds, so that later passes are alike too.
@@ -313,9 +298,6 @@ class DatasetIterator:
         self._dataset = dataset
         self._cursor: Cursor | None = None
         self._constant: dict[str, Any] = {}
-
-    def __iter__(self) -> DatasetIterator:
-        return self
 
     def __next__(self) -> Any:
         chunk = (self._cursor or self._begin()).read(1)
@@ -387,7 +369,20 @@ def from_arrays(arrays: Any) -> ArrayDataset:
             f"from_arrays needs arrays [num_rows, ...], got a number: {describe_shapes(hosted)}. A Python "
             "list is a nest here; make it one array with np.asarray(...)."
         )
-    return ArrayDataset(_ArraySource(hosted, common_num_rows(hosted)))
+    return ArrayDataset(_source_of(hosted, common_num_rows(hosted)))
+
+
+def _source_of(arrays: Any, num_rows: int) -> RowSource:
+    rows = ArrayRows.all_of(arrays)
+    shapes = [[str(array.dtype), *array.shape[1:]] for array in rows.arrays]
+    return RowSource(
+        f"arrays of {num_rows} rows",
+        lambda: _ArrayCursor(rows),
+        length=lambda: num_rows,
+        row_spec=lambda: jax.tree.map(lambda array: ArraySpec(array.shape[1:], array.dtype), arrays),
+        fingerprint=lambda: {"num_rows": num_rows, "arrays": shapes},
+        row_bytes=sum(array.itemsize * math.prod(array.shape[1:]) for array in rows.arrays),
+    )
 
 
 @final
@@ -419,59 +414,15 @@ class ArrayDataset(Dataset):
 
 
 @final
-class _ArraySource(RowSource):
-    """The rows of arrays."""
-
-    def __init__(self, arrays: Any, num_rows: int):
-        self._arrays, self._num_rows = arrays, num_rows
-
-    @property
-    def description(self) -> str:
-        return f"arrays of {self._num_rows} rows"
-
-    @property
-    def length(self) -> int:
-        return self._num_rows
-
-    @property
-    def row_spec(self) -> Any:
-        return jax.tree.map(lambda array: ArraySpec(array.shape[1:], array.dtype), self._arrays)
-
-    @property
-    def has_arrays(self) -> bool:
-        return True
-
-    @property
-    def row_bytes(self) -> int:
-        arrays = jax.tree.leaves(self._arrays)
-        return sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
-
-    @property
-    def num_files(self) -> None:
-        return None
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        shapes = [[str(array.dtype), *array.shape[1:]] for array in jax.tree.leaves(self._arrays)]
-        return {"num_rows": self._num_rows, "arrays": shapes}
-
-    def open(self) -> Cursor:
-        return _ArrayCursor(self._arrays, self._num_rows)
-
-    def __str__(self) -> str:
-        return self.description
-
-
-@final
 class _ArrayCursor(Cursor):
     """The rows as they stand."""
 
-    def __init__(self, arrays: Any, num_rows: int):
-        self._arrays, self._num_rows, self._next = arrays, num_rows, 0
+    def __init__(self, rows: ArrayRows):
+        self._rows, self._next = rows, 0
 
     def read(self, num_rows: int) -> Chunk:
-        start, self._next = self._next, min(self._next + num_rows, self._num_rows)
-        return ArrayRows(self._arrays, range(start, self._next))
+        start, self._next = self._next, min(self._next + num_rows, len(self._rows))
+        return self._rows[start : self._next]
 
     def get_state(self) -> int:
         return self._next

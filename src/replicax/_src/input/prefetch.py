@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, final
 
 log = logging.getLogger("replicax")
 
@@ -45,22 +45,14 @@ class Prefetcher:
         is_stopped: threading.Event | None = None,
         scope: contextlib.AbstractContextManager[Any] | None = None,
     ):
-        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._limit = limit
         self._is_over = False
-        self._has_ended = threading.Event()
-        is_stopped = is_stopped or threading.Event()
+        self._shared = shared = _Shared(is_stopped or threading.Event())
         thread = threading.Thread(
-            target=_produce,
-            args=(items, limit, self._ready, self._wake, is_stopped, self._has_ended, scope),
-            name="replicax-prefetch",
-            daemon=True,
+            target=shared.produce, args=(items, limit, scope), name="replicax-prefetch", daemon=True
         )
-        self._stop = weakref.finalize(
-            self, _stop, self._wake, is_stopped, self._has_ended, thread, _DROP_TIMEOUT_S
-        )
-        self._wake.put(None)
+        self._stop = weakref.finalize(self, shared.stop, thread, _DROP_TIMEOUT_S)
+        shared.wake.put(None)
         thread.start()
 
     def __iter__(self) -> Prefetcher:
@@ -69,12 +61,12 @@ class Prefetcher:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        item = self._ready.get()
+        item = self._shared.ready.get()
         if item is _END:
             self._is_over = True
             raise StopIteration
-        if self._ready.qsize() <= self._limit() // 2 and self._wake.empty():
-            self._wake.put(None)
+        if self._shared.ready.qsize() <= self._limit() // 2 and self._shared.wake.empty():
+            self._shared.wake.put(None)
         if type(item) is _Failure:
             raise item.error
         return item
@@ -82,12 +74,12 @@ class Prefetcher:
     @property
     def is_ready(self) -> bool:
         """Whether ``next`` need not wait: an item is there, or the end, or an error."""
-        return self._is_over or not self._ready.empty()
+        return self._is_over or not self._shared.ready.empty()
 
     def close(self) -> None:
         """Ends the thread, and waits for it, at most 5 s; the items that nobody has taken are dropped."""
         self._stop()
-        if not self._has_ended.wait(_CLOSE_TIMEOUT_S):
+        if not self._shared.has_ended.wait(_CLOSE_TIMEOUT_S):
             log.warning(
                 "Input: the dataset has not returned its next element within %.0f s, so the thread that reads it could not "
                 "be ended. It ends by itself when the dataset returns.",
@@ -95,47 +87,47 @@ class Prefetcher:
             )
 
 
-def _produce(
-    items: Iterator[Any],
-    limit: Callable[[], int],
-    ready: queue.SimpleQueue[Any],
-    wake: queue.SimpleQueue[None],
-    is_stopped: threading.Event,
-    has_ended: threading.Event,
-    scope: contextlib.AbstractContextManager[Any] | None,
-) -> None:
-    """What the thread does. It holds nothing of the Prefetcher itself, so that this can be dropped."""
-    try:
-        with scope or contextlib.nullcontext():
-            while True:
-                wake.get()
-                while ready.qsize() < limit():
-                    if is_stopped.is_set():
-                        return
-                    try:
-                        item = next(items, _END)
-                    except BaseException as error:  # the consumer's to handle
-                        ready.put(_Failure(error))
-                        break  # go on when it has been taken
-                    ready.put(item)
-                    if item is _END:
-                        return
-                    del item  # or the last one would stay in memory while waiting
-                if is_stopped.is_set():
-                    return
-    finally:
-        ready.put(_END)  # whoever waits shall not wait for ever
-        has_ended.set()
+@final
+class _Shared:
+    """What the thread and a Prefetcher share. It holds nothing of the Prefetcher itself, so that this can be dropped."""
 
+    def __init__(self, is_stopped: threading.Event):
+        self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.is_stopped, self.has_ended = is_stopped, threading.Event()
 
-def _stop(
-    wake: queue.SimpleQueue[None],
-    is_stopped: threading.Event,
-    has_ended: threading.Event,
-    thread: threading.Thread,
-    timeout_s: float,
-) -> None:
-    is_stopped.set()
-    wake.put(None)
-    if thread is not threading.current_thread():
-        has_ended.wait(timeout_s)
+    def produce(
+        self,
+        items: Iterator[Any],
+        limit: Callable[[], int],
+        scope: contextlib.AbstractContextManager[Any] | None,
+    ) -> None:
+        """Runs in the thread."""
+        try:
+            with scope or contextlib.nullcontext():
+                while True:
+                    self.wake.get()
+                    while self.ready.qsize() < limit():
+                        if self.is_stopped.is_set():
+                            return
+                        try:
+                            item = next(items, _END)
+                        except BaseException as error:  # the consumer's to handle
+                            self.ready.put(_Failure(error))
+                            break  # go on when it has been taken
+                        self.ready.put(item)
+                        if item is _END:
+                            return
+                        del item  # or the last one would stay in memory while waiting
+                    if self.is_stopped.is_set():
+                        return
+        finally:
+            self.ready.put(_END)  # whoever waits shall not wait for ever
+            self.has_ended.set()
+
+    def stop(self, thread: threading.Thread, timeout_s: float) -> None:
+        """Ends the thread."""
+        self.is_stopped.set()
+        self.wake.put(None)
+        if thread is not threading.current_thread():
+            self.has_ended.wait(timeout_s)

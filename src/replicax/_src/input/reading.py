@@ -105,35 +105,35 @@ class _Items:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        first = self._read()
-        if not size:
-            value = self._placer.place(first.on_host) if self._places_ahead else None
-            return _Item([first], value, _form(0))
-        group = [first]
-        signature = self._placer.signature(first.on_host)
+        steps = [self._read()]
+        signature = self._placer.signature(steps[0].on_host) if size > 1 else None
         try:
-            while len(group) < size and not self.is_stopped.is_set():
+            while len(steps) < size and not self.is_stopped.is_set():
                 step = self._read()
                 if self._placer.signature(step.on_host) != signature:
                     self._unread.append(step)
                     break
-                group.append(step)
+                steps.append(step)
         except StopIteration:
             pass  # the next call meets it again
         except BaseException as error:
             self._error = error  # after the steps before it
-        return _Item(group, _stacked(self._placer, group, size), _form(size))
+        return self.placed(steps, size)
+
+    def placed(self, steps: list[_Step], size: int) -> _Item:
+        """Places steps of one signature in the form of groups of a size; several of them together."""
+        value = None
+        if size:
+            value = self._placer.stack([step.on_host for step in steps], _capacity(len(steps), size))
+        elif self._places_ahead:
+            value = self._placer.place(steps[0].on_host)
+        return _Item(steps, value, _form(size))
 
     def _read(self) -> _Step:
         if self._unread:
             return self._unread.popleft()
         on_host = next(self._elements)
         return _Step(on_host, self._elements.get_state() if self._is_resumable else None)
-
-
-def _stacked(placer: Placer, steps: Sequence[_Step], size: int) -> Any:
-    """Places steps of one signature together."""
-    return placer.stack([step.on_host for step in steps], _capacity(len(steps), size))
 
 
 def _capacity(num_steps: int, size: int) -> int:
@@ -161,7 +161,7 @@ class Reader:
         self._lock = threading.Lock()
         # Steps that were read in a form that is not asked for any more.
         self._unread: collections.deque[_Step] = collections.deque()
-        self._group: _Item | None = None  # of which steps are left to take
+        self._item: _Item | None = None  # of which steps are left to take
         self._num_taken = 0
 
     def take(self) -> Any:
@@ -171,15 +171,9 @@ class Reader:
           StopIteration: There is none.
         """
         with self._lock:
-            self._ask_for(0)
-            if not self._unread:
-                item = self._next_item()
-                if item.form == _form(0) and self._places_ahead:
-                    self._state = item.steps[0].state
-                    return item.value
-                self._unread.extend(item.steps)
-            value = self._placer.place(self._unread[0].on_host)
-            self._state = self._unread.popleft().state
+            item = self._item_of(0)
+            value = item.value if self._places_ahead else self._placer.place(item.steps[0].on_host)
+            self._go_on(1)
             return value
 
     def take_on_host(self) -> Any:
@@ -189,12 +183,9 @@ class Reader:
           StopIteration: There is none.
         """
         with self._lock:
-            self._ask_for(0)
-            if not self._unread:
-                self._unread.extend(self._next_item().steps)
-            step = self._unread.popleft()
-            self._state = step.state
-            return step.on_host
+            on_host = self._item_of(0).steps[0].on_host
+            self._go_on(1)
+            return on_host
 
     def take_group(self, group_size: int, num_steps: int) -> StackedSteps:
         """Takes at most ``num_steps`` of the next steps, fewer where the shapes change or the data ends.
@@ -207,16 +198,10 @@ class Reader:
           StopIteration: There is no further step.
         """
         with self._lock:
-            self._ask_for(group_size)
-            if self._group is None:
-                self._group, self._num_taken = self._next_group(group_size), 0
-            steps = self._group.steps
-            start, stop = self._num_taken, min(self._num_taken + num_steps, len(steps))
-            taken = StackedSteps(self._group.value, start, stop, _capacity(len(steps), group_size))
-            self._state, self._num_taken = steps[stop - 1].state, stop
-            if stop == len(steps):
-                self._group = None
-            return taken
+            item = self._item_of(group_size)
+            start, stop = self._num_taken, min(self._num_taken + num_steps, len(item.steps))
+            self._go_on(stop)
+            return StackedSteps(item.value, start, stop, _capacity(len(item.steps), group_size))
 
     def get_state(self) -> Any:
         """Returns the position after the step that was taken last.
@@ -231,28 +216,34 @@ class Reader:
         if self._prefetcher is not None:
             self._prefetcher.close()
 
-    def _ask_for(self, group_size: int) -> None:
-        """Makes the thread read in groups of this size from now on."""
-        self._items.group_size = group_size
-        if self._group is not None and self._group.form != _form(group_size):
-            self._unread.extendleft(reversed(self._group.steps[self._num_taken :]))
-            self._group = None
+    def _item_of(self, size: int) -> _Item:
+        """Returns the item with the next step, in groups of this size. The thread reads such from now on."""
+        self._items.group_size = size
+        if self._item is not None and self._item.form != _form(size):
+            self._unread.extendleft(reversed(self._item.steps[self._num_taken :]))
+            self._item = None
+        if self._item is None:
+            self._item, self._num_taken = self._next_of(size), 0
+        return self._item
 
-    def _next_group(self, size: int) -> _Item:
+    def _go_on(self, num_taken: int) -> None:
+        """Notes how many steps of the item have been taken."""
+        assert self._item is not None
+        self._num_taken, self._state = num_taken, self._item.steps[num_taken - 1].state
+        if num_taken == len(self._item.steps):
+            self._item = None
+
+    def _next_of(self, size: int) -> _Item:
         if not self._unread:
             item = self._next_item()
             if item.form == _form(size):
                 return item
             self._unread.extend(item.steps)
         signature = self._placer.signature(self._unread[0].on_host)
-        steps = list(
-            itertools.takewhile(
-                lambda step: self._placer.signature(step.on_host) == signature,
-                itertools.islice(self._unread, size),
-            )
-        )
-        item = _Item(steps, _stacked(self._placer, steps, size), _form(size))
-        for _ in steps:
+        first = itertools.islice(self._unread, max(size, 1))
+        alike = itertools.takewhile(lambda step: self._placer.signature(step.on_host) == signature, first)
+        item = self._items.placed(list(alike), size)
+        for _ in item.steps:
             self._unread.popleft()
         return item
 

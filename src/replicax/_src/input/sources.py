@@ -444,7 +444,7 @@ class _Pulls(Pass):
             if is_static(spec_of(present[0]) if declared is None else declared):
                 self._on_incomplete(present)
                 raise StopIteration
-            empty = jax.tree.map(_without_rows, present[0])
+            empty = jax.tree.map(without_rows, present[0])
             parts = [empty if part is END else part for part in parts]
         return parts
 
@@ -477,5 +477,6 @@ def _count_of(elements: Sequence[Any]) -> str:
     return count if firsts[0].ndim == 0 else f"{count} ({sum(len(first) for first in firsts)} rows)"
 
 
-def _without_rows(array: Any) -> Any:
+def without_rows(array: Any) -> Any:
+    """Returns an array of the same form with 0 rows; of a number, 0."""
     return array[:0] if array.ndim else np.zeros((), array.dtype)

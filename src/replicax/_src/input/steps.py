@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.input.arrays import batch_of_rows
-from replicax._src.input.chunks import ArrayRows, Chunk, chosen, join, mapped, permuted
+from replicax._src.input.chunks import ArrayRows, Chunk, chosen, mapped, permuted, read_pieces
 from replicax._src.input.specs import INFINITE, Cardinality
 
 Path = tuple[int, ...]
@@ -105,14 +105,11 @@ class Filter(Step):
         return _StatelessCursor(parent(path), self._read)
 
     def _read(self, parent: Cursor, num_rows: int) -> Chunk:
-        kept: list[Chunk] = []
-        while num_rows:
+        def piece(num_rows: int) -> Chunk | None:
             chunk = parent.read(num_rows)
-            kept.append(chosen(chunk, self.predicate))
-            if len(chunk) < num_rows:
-                break
-            num_rows -= len(kept[-1])
-        return join(kept)
+            return chosen(chunk, self.predicate) if len(chunk) else None
+
+        return read_pieces(num_rows, piece)
 
 
 @final
@@ -159,25 +156,7 @@ class Take(Step):
         return min(parent, self.count)
 
     def open(self, parent: Opener, path: Path) -> Cursor:
-        return _TakeCursor(parent(path), self.count)
-
-
-@final
-class _TakeCursor(Cursor):
-    def __init__(self, parent: Cursor, count: int):
-        self._parent, self._left = parent, count
-
-    def read(self, num_rows: int) -> Chunk:
-        num_rows = min(num_rows, self._left)
-        self._left -= num_rows
-        return self._parent.read(num_rows) if num_rows else []
-
-    def get_state(self) -> Any:
-        return {"left": self._left, "of": self._parent.get_state()}
-
-    def set_state(self, state: Any) -> None:
-        self._left = int(state["left"])
-        self._parent.set_state(state["of"])
+        return _SliceCursor(parent(path), left=self.count)
 
 
 @final
@@ -194,28 +173,31 @@ class Shard(Step):
         return len(range(self.index or 0, int(parent), self.num_shards or 1))
 
     def open(self, parent: Opener, path: Path) -> Cursor:
-        return _ShardCursor(parent(path), self.num_shards or 1, self.index or 0)
+        return _SliceCursor(parent(path), skip=self.index or 0, step=self.num_shards or 1)
 
 
 @final
-class _ShardCursor(Cursor):
-    def __init__(self, parent: Cursor, step: int, skip: int):
-        self._parent, self._step = parent, step
-        self._skip = skip  # rows of others before the next of ours
+class _SliceCursor(Cursor):
+    """Every ``step``-th row, after ``skip`` rows that are left out, and at most ``left`` rows."""
+
+    def __init__(self, parent: Cursor, *, skip: int = 0, step: int = 1, left: int = sys.maxsize):
+        self._parent, self._skip, self._step, self._left = parent, skip, step, left
 
     def read(self, num_rows: int) -> Chunk:
+        num_rows = min(num_rows, self._left)
         if not num_rows:
             return []
         chunk = self._parent.read(self._skip + (num_rows - 1) * self._step + 1)
         mine = chunk[self._skip :: self._step]
-        self._skip = self._step - 1
+        self._skip, self._left = self._step - 1, self._left - num_rows
         return mine
 
     def get_state(self) -> Any:
-        return {"skip": self._skip, "of": self._parent.get_state()}
+        return {"skip": self._skip, "left": self._left, "of": self._parent.get_state()}
 
     def set_state(self, state: Any) -> None:
-        self._skip = int(state["skip"])
+        self._skip = int(state.get("skip", self._skip))  # older positions have one of the two
+        self._left = int(state.get("left", self._left))
         self._parent.set_state(state["of"])
 
 
@@ -255,15 +237,14 @@ class _ShuffleCursor(Cursor):
         self._before: Any = None
 
     def read(self, num_rows: int) -> Chunk:
-        pieces: list[Chunk] = []
-        while num_rows:
-            if self._given == len(self._window) and not self._fill():
-                break
-            piece = self._window[self._given : self._given + num_rows]
-            pieces.append(piece)
-            self._given += len(piece)
-            num_rows -= len(piece)
-        return join(pieces)
+        return read_pieces(num_rows, self._piece)
+
+    def _piece(self, num_rows: int) -> Chunk | None:
+        if self._given == len(self._window) and not self._fill():
+            return None
+        piece = self._window[self._given : self._given + num_rows]
+        self._given += len(piece)
+        return piece
 
     def get_state(self) -> Any:
         if self._given == len(self._window):
@@ -321,15 +302,16 @@ class _RepeatCursor(Cursor):
         self._start(0)
 
     def read(self, num_rows: int) -> Chunk:
-        pieces: list[Chunk] = []
-        while num_rows and self._count != 0:
-            pieces.append(self._rows.read(num_rows))
-            num_read = len(pieces[-1])
-            self._has_rows = self._has_rows or num_read > 0
-            num_rows -= num_read
-            if num_rows and not self._go_on():
-                break
-        return join(pieces)
+        return read_pieces(num_rows, self._piece)
+
+    def _piece(self, num_rows: int) -> Chunk | None:
+        if self._count == 0:
+            return None
+        piece = self._rows.read(num_rows)
+        self._has_rows = self._has_rows or len(piece) > 0
+        if len(piece) < num_rows and not self._go_on() and not len(piece):
+            return None
+        return piece
 
     def get_state(self) -> Any:
         return {"repetition": self._repetition, "has_rows": self._has_rows, "of": self._rows.get_state()}

@@ -30,11 +30,9 @@ from replicax._src.lowering.held_state import HeldState
 from replicax._src.lowering.spmd import in_flight, note_loss
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
-from replicax._src.tracing.flat import FlatProgram
 from replicax._src.tracing.gathers import evaluate_gathering
-from replicax._src.tracing.rows.layout import Rows, RowSplit, Shared
-from replicax._src.tracing.rows.plan import RowsPlan
-from replicax._src.tracing.rows.rules import NotByRowsError
+from replicax._src.tracing.rows.layout import RowSplit
+from replicax._src.tracing.rows.plan import RowsPlan, split_by_rows
 from replicax._src.tracing.slots import state_lock
 
 log = logging.getLogger("replicax")
@@ -208,14 +206,13 @@ class _Program:
             or self._is_divided
         ):
             return None
-        rows = [Rows(0) if layout.is_split else Shared.WHOLE for layout in self._layouts]
-        try:
-            plan = RowsPlan(FlatProgram(self._jaxpr), [Shared.WHOLE] * num_whole + rows, self._split)
-        except NotByRowsError as reason:
+        has_rows = [False] * num_whole + [layout.is_split for layout in self._layouts]
+        plan = split_by_rows(self._jaxpr, has_rows, self._split)
+        if isinstance(plan, str):
             log.warning(
                 "%s: the processes sum each array by itself (the global view), not all together, which is slower: %s.",
                 self._name,
-                reason,
+                plan,
             )
             return None
         log.info(

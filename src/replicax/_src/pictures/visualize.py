@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from replicax._src.drawing import html, svg
+from replicax._src.drawing.text import size
 from replicax._src.options import path_of
 from replicax._src.pictures.layouts import Layout, Part, layouts_of
 
@@ -103,20 +104,12 @@ class Picture:
 # --- text ---------------------------------------------------------------------------------------------
 
 
-def _size(num_bytes: float) -> str:
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
 def _title(layout: Layout) -> str:
     return f"{layout.name}: {layout.kind}" if layout.dtype else layout.name
 
 
 def _on_each(layout: Layout) -> str:
-    return f"{layout.told}, {_size(layout.device_bytes)}" if layout.parts else layout.told
+    return f"{layout.told}, {size(layout.device_bytes)}" if layout.parts else layout.told
 
 
 def _boxes(layout: Layout, width: int) -> Iterator[tuple[str, str]]:
@@ -154,13 +147,13 @@ def _in_cell(part: Part) -> str:
 
 def _list(layouts: Sequence[Layout], width: int) -> Iterator[tuple[str, str]]:
     total = sum(layout.device_bytes for layout in layouts)
-    yield f"{len(layouts):,} arrays; {_size(total)} on one device", "bold"
+    yield f"{len(layouts):,} arrays; {size(total)} on one device", "bold"
     shown = layouts[:_MAX_ROWS]
     most = max(12, min(max(len(one.name) for one in shown), 52, max(12, width - 46)))
     for layout in shown:
         name = svg.shortened(layout.name, most)
         cut = "■" + "□" * (min(math.prod(layout.pieces), 8) - 1)
-        line = f"{name:{most}}  {cut:8}  {_size(layout.device_bytes):>9}  {layout.kind}  {layout.told}"
+        line = f"{name:{most}}  {cut:8}  {size(layout.device_bytes):>9}  {layout.kind}  {layout.told}"
         yield (
             (line if len(line) <= width else line[: width - 1] + "…"),
             "yellow" if math.prod(layout.pieces) > 1 else "",
@@ -271,11 +264,11 @@ def _svg_of_list(layouts: Sequence[Layout], is_inline: bool) -> str:
     shown = layouts[:_MAX_ROWS]
     rows = [
         svg.ArrayRow(
-            one.name, one.pieces, one.device_bytes, f"{_size(one.device_bytes)}  {one.kind}  {one.told}"
+            one.name, one.pieces, one.device_bytes, f"{size(one.device_bytes)}  {one.kind}  {one.told}"
         )
         for one in shown
     ]
-    total = f"{len(layouts):,} arrays; {_size(sum(one.device_bytes for one in layouts))} on one device"
+    total = f"{len(layouts):,} arrays; {size(sum(one.device_bytes for one in layouts))} on one device"
     width, height = svg.size_of_rows(rows, _LEFT)
     lines = [
         svg.text(_LEFT, 20, total, font_size=15),

@@ -20,7 +20,8 @@ from replicax._src.drawing.svg import (
     size_of_rows,
     text,
 )
-from replicax._src.plan.report import answer, size
+from replicax._src.drawing.text import size
+from replicax._src.plan.report import answer
 
 if TYPE_CHECKING:
     from replicax._src.plan.plan import Plan, PlannedArray

@@ -15,14 +15,15 @@ from replicax._src.cluster.progress import working
 from replicax._src.devices.ahead import topology_ahead
 from replicax._src.devices.hardware import Chip, Hardware, chips, hardware_of, this_machine
 from replicax._src.devices.topology import Topology
+from replicax._src.drawing.text import size
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.options import ShardState
+from replicax._src.options import ShardState, whole_number
 from replicax._src.plan.compilation import Compilation, argument_bytes, bytes_on_device, compiled_for
 from replicax._src.plan.costs import Costs, costs_of
 from replicax._src.plan.hlo import read_hlo
 from replicax._src.plan.plan import Plan, PlannedArray, bounds_of, memory_traffic
 from replicax._src.plan.remedies import Attempt, Change, Search, notes_of_whole_arguments
-from replicax._src.plan.report import answer, outcome, size
+from replicax._src.plan.report import answer, outcome
 from replicax._src.strategies.lowering import NamedArray, Step, StepProgram, check, own_devices, program_on
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
@@ -62,8 +63,8 @@ def plan_of(
 
 
 def _check(rows: Any, limit: Any) -> None:
-    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-        raise InvalidArgumentError(f"global_batch is a number of rows of at least 1, got {rows!r}.")
+    if rows is not None:
+        whole_number("global_batch", rows, least=1)
     if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit >= 0:
         raise InvalidArgumentError(f"remedy_limit_s is a number of seconds, 0 or more, got {limit!r}.")
 

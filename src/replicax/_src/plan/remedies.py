@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from replicax._src.devices.hardware import Hardware
+from replicax._src.drawing.text import size
 from replicax._src.options import ShardState
-from replicax._src.plan.report import size
 from replicax._src.variables.state_shards import MOST_SHARDS, StateShards
 
 _MOST_HALVINGS = 6

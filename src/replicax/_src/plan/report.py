@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from replicax._src.drawing.text import aligned, seconds, size
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.substitutes import EXPLAINED
 
@@ -156,23 +157,4 @@ def _end(plan: Plan) -> Iterator[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(value) >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def seconds(value: float) -> str:
-    """Seconds for people."""
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if value < limit:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s"
+    return (f"  {line}" for line in aligned(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from replicax._src.drawing.text import aligned
 from replicax._src.errors import OneDeviceDifferenceError
 
 Kind = Literal["loss", "gradient", "variable", "output"]
@@ -97,11 +98,7 @@ class OneDeviceReport:
             relative = f"{entry.relative_difference:.1e}"
             shape = str(tuple(entry.shape))
             lines.append((entry.kind, entry.name, shape, relative, factor, numbers.get(entry.hint, "")))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
+        return list(aligned(lines))
 
     def _hints(self) -> list[str]:
         hints = self._distinct_hints()

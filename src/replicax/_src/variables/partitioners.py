@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex, final
 
 import numpy as np
 
+from replicax._src.devices.split import split_offsets
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import InvalidArgumentError
 
@@ -172,9 +173,7 @@ def shard_rows(num_rows: int, num_shards: int) -> list[tuple[int, int]]:
     >>> shard_rows(10, 4)
     [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
-    size, num_larger = divmod(num_rows, num_shards)
-    offsets = [size * i + min(i, num_larger) for i in range(num_shards + 1)]
-    return list(itertools.pairwise(offsets))
+    return list(itertools.pairwise(split_offsets(num_rows, num_shards)))
 
 
 def _along(axis: int, shape: Sequence[int], count: Callable[[int], int]) -> list[int]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.client.session import Session
 
 _TABLE_BYTES = 1 << 20
 
@@ -29,29 +32,6 @@ class Piece:
     ps: int
     key: str
     rows: tuple[int, int] | None = None
-
-
-class Holder(Protocol):
-    """Keeps arrays on parameter servers, as ``Session`` does."""
-
-    @property
-    def num_ps(self) -> int:
-        """The number of parameter servers."""
-        ...
-
-    def make(self, arrays: Sequence[ServerArray]) -> None:
-        """Puts arrays that are not there yet on the servers, with their first values."""
-
-    def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
-        """Returns the values of arrays, each whole."""
-        ...
-
-    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
-        """Returns the rows of an array at ``ids`` [n], all of which it has."""
-        ...
-
-    def assign(self, array: ServerArray, value: np.ndarray) -> None:
-        """Replaces a value, on every server that has a piece or a copy of it."""
 
 
 @final
@@ -81,6 +61,7 @@ class ServerArray:
     """A value on parameter servers. It has no pieces before it is first used, so that it can be put beside another.
 
     Attributes:
+      holder: Keeps the value.
       name: The name that messages show.
       key: The beginning of the keys of its pieces; its holder gives it.
       shape, dtype: Those of the whole value.
@@ -94,7 +75,7 @@ class ServerArray:
 
     def __init__(
         self,
-        holder: Holder,
+        holder: Session,
         name: str,
         shape: Sequence[int],
         dtype: Any,

@@ -64,7 +64,7 @@ class ServerPlacement:
         stored: ServerArray = variable._value
         if not stored.shards:
             return variable
-        return ShardedVariable(ShardsOfOne(variable, len(stored.shards)), variable.name)
+        return ShardedVariable(ShardsOfOne([variable], len(stored.shards)), variable.name)
 
     def place_initial(self, value: Any, components: Any | None, name: str) -> ServerArray:
         """The array that a new variable keeps; it is made on the servers when it is first used."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -287,12 +287,12 @@ def _check_known(item: Any, dim: int, size: int) -> None:
 # --- in functions of JAX ------------------------------------------------------------------------------
 
 
-def _unflatten(description: tuple[type[Shards], tuple[Any, ...]], leaves: Sequence[Any]) -> Any:
+def _unflatten(description: tuple[Callable[..., Shards], tuple[Any, ...]], leaves: Sequence[Any]) -> Any:
     """The variable again; of its shards' values, or gradients, the whole array."""
     kind, details = description
     leaves = tuple(leaves)
     if all(map(is_variable, leaves)):
-        return ShardedVariable(kind.of(leaves, details))
+        return ShardedVariable(kind(leaves, *details))
     if len(leaves) == 1:
         return leaves[0]
     return jnp.concatenate(leaves) if all(map(_is_array, leaves)) else leaves

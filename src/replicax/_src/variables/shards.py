@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Sequence
-from typing import Any, Self, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +49,7 @@ class Shards(abc.ABC):
     @property
     @abc.abstractmethod
     def description(self) -> tuple[Any, ...]:
-        """With ``held`` all that there is to know; hashable."""
-
-    @classmethod
-    @abc.abstractmethod
-    def of(cls, held: Sequence[Any], description: tuple[Any, ...]) -> Self:
-        """The shards that ``held`` and ``description`` are of."""
+        """The arguments that make equal shards, after ``held``; hashable."""
 
     @abc.abstractmethod
     def read(self) -> Any:
@@ -116,10 +111,6 @@ class ShardsInVariables(Shards):
     def description(self) -> tuple[str]:
         return (self.name,)
 
-    @classmethod
-    def of(cls, held: Sequence[Variable], description: tuple[Any, ...]) -> Self:
-        return cls(held, *description)
-
     def read(self) -> jax.Array:
         return jnp.concatenate([v.read_value() for v in self._variables])
 
@@ -140,11 +131,12 @@ class ShardsOfOne(Shards):
     """One variable has all the rows, and each shard is a view of some of them, as even as can be.
 
     Args:
-      variable: With ``name``, ``shape``, ``dtype`` and the methods of ``rx.Variable``.
+      held: One variable, with ``name``, ``shape``, ``dtype`` and the methods of ``rx.Variable``.
       num_shards: At least 1, and at most the number of rows.
     """
 
-    def __init__(self, variable: Any, num_shards: int):
+    def __init__(self, held: Sequence[Any], num_shards: int):
+        (variable,) = held
         self.name = variable.name
         self.shape = tuple(variable.shape)
         self.dtype = variable.dtype
@@ -162,10 +154,6 @@ class ShardsOfOne(Shards):
     @property
     def description(self) -> tuple[int]:
         return (len(self.rows),)
-
-    @classmethod
-    def of(cls, held: Sequence[Any], description: tuple[Any, ...]) -> Self:
-        return cls(*held, *description)
 
     def read(self) -> Any:
         return self._variable.read_value()

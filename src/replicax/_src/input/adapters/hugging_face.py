@@ -16,6 +16,7 @@ from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElement
 from replicax._src.input.elements import (
     Elements,
     NumberedIterator,
+    Pass,
     UnsupportedSourceError,
     as_arrays,
 )
@@ -111,7 +112,7 @@ def _view(dataset: Any) -> Any:
 
 
 @final
-class _StreamIterator:
+class _StreamIterator(Pass):
     """Goes through an IterableDataset of its own; its position is the epoch, and that dataset's."""
 
     def __init__(self, dataset: Any, new_check: Callable[[], _BatchCheck]):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
-from replicax._src.input.elements import Elements
+from replicax._src.input.elements import Elements, Pass
 from replicax._src.input.specs import INFINITE, Cardinality
 
 log = logging.getLogger("replicax")
@@ -60,7 +60,7 @@ def _num_threads(dataset: Any) -> int:
 
 
 @final
-class _Epoch:
+class _Epoch(Pass):
     """Goes through one epoch; its position is the number of the next batch.
 
     ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last.

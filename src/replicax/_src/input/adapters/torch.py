@@ -20,6 +20,7 @@ from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.elements import (
     Elements,
     NotResumableError,
+    Pass,
     UnsupportedSourceError,
     as_arrays,
 )
@@ -133,7 +134,7 @@ class _Loader:
 
 
 @final
-class _LoaderIterator:
+class _LoaderIterator(Pass):
     """Goes through a StatefulDataLoader.
 
     Its position is the state of the loader (None: nothing was read, and no workers were started), and those of the

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.errors import ReplicaxError
-from replicax._src.input.chunks import ArrayRows, Chunk, join
+from replicax._src.input.chunks import ArrayRows, Chunk, read_pieces
 from replicax._src.input.files.formats import FileReader, load
 from replicax._src.input.specs import ArraySpec
 
@@ -45,19 +45,19 @@ class ColumnReader(FileReader):
         self._block: Chunk = []
         self._given = 0  # rows of the block
         self._position = start
-        self._skip(position - start)
+        while self._position < position and self._piece(position - self._position) is not None:
+            pass
 
     def read(self, num_rows: int) -> Chunk:
-        pieces: list[Chunk] = []
-        while num_rows:
-            if self._given == len(self._block) and not self._fill():
-                break
-            piece = self._block[self._given : self._given + num_rows]
-            pieces.append(piece)
-            self._given += len(piece)
-            self._position += len(piece)
-            num_rows -= len(piece)
-        return join(pieces)
+        return read_pieces(num_rows, self._piece)
+
+    def _piece(self, num_rows: int) -> Chunk | None:
+        if self._given == len(self._block) and not self._fill():
+            return None
+        piece = self._block[self._given : self._given + num_rows]
+        self._given += len(piece)
+        self._position += len(piece)
+        return piece
 
     def tell(self) -> Any:
         return self._position
@@ -71,12 +71,6 @@ class ColumnReader(FileReader):
                 self._block, self._given = _as_rows(block, self._path, self._expected), 0
                 return True
         return False
-
-    def _skip(self, num_rows: int) -> None:
-        while num_rows and self._fill():
-            self._given = min(num_rows, len(self._block))
-            self._position += self._given
-            num_rows -= self._given
 
 
 # --- from Arrow to NumPy ------------------------------------------------------------------------------
@@ -137,8 +131,7 @@ def _as_rows(block: Any, path: str, expected: tuple[Specs, str]) -> ArrayRows:
                 f"Column {name!r} is {_described(got)} in {path!r}, and {_described(wanted)} in {first_path!r}. All files of "
                 "a dataset need the same columns."
             )
-    columns = {name: _as_numpy(block.column(name), name, path) for name in specs}
-    return ArrayRows(columns, range(block.num_rows))
+    return ArrayRows.all_of({name: _as_numpy(block.column(name), name, path) for name in specs})
 
 
 def _described(spec: ArraySpec | None) -> str:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.files.csv import Csv
-from replicax._src.input.files.dataset import FileDataset, FileSource
-from replicax._src.input.files.formats import load
-from replicax._src.input.files.parquet import Parquet
+from replicax._src.input.files.csv import CsvOptions
+from replicax._src.input.files.dataset import FileDataset, file_dataset
+from replicax._src.input.files.formats import FileFormat, load
+from replicax._src.input.files.parquet import parquet
 from replicax._src.input.files.paths import Files, resolve_files
-from replicax._src.input.files.records import ArrayRecords, TextLines, TFRecords
+from replicax._src.input.files.records import (
+    count_array_records,
+    count_text_lines,
+    open_array_records,
+    open_text_lines,
+    open_tfrecords,
+)
 
 
 def from_tfrecords(files: Files) -> FileDataset:
@@ -32,7 +39,7 @@ def from_tfrecords(files: Files) -> FileDataset:
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_tfrecords")
-    return FileDataset(FileSource(resolve_files(files), TFRecords()))
+    return file_dataset(resolve_files(files), FileFormat("TFRecord", "TFRecords()", open_tfrecords))
 
 
 def from_array_records(files: Files) -> FileDataset:
@@ -48,7 +55,8 @@ def from_array_records(files: Files) -> FileDataset:
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_array_records")
-    return FileDataset(FileSource(resolve_files(files), ArrayRecords()))
+    format = FileFormat("ArrayRecord", "ArrayRecords()", open_array_records, count_array_records)
+    return file_dataset(resolve_files(files), format)
 
 
 def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
@@ -63,7 +71,9 @@ def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
     Raises:
       MissingFileError: There is no such file.
     """
-    return FileDataset(FileSource(resolve_files(files), TextLines(encoding)))
+    options = f"TextLines(encoding={encoding!r})"
+    format = FileFormat("text", options, partial(open_text_lines, encoding=encoding), count_text_lines)
+    return file_dataset(resolve_files(files), format)
 
 
 def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileDataset:
@@ -83,7 +93,7 @@ def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileData
     """
     load("pyarrow.parquet", "from_parquet")
     paths = resolve_files(files)
-    return FileDataset(FileSource(paths, Parquet(paths[0], _names(columns, "columns"))))
+    return file_dataset(paths, parquet(paths[0], _names(columns, "columns")))
 
 
 def from_csv(
@@ -120,7 +130,7 @@ def from_csv(
     dtypes = tuple((name, np.dtype(as_dtype(dtype)).name) for name, dtype in (column_dtypes or {}).items())
     paths = resolve_files(files)
     names, all_names = _names(columns, "columns"), _names(column_names, "column_names")
-    return FileDataset(FileSource(paths, Csv(paths, names, delimiter, all_names, dtypes)))
+    return file_dataset(paths, CsvOptions(paths, names, delimiter, all_names, dtypes).format())
 
 
 def _names(names: Sequence[str] | None, argument: str) -> tuple[str, ...] | None:

@@ -6,7 +6,7 @@ import functools
 import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -14,11 +14,17 @@ from replicax._src.input.files.columns import ColumnError, ColumnReader, Specs, 
 from replicax._src.input.files.formats import FileFormat, FileReader, load, reading
 from replicax._src.input.files.records import is_gzip
 
+_ADVICE: Final = (
+    "It is damaged, or a line has not as many values as the header, or a value does not fit the type of its column. "
+    "The types of columns are inferred from the first lines of the first "
+    "file; if a later value does not fit, say column_dtypes={name: dtype}."
+)
+
 
 @final
 @dataclass(frozen=True)
-class Csv(FileFormat):
-    """CSV files, also compressed with gzip.
+class CsvOptions:
+    """The options of reading CSV files, also ones that are compressed with gzip.
 
     The types of all files are those of the first one that has rows, else "5" would be an integer in one file and
     "5.5" no integer in the next, and workers that read different files would disagree.
@@ -37,15 +43,14 @@ class Csv(FileFormat):
     column_names: tuple[str, ...] | None
     column_dtypes: tuple[tuple[str, str], ...]
 
-    name = "CSV"
-    advice = (
-        "It is damaged, or a line has not as many values as the header, or a value does not fit the type of its column. "
-        "The types of columns are inferred from the first lines of the first "
-        "file; if a later value does not fit, say column_dtypes={name: dtype}."
-    )
-    has_columns = True
+    def format(self) -> FileFormat:
+        """CSV files, read with these options."""
+        options = repr(self).replace("CsvOptions", "Csv", 1)  # as positions have it that were saved before
+        return FileFormat(
+            "CSV", options, self._open_at, _count_rows, self._row_spec, has_columns=True, advice=_ADVICE
+        )
 
-    def open(self, path: str, position: Any) -> FileReader:
+    def _open_at(self, path: str, position: Any) -> FileReader:
         if self._first is None or _is_blank(path):
             return ColumnReader(path, iter(()), lambda: None, ({}, path))
         schema, first_file = self._first
@@ -53,11 +58,7 @@ class Csv(FileFormat):
         expected = specs_of(schema, None, first_file)
         return ColumnReader(path, blocks, blocks.close, (expected, first_file), position=position or 0)
 
-    def count_rows(self, path: str) -> int | None:
-        return 0 if _is_blank(path) else None
-
-    @functools.cached_property
-    def row_spec(self) -> Specs | None:
+    def _row_spec(self) -> Specs | None:
         return None if self._first is None else specs_of(self._first[0], None, self._first[1])
 
     @functools.cached_property
@@ -66,7 +67,7 @@ class Csv(FileFormat):
         pa = load("pyarrow", "from_csv")
         given = {name: pa.from_numpy_dtype(np.dtype(dtype)) for name, dtype in self.column_dtypes}
         for path in self.files:
-            with reading(path, self):
+            with reading(path, self.format()):
                 if _is_blank(path):
                     continue
                 with self._open(path, given) as blocks:
@@ -94,6 +95,10 @@ class Csv(FileFormat):
                 f"{_first_line_of(path)!r:.300}. Names are those of the header line, or column_names; values are separated by "
                 f"delimiter={self.delimiter!r}."
             ) from error
+
+
+def _count_rows(path: str) -> int | None:
+    return 0 if _is_blank(path) else None
 
 
 def _is_blank(path: str) -> bool:

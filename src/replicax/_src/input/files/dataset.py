@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from replicax._src.devices.autoshard import check_shard
-from replicax._src.input.chunks import Chunk, join
+from replicax._src.input.chunks import Chunk, read_pieces
 from replicax._src.input.files.formats import FileFormat, FileReader, reading
-from replicax._src.input.files.paths import fingerprint_of, shorten
+from replicax._src.input.files.paths import fingerprint_of
 from replicax._src.input.pipeline import Dataset, RowSource
 from replicax._src.input.steps import Cursor
 from replicax._src.options import whole_number
@@ -22,8 +22,6 @@ class FileDataset(Dataset):
     Files are read again each time it is iterated. (The batch of records that have not been parsed is an array of
     Python objects.)
     """
-
-    source: FileSource
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -55,87 +53,66 @@ class FileDataset(Dataset):
     def of_files(self, num_shards: int, index: int) -> FileDataset:
         """Returns the same over the files ``index, index + num_shards, ...``."""
         check_shard(num_shards, index)
-        source = FileSource(self.files[index::num_shards], self.source.format)
-        return FileDataset(source, self.steps, self.passes)
+        assert self.source.of_files is not None
+        return FileDataset(self.source.of_files(self.files[index::num_shards]), self.steps, self.passes)
 
 
-@final
-class FileSource(RowSource):
-    """The rows of files, one file after the other.
+def file_dataset(files: tuple[str, ...], format: FileFormat) -> FileDataset:
+    """Makes a dataset over the rows of files, one file after the other."""
+    return FileDataset(_source_of(files, format))
 
-    Attributes:
-      files: Their paths.
-      format: How they are read.
-    """
 
-    def __init__(self, files: Sequence[str], format: FileFormat):
-        self.files, self.format = tuple(files), format
+def _source_of(files: tuple[str, ...], format: FileFormat) -> RowSource:
+    return RowSource(
+        f"{len(files)} {format.name} file" + "s" * (len(files) != 1),
+        lambda: _FilesCursor(files, format),
+        length=functools.cache(lambda: _num_rows(files, format)),
+        row_spec=format.row_spec,
+        fingerprint=lambda: {
+            "format": format.name,
+            "options": format.options,
+            **fingerprint_of(files),
+        },
+        has_arrays=format.has_columns,
+        files=files,
+        of_files=lambda files: _source_of(files, format),
+    )
 
-    @property
-    def description(self) -> str:
-        return f"{self.num_files} {self.format.name} file" + "s" * (self.num_files != 1)
 
-    @functools.cached_property
-    def length(self) -> int | None:
-        total = 0
-        for path in self.files:
-            with reading(path, self.format):
-                num_rows = self.format.count_rows(path)
-            if num_rows is None:
-                return None
-            total += num_rows
-        return total
-
-    @property
-    def row_spec(self) -> Any:
-        return self.format.row_spec
-
-    @property
-    def has_arrays(self) -> bool:
-        return self.format.has_columns
-
-    @property
-    def row_bytes(self) -> None:
-        return None
-
-    @property
-    def num_files(self) -> int:
-        return len(self.files)
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return {
-            "format": self.format.name,
-            "options": repr(self.format),
-            **fingerprint_of(self.files),
-        }
-
-    def open(self) -> Cursor:
-        return _FilesCursor(self)
-
-    def __str__(self) -> str:
-        return f"{self.description}: {shorten(self.files)}"
+def _num_rows(files: Sequence[str], format: FileFormat) -> int | None:
+    total = 0
+    for path in files:
+        with reading(path, format):
+            num_rows = format.count_rows(path)
+        if num_rows is None:
+            return None
+        total += num_rows
+    return total
 
 
 @final
 class _FilesCursor(Cursor):
     """Its position is the number of the file, and the position in it."""
 
-    def __init__(self, source: FileSource):
-        self._files, self._format = source.files, source.format
+    def __init__(self, files: Sequence[str], format: FileFormat):
+        self._files, self._format = files, format
         self._number = 0  # of the file that is being read
         self._reader: FileReader | None = None
 
     def read(self, num_rows: int) -> Chunk:
-        pieces: list[Chunk] = []
-        while num_rows and self._number < len(self._files):
-            piece = self._read_from_file(num_rows)
-            pieces.append(piece)
-            if len(piece) < num_rows:
-                self._close()
-                self._number += 1
-            num_rows -= len(piece)
-        return join(pieces)
+        return read_pieces(num_rows, self._piece)
+
+    def _piece(self, num_rows: int) -> Chunk | None:
+        if self._number == len(self._files):
+            return None
+        if self._reader is None:
+            self._reader = self._opened(None)
+        with reading(self._files[self._number], self._format):
+            piece = self._reader.read(num_rows)
+        if len(piece) < num_rows:
+            self._close()
+            self._number += 1
+        return piece
 
     def get_state(self) -> Any:
         return {"file": self._number, "at": None if self._reader is None else self._reader.tell()}
@@ -145,13 +122,6 @@ class _FilesCursor(Cursor):
         self._number = int(state["file"])
         if state["at"] is not None:
             self._reader = self._opened(state["at"])
-
-    def _read_from_file(self, num_rows: int) -> Chunk:
-        path = self._files[self._number]
-        if self._reader is None:
-            self._reader = self._opened(None)
-        with reading(path, self._format):
-            return self._reader.read(num_rows)
 
     def _opened(self, position: Any) -> FileReader:
         path = self._files[self._number]

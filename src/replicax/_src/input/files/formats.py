@@ -1,12 +1,13 @@
-"""What every format of files can do, and what becomes of the errors of the libraries that read them."""
+"""Formats of files, and the errors of the libraries that read them."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import importlib
-from collections.abc import Iterator
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 from replicax._src.errors import ReplicaxError
 from replicax._src.extras import missing_extra
@@ -33,36 +34,34 @@ class FileReader(abc.ABC):
         """Closes the file."""
 
 
-class FileFormat(abc.ABC):
-    """A format of files. Its subclasses are frozen dataclasses, whose fields are the options of reading.
-
-    Attributes:
-      name: What files of it are called: ``"Parquet"``.
-      advice: What to do if a file cannot be read.
-      has_columns: Whether rows are read as columns of numbers, not one by one as text or bytes.
-    """
-
-    name: ClassVar[str]
-    advice: ClassVar[str]
-    has_columns: ClassVar[bool]
-
-    @abc.abstractmethod
-    def open(self, path: str, position: Any) -> FileReader:
-        """Opens a file at a position; None is its first row."""
-
-    @abc.abstractmethod
-    def count_rows(self, path: str) -> int | None:
-        """Returns the number of rows of a file if that is known without reading them, else None."""
-
-    @property
-    @abc.abstractmethod
-    def row_spec(self) -> Any:
-        """The ArraySpecs of the columns ``{name: ArraySpec}``, or None if that is not known."""
-
-
 REWRITE: Final = (
     "It is damaged, was not written to the end, or is of another format: write it again, or leave it out."
 )
+
+
+@final
+@dataclass(frozen=True)
+class FileFormat:
+    """A format of files, with the options of reading.
+
+    Attributes:
+      name: The name of such files: ``"Parquet"``.
+      options: The options as text; it tells positions of differently read files apart.
+      open: ``(path, position) -> FileReader``; the position None is the first row.
+      count_rows: Returns the number of rows of a file if that is known without reading them, else None.
+      row_spec: Returns the ArraySpecs of the columns ``{name: ArraySpec}``, or None if that is not known.
+      has_columns: True if rows are read as columns of numbers, False if one by one as text or bytes.
+      advice: What to do if a file cannot be read.
+    """
+
+    name: str
+    options: str
+    open: Callable[[str, Any], FileReader]
+    count_rows: Callable[[str], int | None] = lambda path: None
+    row_spec: Callable[[], Any] = lambda: None
+    has_columns: bool = False
+    advice: str = REWRITE
+
 
 # What the readers raise about a file: theirs are RuntimeErrors, ValueErrors, OSErrors, EOFErrors (gzip), and, where
 # the length of a record is wrong, also these two of Python's file objects.
@@ -71,7 +70,7 @@ _READER_ERRORS = (OSError, EOFError, ValueError, RuntimeError, MemoryError, Over
 
 @contextlib.contextmanager
 def reading(path: str, format: FileFormat) -> Iterator[None]:
-    """Makes an UnreadableFileError, which names the file, of what the libraries raise."""
+    """Raises what the libraries raise as an UnreadableFileError, which names the file."""
     try:
         yield
     except ReplicaxError:

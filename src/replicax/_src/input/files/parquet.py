@@ -6,52 +6,47 @@ import bisect
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final
 
 from replicax._src.input.files.columns import ColumnReader, Specs, specs_of
-from replicax._src.input.files.formats import REWRITE, FileFormat, FileReader, load, reading
+from replicax._src.input.files.formats import FileFormat, FileReader, load, reading
 
 _BYTES_PER_BLOCK: Final = 8 << 20  # decoded at once; enough that the cost per block is not seen
 _MAX_ROWS_PER_BLOCK: Final = 1 << 16
 
 
-@final
-@dataclass(frozen=True)
-class Parquet(FileFormat):
-    """Parquet files.
+def parquet(first_file: str, columns: tuple[str, ...] | None) -> FileFormat:
+    """The format of Parquet files.
 
-    Attributes:
-      first_file: Whose columns all other files must have.
+    Args:
+      first_file: All other files must have its columns.
       columns: Which to read; None is all of them.
     """
 
-    first_file: str = field(repr=False)
-    columns: tuple[str, ...] | None
+    @functools.cache
+    def row_spec() -> Specs:
+        with reading(first_file, format), _open(first_file) as file:
+            return specs_of(file.schema_arrow, columns, first_file)
 
-    name = "Parquet"
-    advice = REWRITE
-    has_columns = True
-
-    def open(self, path: str, position: Any) -> FileReader:
-        expected = self.row_spec
+    def open_at(path: str, position: Any) -> FileReader:
+        expected = row_spec()
         file = _open(path)
-        specs = specs_of(file.schema_arrow, self.columns, path)
+        specs = specs_of(file.schema_arrow, columns, path)
         row = position or 0
         groups = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         starts = list(itertools.accumulate(groups, initial=0))
         first = max(bisect.bisect_right(starts, row) - 1, 0)
         blocks = file.iter_batches(_rows_per_block(specs), range(first, len(groups)), list(specs))
-        return ColumnReader(path, blocks, file.close, (expected, self.first_file), starts[first], row)
+        return ColumnReader(path, blocks, file.close, (expected, first_file), starts[first], row)
 
-    def count_rows(self, path: str) -> int | None:
-        with _open(path) as file:
-            return file.metadata.num_rows
+    options = f"Parquet(columns={columns!r})"
+    format = FileFormat("Parquet", options, open_at, _count_rows, row_spec, has_columns=True)
+    return format
 
-    @functools.cached_property
-    def row_spec(self) -> Specs:
-        with reading(self.first_file, self), _open(self.first_file) as file:
-            return specs_of(file.schema_arrow, self.columns, self.first_file)
+
+def _count_rows(path: str) -> int:
+    with _open(path) as file:
+        return file.metadata.num_rows
 
 
 def _open(path: str) -> Any:

@@ -7,11 +7,10 @@ import itertools
 import os
 import sys
 import weakref
-from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, final
 
 from replicax._src.input.chunks import Chunk
-from replicax._src.input.files.formats import REWRITE, FileFormat, FileReader, UnreadableFileError, load
+from replicax._src.input.files.formats import REWRITE, FileReader, UnreadableFileError, load
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 
@@ -25,39 +24,24 @@ def is_gzip(path: str) -> bool:
 # --- TFRecord -----------------------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True)
-class TFRecords(FileFormat):
-    """TensorFlow's format: length, checksum of the length, bytes, checksum of the bytes.
+def open_tfrecords(path: str, position: Any) -> FileReader:
+    """Opens a file of TensorFlow's format: length, checksum of the length, bytes, checksum of the bytes.
 
     grain reads as many bytes as a length says, and checks no checksum. The first length is checked here, so that
     another kind of file is found out.
 
     Source: https://www.tensorflow.org/tutorials/load_data/tfrecord
     """
-
-    name = "TFRecord"
-    advice = REWRITE
-    has_columns = False
-
-    def open(self, path: str, position: Any) -> FileReader:
-        if is_gzip(path):
-            raise UnreadableFileError(
-                f"The TFRecord file {path!r} is compressed with gzip, which grain does not read. Decompress it (gunzip), or "
-                "write it without compression."
-            )
-        _check_first_length(path)
-        iterator = iter(load("grain", "from_tfrecords").experimental.TFRecordIterDataset(path))
-        if position is not None:
-            iterator.set_state(position)
-        return _TFRecordReader(iterator)
-
-    def count_rows(self, path: str) -> int | None:
-        return None
-
-    @property
-    def row_spec(self) -> Any:
-        return None
+    if is_gzip(path):
+        raise UnreadableFileError(
+            f"The TFRecord file {path!r} is compressed with gzip, which grain does not read. Decompress it (gunzip), or "
+            "write it without compression."
+        )
+    _check_first_length(path)
+    iterator = iter(load("grain", "from_tfrecords").experimental.TFRecordIterDataset(path))
+    if position is not None:
+        iterator.set_state(position)
+    return _TFRecordReader(iterator)
 
 
 def _check_first_length(path: str) -> None:
@@ -93,24 +77,14 @@ class _TFRecordReader(FileReader):
 # --- ArrayRecord --------------------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True)
-class ArrayRecords(FileFormat):
-    """Records with numbers and checksums, all of which are checked."""
+def open_array_records(path: str, position: Any) -> FileReader:
+    """Opens a file of records with numbers and checksums, all of which are checked."""
+    return _ArrayRecordReader(_source(path), position or 0)
 
-    name = "ArrayRecord"
-    advice = REWRITE
-    has_columns = False
 
-    def open(self, path: str, position: Any) -> FileReader:
-        return _ArrayRecordReader(_source(path), position or 0)
-
-    def count_rows(self, path: str) -> int | None:
-        return len(_source(path))
-
-    @property
-    def row_spec(self) -> Any:
-        return None
+def count_array_records(path: str) -> int:
+    """Returns the number of records."""
+    return len(_source(path))
 
 
 @final
@@ -141,27 +115,15 @@ def _source(path: str) -> Any:
 # --- lines of text ------------------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True)
-class TextLines(FileFormat):
-    """Lines of text, without their ends, also compressed with gzip."""
+def open_text_lines(path: str, position: Any, *, encoding: str) -> FileReader:
+    """Opens a file of lines of text, without their ends, also one that is compressed with gzip."""
+    file = gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")  # noqa: SIM115 the reader closes it
+    return _LineReader(file, path, encoding, position or 0)
 
-    encoding: str
 
-    name = "text"
-    advice = REWRITE
-    has_columns = False
-
-    def open(self, path: str, position: Any) -> FileReader:
-        file = gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")  # noqa: SIM115 the reader closes it
-        return _LineReader(file, path, self.encoding, position or 0)
-
-    def count_rows(self, path: str) -> int | None:
-        return 0 if os.path.getsize(path) == 0 else None
-
-    @property
-    def row_spec(self) -> Any:
-        return None
+def count_text_lines(path: str) -> int | None:
+    """Returns 0 for an empty file; otherwise the number is not known."""
+    return 0 if os.path.getsize(path) == 0 else None
 
 
 @final

@@ -22,6 +22,21 @@ SumOverReplicas = Callable[[Sequence[Any]], Sequence[Any]]
 _ADDITIONS = frozenset(["add", "add_any"])
 
 
+def split_by_rows(jaxpr: Any, has_rows: Sequence[bool], split: RowSplit) -> RowsPlan | str:
+    """Splits a program over a whole batch into what each replica runs on its rows; returns why that cannot be done.
+
+    Nothing outside of this folder needs more of it than this function, and ``RowSplit``.
+
+    Args:
+      has_rows: For each operand, True if replicas have its rows, False if they have all of it.
+    """
+    layouts: list[Layout] = [Rows(0) if by_rows else Shared.WHOLE for by_rows in has_rows]
+    try:
+        return RowsPlan(FlatProgram(jaxpr), layouts, split)
+    except NotByRowsError as reason:
+        return str(reason)
+
+
 @final
 class RowsPlan:
     """A program over a whole batch, as each replica runs it on its rows.

@@ -1,0 +1,29 @@
+"""Sizes, times and tables as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def size(num_bytes: float) -> str:
+    """Returns bytes for people, in powers of 1024."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def seconds(value: float) -> str:
+    """Returns seconds for people."""
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if value < limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields a line for each row, the cells of a column below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
