@@ -76,8 +76,7 @@ class EagerCapture:
             components = jnp.broadcast_to(value, (slot.num_replicas, *slot.shape))
             if slot.variable.aggregation is VariableAggregation.SUM:
                 components = jnp.zeros_like(components).at[0].set(value)
-        (stored,) = slot.accessor.get([slot.variable])
-        slot.accessor.set([slot.variable], [self._placement.replaced(stored, value, components)])
+        slot.value = self._placement.replaced(slot.value, value, components)
 
     @property
     def tapes(self) -> list[Any]:
@@ -238,7 +237,7 @@ class EagerCapture:
 def _value_before(slot: Slot) -> jax.Array:
     """Returns the value of a variable as one device would hold it."""
     with state_lock:
-        (value,) = slot.accessor.get([slot.variable])
+        value = slot.value
         check_no_tracer(slot, value)
         value = on_no_device(value)
     if slot.sharing is not Sharing.COMPONENTS:

@@ -44,13 +44,13 @@ class Sharing(enum.Enum):
 
 
 class Accessor(Protocol):
-    """Reads and writes the value that variables of one kind hold now."""
+    """Reads and writes the value that variables of one kind hold now, by their holders: see ``Slot``."""
 
-    def get(self, variables: Sequence[Any]) -> list[Any]:
+    def get(self, holders: Sequence[Any]) -> list[Any]:
         """The values, in order."""
         ...
 
-    def set(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def set(self, holders: Sequence[Any], values: Sequence[Any]) -> None:
         """Stores ``values``, in order."""
 
 
@@ -59,11 +59,13 @@ class Slot:
 
     Attributes:
       variable: The variable; the slot does not look inside, ``accessor`` does.
+      holder: What the accessor takes: the object that has the value as an attribute, by default the variable.
       name: For messages.
       shape, dtype: As one replica sees the value.
       sharing: See ``Sharing``.
       num_replicas: R of the strategy.
-      placed: The array that a program, or adoption, gave the variable last.
+      placed: The array that a program, or adoption, gave the variable last; None while the program that wrote last keeps
+        it (``lowering/spmd.py``).
       components: [R, ...] behind ``placed`` where sharing is SUMMED.
       layout: How the value lies over the devices, where it is divided over the logical devices of a replica or over
         replicas; None: each device holds all of it.
@@ -74,6 +76,7 @@ class Slot:
         "accessor",
         "components",
         "dtype",
+        "holder",
         "layout",
         "name",
         "num_replicas",
@@ -84,9 +87,17 @@ class Slot:
     )
 
     def __init__(
-        self, variable: Any, accessor: Accessor, name: str, shape: Sequence[int], dtype: Any, sharing: Sharing
+        self,
+        variable: Any,
+        accessor: Accessor,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any,
+        sharing: Sharing,
+        holder: Any = None,
     ):
         self.variable = variable
+        self.holder = variable if holder is None else holder
         self.accessor = accessor
         self.name = name
         self.shape = tuple(shape)
@@ -96,6 +107,15 @@ class Slot:
         self.placed: Any = None
         self.components: Any = None
         self.layout: Any = None
+
+    @property
+    def value(self) -> Any:
+        """What the variable holds now."""
+        return self.accessor.get([self.holder])[0]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.accessor.set([self.holder], [value])
 
     def placement_on(self, topology: Topology) -> Any:
         """The sharding of the array that programs take for the variable."""
@@ -199,8 +219,7 @@ class SlotTable:
         if id(variable) not in self._layouts:
             weakref.finalize(variable, self._layouts.pop, id(variable), None)
         slot.layout = self._layouts[id(variable)] = layout
-        (value,) = slot.accessor.get([variable])
-        adopt(slot, value, topology)
+        adopt(slot, slot.value, topology)
 
 
 def own_copy(value: Any, sharding: Any) -> jax.Array:
@@ -307,7 +326,7 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
     slot.placed = placed
     if slot.sharing is Sharing.SUMMED:
         slot.components = spread_sum(placed, topology)
-    slot.accessor.set([slot.variable], [placed])
+    slot.value = placed
     return placed
 
 
