@@ -12,7 +12,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +101,12 @@ def replica_body(
     """
     is_divided = topology.num_logical_devices > 1
     evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
-    is_alone = is_divided and topology.num_replicas == 1 and program.has_collectives
-    evaluate = _evaluate_alone if is_alone else evaluate_gathering
+    if is_divided and topology.num_replicas == 1 and program.has_collectives:
+        evaluate = _evaluate_alone
+    elif any(slot.layout is not None for slot in program.slots):
+        evaluate = evaluate_gathering
+    else:
+        evaluate = jax_compat.eval_jaxpr
     position = {id(slot): i for i, slot in enumerate(program.slots)}
     orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
 
@@ -147,9 +151,9 @@ def _share_writes(
     """Brings the written values of shared variables together, in one packed all-reduce."""
     sharings = [program.slots[i].sharing for i in program.written]
     summed = [i for i, sharing in enumerate(sharings) if sharing is Sharing.SUMMED]
-    if topology.num_replicas == 1:
-        return writes, [writes[i] for i in summed]
     differing = [i for i, same in enumerate(program.same_writes) if not same]
+    if topology.num_replicas == 1 or not (summed or differing):
+        return writes, [writes[i] for i in summed]
     averaged = [i for i in differing if sharings[i] is Sharing.AVERAGED]
     firsts = [i for i in differing if sharings[i] in (Sharing.FIRST, Sharing.SEED)]
     operands = [writes[i] for i in summed]
@@ -187,7 +191,7 @@ class SlotGroup:
     loop of one program touches no slot. Use it with the ``state_lock`` held.
     """
 
-    _last: Callable[[], SlotGroup | None] = staticmethod(lambda: None)  # a weak reference: programs may go
+    _last: ClassVar[weakref.ref[SlotGroup] | None] = None  # weak, since programs may go
 
     def __init__(self, slots: Sequence[Slot], placement: VariablePlacement):
         kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in slots))}
@@ -198,12 +202,12 @@ class SlotGroup:
         self._holders = [[s.holder for s in self.slots if s.accessor is a] for a in self._accessors]
         self._summed = [i for i, s in enumerate(self.slots) if s.sharing is Sharing.SUMMED]
         self._written: Sequence[Any] | None = None  # what the slots have not been told
-        self._reference = weakref.ref(self)
+        self._reference: weakref.ref[SlotGroup] = weakref.ref(self)
 
     @classmethod
     def tell_slots(cls, but: SlotGroup | None = None) -> None:
         """Gives all slots what was written last; those of the group ``but`` need not know."""
-        last = SlotGroup._last()
+        last = None if SlotGroup._last is None else SlotGroup._last()
         if last is not None and last is not but:
             last._tell_slots()
 
@@ -273,6 +277,7 @@ class SlotGroup:
             remaining = iter(shown)
             for accessor, group in zip(self._accessors, self._holders, strict=True):
                 accessor.set(group, [next(remaining) for _ in group])
+        SlotGroup.tell_slots(but=self)  # another thread's program may have stored meanwhile
         if self._written is None:
             for slot in self.slots:  # or the arrays before these would live on
                 if slot.sharing is not Sharing.SUMMED:
@@ -447,7 +452,8 @@ class Launcher:
         check: Callable[[Any], None] | None = None,
     ):
         topology = placement.topology
-        program = whole_operations.in_replicas(program, topology)
+        if topology.num_logical_devices > 1:
+            program = whole_operations.in_replicas(program, topology)
         self.program = program
         self._topology = topology
         self._layouts: Any = placement.layouts

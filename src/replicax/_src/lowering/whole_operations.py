@@ -156,8 +156,6 @@ def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any]) -> Any:
 
 def in_replicas(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
     """A program of replicas that have several devices each, with such operations whole on each of them."""
-    if topology.num_logical_devices == 1:
-        return program
     changed = copy.copy(program)
     changed.variants = [_whole_variant(variant, topology) for variant in program.variants]
     return changed

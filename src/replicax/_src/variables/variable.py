@@ -529,6 +529,8 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
     """
     if isinstance(value, ArrayLike):
         value = value.as_array()
+    if isinstance(value, jax.Array):
+        return value
     is_integer = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu"
     if is_integer and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         value = value.astype(dtype)  # which holds what integers of 32 bits do not
