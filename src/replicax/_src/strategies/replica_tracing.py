@@ -12,13 +12,13 @@ from replicax._src.collectives.in_replica import TracedCommunicator
 from replicax._src.context import ReplicaContext
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
+from replicax._src.framework import enter_modules
 from replicax._src.lowering.uneven import trace_uneven
 from replicax._src.options import ReduceOp
 from replicax._src.strategies.drift import Maker
 from replicax._src.tracing import key, side_effects
 from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, Uneven, current_capture
-from replicax._src.tracing.modules import enter_modules
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant, trace_variant
 from replicax._src.tracing.rewrite import SumGradients
 from replicax._src.tracing.slots import Slot
