@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
@@ -132,18 +131,33 @@ def trace_code(
     Raises:
       MixedStrategiesError: It uses two strategies.
     """
+    kinds: list[str] = []
+    makers: list[Any] = []
+    checks: list[Any] = []
+
+    def traced(tracers: list[Any]) -> Any:
+        capture = current_capture()
+        assert capture is not None
+        capture.checks = [] if has_checks else None
+        result = call(tracers)
+        if capture.checks is not None:
+            checks[:] = [check for check, _ in capture.checks]
+            result = result, [found for _, found in capture.checks]
+        values = _arrays_in(result)
+        kinds[:], makers[:] = map(_kind, values), makers_of(values)
+        return result
+
     home = _Home(strategy)
     while True:
-        kinds: list[str] = []
-        makers: list[Any] = []
-        checks: list[Any] = []
         try:
-            variant = _trace_at(
-                functools.partial(_with_checks, call, checks) if has_checks else call,
+            variant = trace_variant(
+                traced,
                 avals,
-                home,
-                kinds,
-                makers,
+                [Verdict.SAME] * len(avals),
+                slot_of=home.slot_of,
+                num_replicas=None,
+                sum_gradients=lambda capture: list,
+                on_strategy=home.use,
             )
             check_no_leaks(variant)
             home_strategy = home.strategy or context.get_strategy()
@@ -154,38 +168,6 @@ def trace_code(
             return TracedCode(variant, home_strategy, kinds, name, makers, checks)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
-
-
-def _trace_at(
-    call: Callable[[list[Any]], Any], avals: Sequence[Any], home: _Home, kinds: list[str], makers: list[Any]
-) -> Variant:
-    def noting_kinds(tracers: list[Any]) -> Any:
-        result = call(tracers)
-        values = _arrays_in(result)
-        kinds[:] = map(_kind, values)
-        makers[:] = makers_of(values)
-        return result
-
-    return trace_variant(
-        noting_kinds,
-        avals,
-        [Verdict.SAME] * len(avals),
-        slot_of=home.slot_of,
-        num_replicas=None,
-        sum_gradients=lambda capture: list,
-        on_strategy=home.use,
-    )
-
-
-def _with_checks(
-    call: Callable[[list[Any]], Any], checks: list[Callable[[Any], None]], tracers: list[Any]
-) -> tuple[Any, list[Any]]:
-    capture = current_capture()
-    assert capture is not None
-    capture.checks = []
-    result = call(tracers)
-    checks[:] = [check for check, _ in capture.checks]
-    return result, [found for _, found in capture.checks]
 
 
 def _arrays_in(result: Any) -> list[Any]:

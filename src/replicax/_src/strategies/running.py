@@ -175,37 +175,26 @@ class Runner:
 
         For everything else None: ``_describe`` knows it all, and takes longer.
         """
+        topology = self._topology
         signature: list[Any] = [jax_state()]
         arrays: list[Any] = []
         for arg in args:
-            if type(arg) is tuple:
-                signature.append(len(arg))
-                is_known = all(self._add_shallow(leaf, signature, arrays) for leaf in arg)
-            else:
-                is_known = self._add_shallow(arg, signature, arrays)
-            if not is_known:
-                return None
+            leaves = arg if type(arg) is tuple else (arg,)
+            signature.append(leaves is arg and len(leaves))
+            for leaf in leaves:
+                kind = type(leaf)
+                is_known = kind is PerReplica or kind is Mirrored
+                if not is_known or leaf.num_replicas != topology.num_replicas:
+                    return None
+                is_row, shapes = (not leaf.is_equal, leaf.shapes) if kind is PerReplica else (False, None)
+                array = leaf.stored
+                wanted = topology.per_replica if is_row else topology.replicated
+                sharding = getattr(array, "sharding", None)
+                if sharding is not wanted and sharding != wanted:
+                    return None
+                signature.append((kind, array.shape, array.dtype, is_row, shapes))
+                arrays.append(array)
         return tuple(signature), arrays
-
-    def _add_shallow(self, leaf: Any, signature: list[Any], arrays: list[Any]) -> bool:
-        kind = type(leaf)
-        if kind is PerReplica:
-            is_row = not leaf.is_equal
-            mark: Any = (leaf.shapes, is_row)
-        elif kind is Mirrored:
-            is_row, mark = False, None
-        else:
-            return False
-        if leaf.num_replicas != self._topology.num_replicas:
-            return False
-        array = leaf.stored
-        wanted = self._topology.per_replica if is_row else self._topology.replicated
-        sharding = getattr(array, "sharding", None)
-        if sharding is not wanted and sharding != wanted:
-            return False
-        signature.append((array.shape, array.dtype, mark))
-        arrays.append(array)
-        return True
 
     # --- arguments ------------------------------------------------------------------------------------
 
