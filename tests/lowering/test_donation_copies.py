@@ -1,5 +1,7 @@
 """Donation copies an array that somebody else holds, once, and no other array."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -28,12 +30,12 @@ def copies(monkeypatch):
 
     def counting(original):
         def copy(value, sharding):
-            found.extend(value if isinstance(value, list) else [value])
+            found.append(value)
             return original(value, sharding)
 
         return copy
 
-    for module, name in ((spmd, "own_copy"), (running, "own_copy"), (held_state, "own_copies")):
+    for module, name in ((spmd, "own_copy"), (running, "own_copy"), (held_state, "own_copy")):
         monkeypatch.setattr(module, name, counting(getattr(module, name)))
     return found
 
@@ -93,6 +95,67 @@ def test_each_value_that_is_kept_is_copied_once(strategy, copies):
     assert len(copies) == 2
     for value, expected in zip(kept, before, strict=True):
         np.testing.assert_array_equal(value, expected)
+
+
+@pytest.fixture
+def adoptions(monkeypatch):
+    """A list that gets an entry for each value of which a program does not know that a program wrote it."""
+    found = []
+    original = spmd.adopt
+    monkeypatch.setattr(spmd, "adopt", lambda *args: [found.append(args), original(*args)][1])
+    return found
+
+
+def taking_turns(strategy):
+    """Two functions that run programs over common variables: one adds 1 to both, the other doubles the first."""
+    with strategy.scope():
+        first, second = rx.Variable(np.ones(3, np.float32)), rx.Variable(np.zeros(3, np.float32))
+
+    def add():
+        first.assign_add(jnp.ones(3))
+        second.assign_add(jnp.ones(3))
+
+    def double():
+        first.assign(2 * first + 0 * second)
+
+    runs = [lambda: strategy.run(add), lambda: strategy.run(double)]
+    for run in runs:
+        run()
+    return runs, first, second
+
+
+def test_programs_that_take_turns_copy_nothing(strategy, copies, adoptions):
+    (add, double), first, second = taking_turns(strategy)
+    copies.clear()
+    adoptions.clear()
+    for run in (add, double, add, add, double, double, add):
+        run()
+    assert copies == adoptions == []
+    np.testing.assert_array_equal(first, np.full(3, 4 * (2 * (4 + 1) + 2) + 1))
+    np.testing.assert_array_equal(second, np.full(3, 5.0))
+
+
+def test_arrays_that_programs_replaced_are_let_go(strategy):
+    (add, double), first, second = taking_turns(strategy)
+    for run in (add, double, double, add, add):
+        before = [weakref.ref(variable.value) for variable in (first, second)]
+        run()
+        run()
+        assert before[0]() is None
+        assert run is double or before[1]() is None
+
+
+def test_variables_outlive_the_program_that_wrote_them(strategy):
+    with strategy.scope():
+        variable = rx.Variable(np.zeros(3, np.float32))
+
+    def run_once(amount):
+        strategy.run(lambda: variable.assign_add(amount * jnp.ones(3)) * 0)
+
+    for amount in (1, 2, 3):
+        run_once(amount)
+        gc.collect()
+    np.testing.assert_array_equal(variable, np.full(3, 6.0))
 
 
 def test_train_on_batch_copies_only_kept_values(strategy, copies):

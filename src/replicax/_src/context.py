@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
 
@@ -42,22 +42,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("replicax")
 
 
-class _Frame:
+class _Frame(NamedTuple):
     """One entry of the context stack: a strategy, and the replica context if in one."""
 
-    __slots__ = ("communicator", "is_update", "replica_context", "strategy")
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        replica_context: ReplicaContext | None,
-        communicator: Communicator | None = None,
-        is_update: bool = False,
-    ):
-        self.strategy = strategy
-        self.replica_context = replica_context
-        self.communicator = communicator  # only in merge_call
-        self.is_update = is_update
+    strategy: Strategy
+    replica_context: ReplicaContext | None
+    communicator: Communicator | None = None  # only in merge_call
+    is_update: bool = False
 
 
 class _Local(threading.local):

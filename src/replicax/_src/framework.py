@@ -124,11 +124,6 @@ def stop_using(name: str) -> None:
     _in_use = _InUse([framework for framework in _in_use.frameworks if framework.name != name])
 
 
-def _imported_since() -> list[str]:
-    """Returns the frameworks that the user has imported since ``use_imported`` was called."""
-    return [name for name in _PLACES if name not in _in_use.names and sys.modules.get(name) is not None]
-
-
 def use_imported() -> None:
     """Starts using the frameworks that the user has imported by now. Cheap; call it often.
 
@@ -164,3 +159,31 @@ def make_slot(variable: Any, num_replicas: int) -> Any:
 def trackings() -> list[Tracking]:
     """Returns what frameworks in use say of what is saved."""
     return [framework.tracking for framework in _in_use.frameworks if framework.tracking is not None]
+
+
+# --- modules as arguments of run ------------------------------------------------------------------------
+
+
+def open_modules(nest: Any) -> tuple[Any, Close | None]:
+    """Replaces framework modules in the arguments by their arrays; gives what closes the results, if any."""
+    for modules in _with_modules():
+        opened = modules.open(nest)
+        if opened is not None:
+            return opened
+    return nest, None
+
+
+def enter_modules(opened: Any, has_modules: bool) -> tuple[Any, Close]:
+    """Inside the function: the arguments with modules again, and what adds their new state to the results."""
+    if not has_modules:
+        return opened, _unchanged
+    (modules,) = _with_modules()  # one framework has modules
+    return modules.enter(opened)
+
+
+def _with_modules() -> list[Modules]:
+    return [framework.modules for framework in _in_use.frameworks if framework.modules is not None]
+
+
+def _unchanged(result: Any) -> Any:
+    return result

@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, final, overload
 
 import jax
-import jax.numpy as jnp
 
 from replicax._src import context, program_guard
-from replicax._src.cluster.progress import compiling
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.framework import is_variable, use_imported
+from replicax._src.framework import is_variable, open_modules, use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, IteratedInTrace
 from replicax._src.migrate.tensorflow_code import check_not_in_tensorflow
 from replicax._src.strategies.code import (
@@ -36,17 +34,9 @@ from replicax._src.strategies.lowering import (
 )
 from replicax._src.tracebacks import boundary
 from replicax._src.tracing import key, side_effects
-from replicax._src.tracing.arguments import ClosureCheck, as_arguments, used_by
-from replicax._src.tracing.cache import (
-    FunctionPrograms,
-    Leaf,
-    ProgramCache,
-    array_leaf,
-    jax_state,
-    static_leaf,
-)
+from replicax._src.tracing.arguments import Call
+from replicax._src.tracing.cache import ProgramCache, array_leaf, jax_state
 from replicax._src.tracing.capture import current_capture
-from replicax._src.tracing.modules import open_modules
 from replicax._src.values import is_value
 
 if TYPE_CHECKING:
@@ -143,19 +133,14 @@ class Function(PlacedByItself, Generic[_P, _R]):
           UnsupportedError: It loops over a distributed dataset.
         """
         use_imported()
-        topology, fn = strategy.topology, self.python_function
-        given = arguments_on(topology, step)
-        nest = (tuple(given.args), given.kwargs, key.lifted_cells(fn))
-        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
-        leaves = as_arguments(leaves, tree)
-        is_array = [key.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-        described = [
-            array_leaf(leaf) if is_one else static_leaf(leaf)
-            for leaf, is_one in zip(leaves, is_array, strict=True)
-        ]
-        arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
+        fn = self.python_function
+        given = arguments_on(strategy.topology, step)
+        call = Call(fn, given.args, given.kwargs, is_variable)
+        call.describe(
+            None, lambda leaf: (array_leaf(leaf), leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+        )
         try:
-            placed = _trace(fn, tree, described, topology.mesh)
+            placed = _trace(call, strategy.topology.mesh)
         except IteratedInTrace:
             self._runs_as_python = True
             raise UnsupportedError(
@@ -163,8 +148,8 @@ class Function(PlacedByItself, Generic[_P, _R]):
                 "it is a program of its own. Lower or plan what it gives to strategy.run: strategy.plan(step, (batch,)), where "
                 "batch is next(iterator), or described by jax.ShapeDtypeStruct."
             ) from None
-        compiled, operands = placed.described(on_devices(arrays, topology))
-        variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
+        compiled, operands = placed.described(on_devices(call.arrays, strategy.topology))
+        variables = of_slots(placed.state.written.slots, placed.state.read.slots, strategy.topology)
         return StepProgram(key.name_of(fn), compiled, operands, [*variables, *given.arrays], given.rows)
 
     @boundary
@@ -176,29 +161,38 @@ class Function(PlacedByItself, Generic[_P, _R]):
         fn = self.python_function
         if self._strategy_with_servers is not None:
             return self._strategy_with_servers.run_here(fn, *args, **kwargs)
-        nest = (args, kwargs, key.lifted_cells(fn))
-        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
-        if any(isinstance(leaf, _ITERATED) for leaf in leaves):
+        call = Call(fn, args, kwargs, is_variable)
+        if any(isinstance(leaf, _ITERATED) for leaf in call.leaves):
             return self._run_as_python(args, kwargs)
-        leaves = as_arguments(leaves, tree)
         programs = self._cache.programs_of(fn)
-        described, arrays = _describe(leaves, programs)
-        mesh = mesh_of(arrays)
-        signature = (tree, tuple(described), context.get_strategy(), mesh, jax_state())
+        call.describe(programs)
+        mesh = mesh_of(call.arrays)
+        signature = (call.tree, tuple(call.described), context.get_strategy(), mesh, jax_state())
+
+        def launched(placed: PlacedCode) -> Any:
+            placed.check_closure(call.leaves)
+            with program_guard.current():
+                return placed(call.arrays)
+
         placed = programs.get(signature)
         if placed is not None:
-            return _checked_call(placed, leaves, arrays)
+            return launched(placed)
         if open_modules((args, kwargs))[1] is not None:
             raise UnsupportedError(
                 "rx.function got an nnx module as an argument, which its trace could not update. Pass the module's "
                 "state as arrays (nnx.split), or call strategy.run with the module outside of rx.function."
             )
+        makers = makers_of(_values_in((args, kwargs, key.lifted_cells(fn))))
         try:
-            with compiling(key.name_of(fn), _num_replicas(mesh)):
-                placed = _trace(fn, tree, described, mesh, makers_of(_values_in(nest)))
-                programs.put(signature, described, placed)
-                self._cache.report_trace(fn, described)
-                return _checked_call(placed, leaves, arrays)
+            return self._cache.first_call(
+                fn,
+                programs,
+                signature,
+                call.described,
+                lambda: _trace(call, mesh, makers),
+                launched,
+                num_replicas=_num_replicas(mesh),
+            )
         except IteratedInTrace:
             return self._run_as_python(args, kwargs)
         except RunsOnServers as found:
@@ -224,49 +218,20 @@ def _num_replicas(mesh: Any) -> int | None:
     return context.get_strategy().num_replicas_in_sync if context.has_strategy() else None
 
 
-def _checked_call(placed: PlacedCode, leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
-    placed.check_closure(leaves)
-    if (guard := program_guard.current) is not None:
-        with guard():
-            return placed(arrays)
-    return placed(arrays)
-
-
-def _describe(leaves: Sequence[Any], programs: FunctionPrograms) -> tuple[list[Leaf], list[Any]]:
-    described: list[Leaf] = []
-    arrays: list[Any] = []
-    for position, leaf in enumerate(leaves):
-        if key.is_array(leaf):
-            described.append(array_leaf(leaf))
-            arrays.append(leaf)
-        elif type(leaf) is float and programs.is_varying(position, leaf):
-            described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
-            arrays.append(leaf)
-        else:
-            described.append(static_leaf(leaf))
-    return described, arrays
-
-
 def _values_in(nest: Any) -> list[Any]:
     return jax.tree_util.tree_leaves(nest, is_leaf=is_value)
 
 
-def _trace(
-    fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], mesh: Any, makers: Sequence[Any] = ()
-) -> PlacedCode:
-    inputs = [leaf for leaf in described if leaf.kind != "static"]
-
-    def call(tracers: list[Any]) -> Any:
-        remaining = iter(tracers)
-        leaves = [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in described]
-        nest = jax.tree_util.tree_unflatten(tree, leaves)
+def _trace(call: Call, mesh: Any, makers: Sequence[Any] = ()) -> PlacedCode:
+    def traced(tracers: list[Any]) -> Any:
+        nest = call.nest_of(tracers)
         if any(makers):
             set_makers(_values_in(nest), makers)
         args, kwargs, cells = nest
         with attempt():
-            return key.with_cells(fn, cells)(*args, **kwargs)
+            return key.with_cells(call.fn, cells)(*args, **kwargs)
 
-    avals = [leaf.aval() for leaf in inputs]
-    with side_effects.reported(fn) as attempt:
-        code = trace_code(call, avals, key.name_of(fn), argument_mesh=mesh, has_checks=True)
-    return PlacedCode(code, ClosureCheck(tree, described, lambda: used_by([code.variant.jaxpr], len(inputs))))
+    avals = [leaf.aval() for leaf in call.inputs]
+    with side_effects.reported(call.fn) as attempt:
+        code = trace_code(traced, avals, key.name_of(call.fn), argument_mesh=mesh, has_checks=True)
+    return PlacedCode(code, call.closure_check([code.variant.jaxpr]))

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 
 Guard = Callable[[], AbstractContextManager[None]]
 
-current: Guard | None = None
-"""The guard of the innermost ``guarding``. Of the process, not of a thread; programs look here for 30 ns."""
+current: Guard = contextlib.nullcontext
+"""The guard of the innermost ``guarding``. Of the process, not of a thread. Without one it costs 0.2 µs a program."""
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ class VariableLeaf(ArrayLeaf):
     @property
     def stored(self) -> Any:
         """What the variable keeps; None if it has no value yet."""
-        return self.slot.accessor.get([self.of])[0]
+        return self.slot.value
 
     @property
     def _topology(self) -> Topology | None:
@@ -159,7 +159,7 @@ class VariableLeaf(ArrayLeaf):
             self._set(placed)
 
     def _set(self, value: Any) -> None:
-        self.slot.accessor.set([self.of], [value])
+        self.slot.value = value
 
     def _begin_with(self, value: np.ndarray) -> None:
         """A variable that gets its first value later: it will be this one."""

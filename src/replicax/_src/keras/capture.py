@@ -26,11 +26,11 @@ class _KerasAccessor:
     a value as it lies.
     """
 
-    def get(self, variables: Sequence[Any]) -> list[Any]:
-        return [v._value for v in variables]
+    def get(self, holders: Sequence[Any]) -> list[Any]:
+        return [variable._value for variable in holders]
 
-    def set(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        for variable, value in zip(variables, values, strict=True):
+    def set(self, holders: Sequence[Any], values: Sequence[Any]) -> None:
+        for variable, value in zip(holders, values, strict=True):
             variable._value = value
 
     def is_built(self, variable: Any) -> bool:

@@ -145,7 +145,7 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
 
 _SOURCE_OF_LAYER: Final = inspect.getfile(keras.Layer)
 # Whether the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15).
-_ADDS_SUMS: Final = "divide_no_nan" not in inspect.getsource(keras.Layer.__call__)
+_ADDS_SUMS: Final = "divide_no_nan" not in inspect.unwrap(keras.Layer.__call__).__code__.co_names
 
 
 def note_added(loss: Any, caller: Any) -> None:

@@ -22,13 +22,12 @@ from replicax._src.collectives.in_replica import OneReplica
 from replicax._src.context import ReplicaContext
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.errors import MixedStrategiesError, TraceError, UnsupportedError
-from replicax._src.framework import frameworks_in_use, use_imported
+from replicax._src.framework import enter_modules, frameworks_in_use, use_imported
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import key
-from replicax._src.tracing.arguments import as_arguments
+from replicax._src.tracing.arguments import Call
 from replicax._src.tracing.capture import created_again, current_capture, replaced_capture
 from replicax._src.tracing.eager_capture import NO_AXIS, EagerCapture, on_no_device
-from replicax._src.tracing.modules import enter_modules, open_modules
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
 
@@ -91,14 +90,12 @@ def _run(
 ) -> Callable[[], Any]:
     """Calls the function; what it returns assigns the variables and gives the results."""
     num_replicas = strategy.num_replicas_in_sync
-    nest, close = open_modules((tuple(args), dict(kwargs), key.lifted_cells(fn)))
-    leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_value)
-    leaves = as_arguments(leaves, tree, has_modules=close is not None)
+    call = Call(fn, args, kwargs, is_value, opens_modules=True)
     # Of the parts only the replicas are others: variables that the function creates are those of all replicas.
     alone = dataclasses.replace(strategy.parts, topology=Topology.of(strategy.topology.devices[:1]))
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_device(alone.topology.devices[0]))
-        opened = jax.tree_util.tree_unflatten(tree, [_argument(leaf, num_replicas) for leaf in leaves])
+        opened = call.tree.unflatten([_argument(leaf, num_replicas) for leaf in call.leaves])
         stack.enter_context(context.standing_in(strategy, alone))
         for framework in frameworks_in_use():
             stack.enter_context(framework.trace_scope(capture))
@@ -109,13 +106,13 @@ def _run(
         stack.enter_context(jax_compat.set_current_trace(capture.trace))
         stack.enter_context(_explained())
         stack.enter_context(tensorflow_code.explained())
-        (args, kwargs, cells), finish = enter_modules(opened, close is not None)
-        returned = finish(key.with_cells(fn, cells)(*args, **kwargs))
+        (args, kwargs, cells), finish = enter_modules(opened, call.has_modules)
+        returned = finish(key.with_cells(call.fn, cells)(*args, **kwargs))
 
     def result() -> Any:
         capture.store()
         found = jax.tree_util.tree_map(lambda leaf: _result(leaf, num_replicas), returned, is_leaf=is_value)
-        return found if close is None else close(found)
+        return call.finished(found)
 
     return result
 

@@ -12,7 +12,7 @@ import jax
 from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
 from replicax._src.tracing.holders import held_elsewhere
-from replicax._src.tracing.slots import is_local, own_copies, own_copy_here
+from replicax._src.tracing.slots import is_local, own_copy, own_copy_here
 
 # Arrays that programs gave back, by id: their buffers belong to nothing else.
 _made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
@@ -141,7 +141,7 @@ class HeldState:
             to_place = [i for i in to_place if values[i].sharding != shardings[i]]
         for sharding in dict.fromkeys(shardings):
             copied, placed = [[i for i in some if shardings[i] == sharding] for some in (to_copy, to_place)]
-            self.store(copied, own_copies([values[i] for i in copied], sharding))
+            self.store(copied, [own_copy(values[i], sharding) for i in copied])
             self.store(placed, jax_compat.put_all([values[i] for i in placed], sharding))
 
     def _agree(self, values: list[Any], positions: Sequence[int]) -> None:

@@ -10,8 +10,9 @@ import collections
 import contextlib
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -149,9 +150,9 @@ def _share_writes(
     """Brings the written values of shared variables together, in one packed all-reduce."""
     sharings = [program.slots[i].sharing for i in program.written]
     summed = [i for i, sharing in enumerate(sharings) if sharing is Sharing.SUMMED]
-    if topology.num_replicas == 1:
-        return writes, [writes[i] for i in summed]
     differing = [i for i, same in enumerate(program.same_writes) if not same]
+    if topology.num_replicas == 1 or not (summed or differing):
+        return writes, [writes[i] for i in summed]
     averaged = [i for i in differing if sharings[i] is Sharing.AVERAGED]
     firsts = [i for i in differing if sharings[i] in (Sharing.FIRST, Sharing.SEED)]
     operands = [writes[i] for i in summed]
@@ -183,7 +184,13 @@ _placed = operator.attrgetter("placed")
 
 
 class SlotGroup:
-    """Slots whose values go into a program together; reads and writes them with few Python operations."""
+    """Slots whose values go into a program together; reads and writes them with few Python operations.
+
+    The group that has stored last keeps what it wrote in one list, and tells its slots when another program comes: a
+    loop of one program touches no slot. Use it with the ``state_lock`` held.
+    """
+
+    _last: ClassVar[weakref.ref[SlotGroup] | None] = None  # weak, since programs may go
 
     def __init__(self, slots: Sequence[Slot], placement: VariablePlacement):
         kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in slots))}
@@ -191,8 +198,24 @@ class SlotGroup:
         self._topology = placement.topology
         self._parameter_device = placement.parameter_device
         self._accessors = list(dict.fromkeys(s.accessor for s in self.slots))
-        self._variables = [[s.variable for s in self.slots if s.accessor is a] for a in self._accessors]
+        self._holders = [[s.holder for s in self.slots if s.accessor is a] for a in self._accessors]
         self._summed = [i for i, s in enumerate(self.slots) if s.sharing is Sharing.SUMMED]
+        self._written: Sequence[Any] | None = None  # what the slots have not been told
+        self._reference: weakref.ref[SlotGroup] = weakref.ref(self)
+
+    @classmethod
+    def tell_slots(cls, but: SlotGroup | None = None) -> None:
+        """Gives all slots what was written last; those of the group ``but`` need not know."""
+        last = None if SlotGroup._last is None else SlotGroup._last()
+        if last is not None and last is not but:
+            last._tell_slots()
+
+    def _tell_slots(self) -> None:
+        if self._written is not None:
+            for slot, value in zip(self.slots, self._written, strict=True):
+                if slot.sharing is not Sharing.SUMMED:  # which know
+                    slot.placed = value
+            self._written = None
 
     def load(self, *, for_donation: bool) -> list[Any]:
         """The values as the program takes them; adopts those that it did not write, and copies those that
@@ -200,16 +223,20 @@ class SlotGroup:
         values = self._held()
         if self._parameter_device is not None:
             return self._fetch(values)
-        if not all(map(operator.is_, values, map(_placed, self.slots))):
+        known = map(_placed, self.slots) if self._written is None else self._written
+        if not all(map(operator.is_, values, known)):
+            self._tell_slots()
             for i, slot in enumerate(self.slots):
                 if slot.placed is not values[i]:
                     adopt(slot, values[i], self._topology)
             values = self._held()
-        if for_donation:
-            for i in held_elsewhere(values, num_own=2):  # ours are the variable's and the slot's
-                values[i] = own_copy(values[i], values[i].sharding)
         for i in self._summed:
             values[i] = self.slots[i].components
+        if for_donation:
+            for i in held_elsewhere(
+                values, num_own=2
+            ):  # ours are the variable's, and the slot's or ``_written``
+                values[i] = own_copy(values[i], values[i].sharding)
         return values
 
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
@@ -229,28 +256,33 @@ class SlotGroup:
 
     def _held(self) -> list[Any]:
         if len(self._accessors) == 1:
-            return self._accessors[0].get(self._variables[0])
-        return [v for a, group in zip(self._accessors, self._variables, strict=True) for v in a.get(group)]
+            return self._accessors[0].get(self._holders[0])
+        return [v for a, group in zip(self._accessors, self._holders, strict=True) for v in a.get(group)]
 
     def store(self, values: Sequence[Any], sums: Sequence[Any]) -> None:
         """Gives the variables what the program wrote."""
         shown = list(values)
         for i, total in zip(self._summed, sums, strict=True):
             self.slots[i].components = values[i]
-            shown[i] = total
+            self.slots[i].placed = shown[i] = total
         if self._parameter_device is not None:
             shown = [
                 v if s.sharing is Sharing.COMPONENTS else jax.device_put(v, self._parameter_device)
                 for s, v in zip(self.slots, shown, strict=True)
             ]
         if len(self._accessors) == 1:
-            self._accessors[0].set(self._variables[0], shown)
+            self._accessors[0].set(self._holders[0], shown)
         else:
             remaining = iter(shown)
-            for accessor, group in zip(self._accessors, self._variables, strict=True):
+            for accessor, group in zip(self._accessors, self._holders, strict=True):
                 accessor.set(group, [next(remaining) for _ in group])
-        for slot, value in zip(self.slots, shown, strict=True):
-            slot.placed = value
+        SlotGroup.tell_slots(but=self)  # another thread's program may have stored meanwhile
+        if self._written is None:
+            for slot in self.slots:  # or the arrays before these would live on
+                if slot.sharing is not Sharing.SUMMED:
+                    slot.placed = None
+        self._written = shown
+        SlotGroup._last = self._reference
 
 
 def note_nan(error: FloatingPointError) -> None:
@@ -292,6 +324,7 @@ class ProgramState:
 
     def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
         """The values of both groups."""
+        SlotGroup.tell_slots(but=self.written)
         written = self.written.load(for_donation=for_donation)
         return written, self.read.load(for_donation=False) if self.read.slots else []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, final
@@ -132,19 +131,26 @@ def trace_code(
     Raises:
       MixedStrategiesError: It uses two strategies.
     """
+    kinds: list[str] = []
+    makers: list[Any] = []
+    checks: list[Any] = []
+
+    def traced(tracers: list[Any]) -> Any:
+        capture = current_capture()
+        assert capture is not None
+        capture.checks = [] if has_checks else None
+        result = call(tracers)
+        if capture.checks is not None:
+            checks[:] = [check for check, _ in capture.checks]
+            result = result, [found for _, found in capture.checks]
+        values = _arrays_in(result)
+        kinds[:], makers[:] = map(_kind, values), makers_of(values)
+        return result
+
     home = _Home(strategy)
     while True:
-        kinds: list[str] = []
-        makers: list[Any] = []
-        checks: list[Any] = []
         try:
-            variant = _trace_at(
-                functools.partial(_with_checks, call, checks) if has_checks else call,
-                avals,
-                home,
-                kinds,
-                makers,
-            )
+            variant = trace_cross_replica(traced, avals, home.slot_of, on_strategy=home.use)
             check_no_leaks(variant)
             home_strategy = home.strategy or context.get_strategy()
             mesh = argument_mesh or mesh_of(variant.consts)
@@ -154,30 +160,6 @@ def trace_code(
             return TracedCode(variant, home_strategy, kinds, name, makers, checks)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
-
-
-def _trace_at(
-    call: Callable[[list[Any]], Any], avals: Sequence[Any], home: _Home, kinds: list[str], makers: list[Any]
-) -> Variant:
-    def noting_kinds(tracers: list[Any]) -> Any:
-        result = call(tracers)
-        values = _arrays_in(result)
-        kinds[:] = map(_kind, values)
-        makers[:] = makers_of(values)
-        return result
-
-    return trace_cross_replica(noting_kinds, avals, home.slot_of, on_strategy=home.use)
-
-
-def _with_checks(
-    call: Callable[[list[Any]], Any], checks: list[Callable[[Any], None]], tracers: list[Any]
-) -> tuple[Any, list[Any]]:
-    capture = current_capture()
-    assert capture is not None
-    capture.checks = []
-    result = call(tracers)
-    checks[:] = [check for check, _ in capture.checks]
-    return result, [found for _, found in capture.checks]
 
 
 def _arrays_in(result: Any) -> list[Any]:
@@ -215,21 +197,15 @@ class CodeState:
 
     def __init__(self, code: TracedCode):
         variant, strategy = code.variant, code.strategy
-        topology = strategy.topology
+        self._code, self._topology = code, strategy.topology
         slots = [entry.slot for entry in variant.entries]
         written = [entry.slot for entry in variant.written]
         self.state = ProgramState(slots, written, strategy.variable_placement, code.name)
         self.donates = not has_callback(variant.jaxpr) and not code.checks
-        self.consts = topology.put_whole(variant.consts)
-        self._variant = variant
+        self.consts = self._topology.put_whole(variant.consts)
         self._from_loaded = _positions(self.state.slots, slots)
         self._to_written = _positions(written, self.state.written.slots)
         self._summed = [i for i, s in enumerate(self.state.written.slots) if s.sharing is Sharing.SUMMED]
-        self.shardings = (
-            [s.placement_on(topology) for s in self.state.written.slots],
-            [topology.replicated] * len(self._summed),
-        )
-        """Of the written variables, and of the sums that SUMMED ones show."""
 
     def evaluate(
         self, written: Sequence[Any], read: Sequence[Any], consts: Sequence[Any], args: Sequence[Any]
@@ -237,14 +213,59 @@ class CodeState:
         """Runs the code once in a trace: the new values of the written variables, and the results."""
         state = [*written, *read]
         loaded = [state[i] for i in self._from_loaded]
-        outs = jax_compat.eval_jaxpr(self._variant.jaxpr, [*consts, *loaded, *args])
-        num_arrays = self._variant.num_arrays
+        outs = jax_compat.eval_jaxpr(self._code.variant.jaxpr, [*consts, *loaded, *args])
+        num_arrays = self._code.variant.num_arrays
         writes = outs[num_arrays:]
         return [writes[i] for i in self._to_written], outs[:num_arrays]
 
-    def sums(self, written: Sequence[Any]) -> list[Any]:
-        """What SUMMED variables show."""
-        return [jnp.sum(written[i], axis=0, dtype=written[i].dtype) for i in self._summed]
+    def compile(self, body: Callable[..., tuple[list[Any], list[Any]]], name: str) -> Any:
+        """Compiles a program.
+
+        Args:
+          body: Takes the state and the constants as ``evaluate`` does, then what ``run`` is given; gives what
+            ``evaluate`` gives.
+        """
+        topology = self._topology
+
+        def program(written: list[Any], read: list[Any], consts: list[Any], *args: Any) -> Any:
+            writes, outs = body(written, read, consts, *args)
+            sums = [jnp.sum(writes[i], axis=0, dtype=writes[i].dtype) for i in self._summed]
+            return writes, sums, outs, [jnp.int8(0)] if topology.needs_token else []
+
+        return topology.compile(
+            program,
+            name,
+            donate_argnums=(0,) if self.donates else (),
+            out_shardings=(
+                [s.placement_on(topology) for s in self.state.written.slots],
+                [topology.replicated] * len(self._summed),
+                shardings_of(self._code.kinds, topology),
+                [topology.replicated] if topology.needs_token else [],
+            ),
+        )
+
+    def run(self, compiled: Any, *args: Any) -> list[Any]:
+        """Runs a program of ``compile``: the results."""
+        checks = self._code.checks
+
+        def execute(written: list[Any], read: list[Any]) -> Any:
+            results = compiled(written, read, self.consts, *args)
+            outs = results[2]
+            for check, found in zip(checks, outs[len(outs) - len(checks) :], strict=True):
+                check(found)
+            return results
+
+        return self.state.run(execute, self.donates)
+
+    def result_of(self, outs: Sequence[Any]) -> Any:
+        """What the code returned, with the arrays of a run."""
+        variant, remaining = self._code.variant, iter(outs)
+        return variant.tree.unflatten([next(remaining) if o.is_array else o.value for o in variant.outputs])
+
+
+def shardings_of(kinds: Sequence[str], topology: Topology, row: Any = None) -> list[Any]:
+    """Those of arrays of some kinds: see ``TracedCode``. ``row`` is another one for rows."""
+    return [(row or topology.per_replica) if kind == "row" else topology.replicated for kind in kinds]
 
 
 @final
@@ -253,27 +274,11 @@ class PlacedCode:
 
     def __init__(self, code: TracedCode, check_closure: ClosureCheck):
         self._code, self.check_closure = code, check_closure
-        self._topology = topology = code.strategy.topology
-        self._variables = variables = CodeState(code)
-        self.state = variables.state
+        self._topology = code.strategy.topology
+        self._variables = CodeState(code)
+        self.state = self._variables.state
         self._has_makers = any(code.makers)
-        needs_token = topology.needs_token
-
-        def body(written: list[Any], read: list[Any], consts: list[Any], args: list[Any]):
-            writes, outs = variables.evaluate(written, read, consts, args)
-            return writes, variables.sums(writes), outs, [jnp.int8(0)] if needs_token else []
-
-        row, whole = topology.per_replica, topology.replicated
-        self._compiled = topology.compile(
-            body,
-            code.name,
-            donate_argnums=(0,) if variables.donates else (),
-            out_shardings=(
-                *variables.shardings,
-                [row if kind == "row" else whole for kind in code.kinds],
-                [whole] if needs_token else [],
-            ),
-        )
+        self._compiled = self._variables.compile(self._variables.evaluate, code.name)
         # Plain results go where the strategy keeps variables, so that plain code can compute with both.
         self._home = code.strategy.variable_placement.parameter_device
 
@@ -284,26 +289,14 @@ class PlacedCode:
         return self._compiled, [*state, variables.consts, list(args)]
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        args = on_mesh(args, self._topology)
-        variables, code = self._variables, self._code
-
-        def execute(written: list[Any], read: list[Any]) -> Any:
-            results = self._compiled(written, read, variables.consts, args)
-            for check, found in zip(
-                code.checks, results[2][len(results[2]) - len(code.checks) :], strict=True
-            ):
-                check(found)
-            return results
-
-        outs = variables.state.run(execute, variables.donates)
+        code = self._code
+        outs = self._variables.run(self._compiled, on_mesh(args, self._topology))
         if self._home is not None:
             outs = [
                 jax.device_put(o, self._home) if kind == "plain" else o
                 for o, kind in zip(outs, code.kinds, strict=True)
             ]
-        remaining = iter(outs)
-        leaves = [next(remaining) if o.is_array else o.value for o in code.variant.outputs]
-        result = jax.tree_util.tree_unflatten(code.variant.tree, leaves)[0]
+        result = self._variables.result_of(outs)[0]
         if self._has_makers:
             arrays = _arrays_in(result)
             set_makers(arrays, code.makers[: len(arrays)])

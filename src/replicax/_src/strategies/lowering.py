@@ -20,9 +20,10 @@ from replicax._src import context
 from replicax._src.devices.ahead import topology_ahead
 from replicax._src.devices.hardware import hardware_of
 from replicax._src.devices.topology import Topology
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.errors import UnsupportedError
 from replicax._src.framework import frameworks_in_use
 from replicax._src.options import RunOptions
+from replicax._src.strategies.mistakes import check_arguments
 from replicax._src.strategies.running import Runner
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import as_arguments
@@ -125,25 +126,7 @@ def lower(strategy: Strategy, step: Step, topology: str | None) -> jax.stages.Lo
 
 def check(strategy: Strategy, step: Step) -> None:
     """Raises for what is no call of a step, and for strategies whose variables are elsewhere."""
-    args, options = step.args, step.options
-    if not callable(step.fn):
-        raise InvalidArgumentError(f"What is lowered or planned needs to be a function, got {step.fn!r}.")
-    if not isinstance(args, (list, tuple)):
-        raise InvalidArgumentError(
-            f"args must be a list or tuple, got {type(args)}. For one argument write (argument,)."
-        )
-    if not isinstance(step.kwargs, Mapping):
-        raise InvalidArgumentError(
-            f"kwargs must be a dict of keyword arguments, got {step.kwargs!r}. Give the hardware by name: "
-            "topology='v5p:16x16x16'."
-        )
-    if not isinstance(options, RunOptions):
-        raise InvalidArgumentError(f"options must be an rx.RunOptions, got {options!r}.")
-    if any(not -len(args) <= i < len(args) for i in options.donate_args):
-        raise InvalidArgumentError(
-            f"RunOptions(donate_args={options.donate_args}) names positions in args, of which there are {len(args)}. Give "
-            "those of the arguments that the program may overwrite."
-        )
+    check_arguments("strategy.lower", step.fn, step.args, step.kwargs, step.options)
     placement = strategy.variable_placement
     if strategy.has_servers or getattr(placement, "parameter_device", None) is not None:
         raise UnsupportedError(

@@ -8,10 +8,44 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.options import RunOptions
 from replicax._src.tracing.key import name_of, unwrap
 
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
+
+
+def check_arguments(method: str, fn: Any, args: Any, kwargs: Any, options: Any) -> None:
+    """Raises for what is no call of a step.
+
+    Args:
+      method: ``strategy.run``, for the text.
+
+    Raises:
+      InvalidArgumentError: ``fn`` is no function, ``args`` no list or tuple, ``kwargs`` no dict, or ``options`` not a
+        ``RunOptions`` for these arguments.
+    """
+    if not callable(fn):
+        raise InvalidArgumentError(f"{method} needs a function, got {fn!r}.")
+    if not isinstance(args, (list, tuple)):
+        raise InvalidArgumentError(
+            f"positional args must be a list or tuple, got {type(args)}. For one argument write "
+            f"{method}(fn, args=(value,))."
+        )
+    if not isinstance(kwargs, Mapping):
+        hint = " Give the hardware by name: topology='v5p:16x16x16'." if isinstance(kwargs, str) else ""
+        raise InvalidArgumentError(
+            f"kwargs must be a dict of keyword arguments, got {kwargs!r}, a {type(kwargs).__name__}.{hint}"
+        )
+    if not isinstance(options, RunOptions):
+        raise InvalidArgumentError(
+            f"options must be an rx.RunOptions, got {options!r}, a {type(options).__name__}."
+        )
+    if any(not -len(args) <= i < len(args) for i in options.donate_args):
+        raise InvalidArgumentError(
+            f"RunOptions(donate_args={options.donate_args}) names positions in args, of which there are "
+            f"{len(args)}. Give those of the arguments that the program may overwrite."
+        )
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

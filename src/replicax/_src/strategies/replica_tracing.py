@@ -12,12 +12,12 @@ from replicax._src.collectives.in_replica import TracedCommunicator
 from replicax._src.context import ReplicaContext
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
+from replicax._src.framework import enter_modules
 from replicax._src.options import ReduceOp
 from replicax._src.strategies.drift import Maker
 from replicax._src.tracing import key, passes, side_effects
 from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, current_capture
-from replicax._src.tracing.modules import enter_modules
 from replicax._src.tracing.program import Output, ReplicaProgram
 from replicax._src.tracing.slots import Slot
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, Results, per_replica_from_components

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context
-from replicax._src.cluster.progress import compiling
 from replicax._src.errors import (
     CrossReplicaContextError,
     InvalidArgumentError,
@@ -23,10 +21,10 @@ from replicax._src.framework import use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError, StackedSteps
 from replicax._src.options import ReduceOp
 from replicax._src.strategies.carried_state import NO_STATE, StateForm, opened
-from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, trace_code
+from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, shardings_of, trace_code
 from replicax._src.strategies.datasets import Stack, StepForm
 from replicax._src.tracing import key
-from replicax._src.tracing.arguments import ClosureCheck, used_by
+from replicax._src.tracing.arguments import Call, ClosureCheck
 from replicax._src.tracing.cache import Leaf, ProgramCache, array_leaf, jax_state
 from replicax._src.tracing.capture import current_capture
 from replicax._src.values import Mirrored, PerReplica
@@ -114,14 +112,11 @@ class StepLoop:
         self._topology = topology = code.strategy.topology
         self._variables = variables = CodeState(code)
         num_carried = len(form.leaves)
-        row = topology.stacked if keeps_all else topology.per_replica
-        shardings = [row if kind == "row" else topology.replicated for kind in code.kinds[num_carried:]]
+        kinds = code.kinds[num_carried:]
+        shardings = shardings_of(kinds, topology, topology.stacked if keeps_all else None)
         avals = [v.aval for v in code.variant.jaxpr.outvars[num_carried : len(code.kinds)]]
-        needs_token = topology.needs_token
         carried_avals = [leaf.aval() for leaf in form.described()]
-        carried_shardings = [
-            topology.per_replica if kind == "row" else topology.replicated for kind in form.kinds
-        ]
+        carried_shardings = shardings_of(form.kinds, topology)
 
         def as_carried(arrays: Sequence[Any]) -> list[Any]:
             return [
@@ -166,42 +161,25 @@ class StepLoop:
             )
             if keeps_all:  # a PerReplica has its replicas first
                 kept = [
-                    jnp.moveaxis(k, 0, 1) if kind == "row" else k
-                    for k, kind in zip(kept, code.kinds[num_carried:], strict=True)
+                    jnp.moveaxis(k, 0, 1) if kind == "row" else k for k, kind in zip(kept, kinds, strict=True)
                 ]
-            return values, variables.sums(values), [*carried, *kept], [jnp.int8(0)] if needs_token else []
+            return values, [*carried, *kept]
 
-        out_shardings = [
-            topology.per_replica if kind == "row" else topology.replicated for kind in code.kinds
-        ]
-        self._compiled = topology.compile(
-            body,
-            f"run_steps of {code.name}",
-            donate_argnums=(0,) if variables.donates else (),
-            out_shardings=(*variables.shardings, out_shardings, [topology.replicated] if needs_token else []),
-        )
+        self._compiled = variables.compile(body, f"run_steps of {code.name}")
 
     def __call__(
         self, stack: Sequence[Any], carried: Sequence[Any], others: Sequence[Any], start: int, stop: int
     ) -> tuple[Sequence[Any], Any]:
         """Runs the steps ``[start, stop)``; returns the leaves of the last state, and their results."""
-        variables, code = self._variables, self._code
         others = on_mesh(others, self._topology)
-        outs = variables.state.run(
-            lambda written, read: self._compiled(
-                written, read, variables.consts, stack, carried, others, jnp.int32(start), jnp.int32(stop)
-            ),
-            variables.donates,
-        )
+        outs = self._variables.run(self._compiled, stack, carried, others, jnp.int32(start), jnp.int32(stop))
         if self._keeps_all and stop - start < self._capacity:
             num_carried = len(carried)
             outs[num_carried:] = [
                 o[:, start:stop] if kind == "row" else o[start:stop]
-                for o, kind in zip(outs[num_carried:], code.kinds[num_carried:], strict=True)
+                for o, kind in zip(outs[num_carried:], self._code.kinds[num_carried:], strict=True)
             ]
-        remaining = iter(outs)
-        leaves = [next(remaining) if o.is_array else o.value for o in code.variant.outputs]
-        state, result = jax.tree_util.tree_unflatten(code.variant.tree, leaves)
+        state, result = self._variables.result_of(outs)
         return state, _with_steps(result, stop - start) if self._keeps_all else result
 
 
@@ -308,56 +286,62 @@ class StepsRunner:
     ) -> tuple[Any, Any]:
         stack: Stack = steps.value
         form, carried = (NO_STATE, []) if state is None else opened(state, self._strategy)
-        others, tree = jax.tree_util.tree_flatten(((), {}, key.lifted_cells(fn)))
+        call = Call(fn, (), {})
         programs = self._cache.programs_of(fn)
+        call.describe(None)
         inputs = [array_leaf(a)._replace(shape=a.shape[1:]) for a in stack.arrays]
-        described = [*inputs, *form.described(), *map(array_leaf, others)]
+        described = [*inputs, *form.described(), *call.described]
         topology = self._strategy.topology
-        shapes = (stack.form, form.tree, form.kinds, tuple(described), tree)
+        shapes = (stack.form, form.tree, form.kinds, tuple(described), call.tree)
         signature = (*shapes, steps.capacity, keeps_all, topology, jax_state())
+
+        def traced() -> StepLoop:
+            code, joined = self._trace(call, one_step, stack.form, form, inputs)
+            check = call.closure_check([code.variant.jaxpr])
+            return StepLoop(code, joined, steps.capacity, check, keeps_all=keeps_all)
+
+        def run(loop: StepLoop) -> tuple[Any, Any]:
+            loop.check_closure(call.leaves)
+            leaves, result = loop(stack.arrays, carried, call.arrays, steps.start, steps.stop)
+            return None if state is None else form.tree.unflatten(leaves), result
+
         loop = programs.get(signature)
-        with (
-            compiling(f"run_steps of {key.name_of(fn)}", topology.num_replicas)
-            if loop is None
-            else nullcontext()
-        ):
-            if loop is None:
-                code, form = self._trace(fn, one_step, stack.form, form, inputs, described, tree)
-                jaxpr, closure = code.variant.jaxpr, described[len(described) - len(others) :]
-                check = ClosureCheck(tree, closure, lambda: used_by([jaxpr], len(others)))
-                loop = StepLoop(code, form, steps.capacity, check, keeps_all=keeps_all)
-                programs.put(signature, described, loop)
-                self._cache.report_trace(fn, described)
-            loop.check_closure(others)
-            leaves, result = loop(stack.arrays, carried, others, steps.start, steps.stop)
-        return None if state is None else form.tree.unflatten(leaves), result
+        if loop is not None:
+            return run(loop)
+        return self._cache.first_call(
+            fn,
+            programs,
+            signature,
+            described,
+            traced,
+            run,
+            num_replicas=topology.num_replicas,
+            of="run_steps of ",
+        )
 
     def _trace(
         self,
-        fn: Callable[..., Any],
+        call: Call,
         one_step: Callable[..., Any],
         step_form: StepForm,
         form: StateForm,
         inputs: Sequence[Leaf],
-        described: Sequence[Leaf],
-        tree: Any,
     ) -> tuple[TracedCode, StateForm]:
         """Traces one step, and again while its state differs between replicas where the state before it did not."""
-        others = described[len(inputs) + len(form.leaves) :]
         while True:
             current = form
 
-            def call(tracers: list[Any], form: StateForm = current) -> Any:
+            def traced(tracers: list[Any], form: StateForm = current) -> Any:
                 step, rest = tracers[: len(inputs)], tracers[len(inputs) :]
                 carried, rest = rest[: len(form.leaves)], rest[len(form.leaves) :]
-                _, _, cells = tree.unflatten(rest)
-                step_fn, batch = key.with_cells(fn, cells), step_form.step_of(step)
+                _, _, cells = call.nest_of(rest)
+                step_fn, batch = key.with_cells(call.fn, cells), step_form.step_of(step)
                 if form is NO_STATE:
                     return [], one_step(step_fn, batch)
                 return form.returned(one_step(step_fn, form.state_of(carried), batch))
 
-            avals = [leaf.aval() for leaf in (*inputs, *form.described(), *others)]
-            code = trace_code(call, avals, key.name_of(fn), self._strategy)
+            avals = [leaf.aval() for leaf in (*inputs, *form.described(), *call.inputs)]
+            code = trace_code(traced, avals, key.name_of(call.fn), self._strategy)
             form = form.joined(code.kinds[: len(form.leaves)], code.makers[: len(form.leaves)])
             if form.kinds == current.kinds:
                 return code, current

@@ -38,7 +38,12 @@ from replicax._src.narrowing import as_numpy, narrowed_nest
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
 from replicax._src.strategies import datasets, logical_devices, lowering, reduction
 from replicax._src.strategies.extended import StrategyExtended
-from replicax._src.strategies.mistakes import check_call, no_strategies_of_users, no_such_attribute
+from replicax._src.strategies.mistakes import (
+    check_arguments,
+    check_call,
+    no_strategies_of_users,
+    no_such_attribute,
+)
 from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
@@ -283,22 +288,9 @@ class Strategy:
 
         Source: tf.distribute.Strategy.run.
         """
-        if not callable(fn):
-            raise InvalidArgumentError(f"strategy.run needs a function, got {fn!r}.")
-        if not isinstance(args, (list, tuple)):
-            raise InvalidArgumentError(
-                f"positional args must be a list or tuple, got {type(args)}. For one argument write "
-                f"strategy.run(fn, args=(value,))."
-            )
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise InvalidArgumentError(f"kwargs must be a dict of keyword arguments, got {type(kwargs)}.")
-        if options is not None and not isinstance(options, RunOptions):
-            raise InvalidArgumentError(f"options must be an rx.RunOptions, got {type(options)}.")
-        if options is not None and any(not -len(args) <= i < len(args) for i in options.donate_args):
-            raise InvalidArgumentError(
-                f"RunOptions(donate_args={options.donate_args}) names positions in args, of which there are "
-                f"{len(args)}. Give those of the arguments that the program may overwrite."
-            )
+        if options is not None or kwargs is not None or type(args) is not tuple or not callable(fn):
+            given = {} if kwargs is None else kwargs
+            check_arguments("strategy.run", fn, args, given, DEFAULT_OPTIONS if options is None else options)
         context.check_may_enter(self)
         if options is not None and (options.check_finite or options.check_same) and self.has_servers:
             name = "check_finite" if options.check_finite else "check_same"
@@ -314,10 +306,8 @@ class Strategy:
                 self._check_may_run_eagerly()
                 with context.Scope(self):
                     return run_eagerly(self, fn, args, kwargs or {})
-            if (guard := program_guard.current) is not None:
-                with guard():
-                    return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
-            return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
+            with program_guard.current():
+                return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
         except TypeError:
             check_call(fn, args, kwargs or {})
             raise
@@ -384,10 +374,8 @@ class Strategy:
         (15.0, [1.0, 3.0, 5.0])
         """
         context.check_may_enter(self)
-        if (guard := program_guard.current) is not None:
-            with guard():
-                return self.steps_runner.run_all(fn, iterator, steps, state)
-        return self.steps_runner.run_all(fn, iterator, steps, state)
+        with program_guard.current():
+            return self.steps_runner.run_all(fn, iterator, steps, state)
 
     def lower(
         self,

@@ -11,11 +11,11 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.errors import UnsupportedError
+from replicax._src.framework import open_modules
 from replicax._src.options import RunOptions
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.tracing import key
 from replicax._src.tracing.capture import Capture, current_capture
-from replicax._src.tracing.modules import open_modules
 from replicax._src.tracing.slots import Sharing
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 

@@ -92,6 +92,7 @@ class Side:
         def load(slots: list[Slot]) -> list[Any]:
             group = SlotGroup(slots, parts.variable_placement)
             with state_lock:
+                SlotGroup.tell_slots()
                 values = dict(zip(map(id, group.slots), group.load(for_donation=False), strict=True))
             return [values[id(slot)] for slot in slots]
 
@@ -190,7 +191,7 @@ def _evaluate(
 def _held(slot: Slot) -> Any:
     """What the variable holds, as one device would: a copy."""
     with state_lock:
-        value = slot.accessor.get([slot.variable])[0]
+        value = slot.value
         check_no_tracer(slot, value)
         if slot.sharing is Sharing.COMPONENTS:
             value = _aggregate(slot.variable, on_host(value))[0]

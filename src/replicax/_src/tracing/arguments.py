@@ -7,19 +7,115 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.framework import Close, open_modules
 from replicax._src.migrate.tensorflow_code import OF_VARIABLE, is_variable
 from replicax._src.narrowing import names_of, narrowed_at
-from replicax._src.tracing.cache import Leaf
+from replicax._src.tracing import key
+from replicax._src.tracing.cache import FunctionPrograms, Leaf, array_leaf, static_leaf
 
 _ROOTS = ("args", "kwargs", "closure")
+
+
+@final
+class Call:
+    """A call of a function that is traced: the leaves of its arguments, and of the arrays in its closure.
+
+    Attributes:
+      fn: The function, unwrapped.
+      tree: The structure of (args, kwargs, cells), or of what ``open_modules`` makes of it.
+      leaves: As programs take them.
+      close: Writes the new state of modules back, and gives the results; None if no argument has modules.
+      described: The leaves without their numbers, once ``describe`` has been called.
+      arrays: Those that the program takes.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        is_leaf: Callable[[Any], bool] | None = None,
+        *,
+        opens_modules: bool = False,
+    ):
+        self.fn = key.unwrap(fn)
+        nest: Any = tuple(args), dict(kwargs), key.lifted_cells(self.fn)
+        self.close: Close | None = None
+        if opens_modules:
+            nest, self.close = open_modules(nest)
+        leaves, self.tree = jax.tree_util.tree_flatten(nest, is_leaf=is_leaf)
+        self.leaves = as_arguments(leaves, self.tree, has_modules=self.has_modules)
+        self.described: list[Leaf] = []
+        self.arrays: list[Any] = []
+
+    @property
+    def has_modules(self) -> bool:
+        return self.close is not None
+
+    @property
+    def inputs(self) -> list[Leaf]:
+        """What describes ``arrays``."""
+        return [leaf for leaf in self.described if leaf.kind != "static"]
+
+    @property
+    def paths(self) -> Callable[[], list[str]]:
+        """Returns what messages call the leaves. It does not hold the leaves."""
+        return functools.partial(paths_of, self.tree, has_modules=self.has_modules)
+
+    def describe(
+        self,
+        programs: FunctionPrograms | None,
+        rule: Callable[[Any], tuple[Leaf, Any] | None] = lambda _: None,
+    ) -> None:
+        """Says what each leaf is.
+
+        Args:
+          programs: Those of the function, in which floats that change from call to call are inputs; None: all are
+            constants.
+          rule: Gives the description of a leaf, and the array that the program takes, if any; None for the usual.
+        """
+        for position, leaf in enumerate(self.leaves):
+            described, array = rule(leaf) or (_described(leaf, position, programs), leaf)
+            self.described.append(described)
+            if described.kind != "static":
+                self.arrays.append(array)
+
+    def nest_of(self, arrays: Sequence[Any]) -> Any:
+        """(args, kwargs, cells) with other arrays, such as tracers."""
+        remaining = iter(arrays)
+        return self.tree.unflatten(
+            [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in self.described]
+        )
+
+    def finished(self, result: Any) -> Any:
+        """What the caller gets for the result of a program."""
+        return result if self.close is None else self.close(result)
+
+    def closure_check(self, jaxprs: Sequence[Any]) -> ClosureCheck:
+        """What checks the closure in each call of programs that take ``arrays`` last."""
+        return ClosureCheck(
+            self.tree,
+            self.described,
+            lambda: used_by(jaxprs, len(self.arrays)),
+            has_modules=self.has_modules,
+        )
+
+
+def _described(leaf: Any, position: int, programs: FunctionPrograms | None) -> Leaf:
+    if key.is_array(leaf):
+        return array_leaf(leaf)
+    if type(leaf) is float and programs is not None and programs.is_varying(position, leaf):
+        return Leaf("whole", (), jnp.result_type(float), weak_type=True)
+    return static_leaf(leaf)
 
 
 def paths_of(tree: Any, *, has_modules: bool = False) -> list[str]:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.cluster.progress import compiling
 from replicax._src.tracing import key
 
 log = logging.getLogger("replicax")
@@ -183,6 +184,31 @@ class ProgramCache(Generic[T]):
         versions.append(fn_key)
         if len(versions) > _MAX_VERSIONS:
             self._functions.pop(versions.popleft(), None)
+
+    def first_call(
+        self,
+        fn: Callable[..., Any],
+        programs: FunctionPrograms[T],
+        signature: Any,
+        described: Sequence[Leaf],
+        trace: Callable[[], T],
+        run: Callable[[T], Any],
+        *,
+        num_replicas: int | None,
+        of: str = "",
+    ) -> Any:
+        """Traces a program, keeps it, and runs it for the first time.
+
+        Args:
+          programs: Those of ``fn`` as it was before it is traced.
+          num_replicas: None if it is not known yet.
+          of: Before the name of ``fn``, for people.
+        """
+        with compiling(of + key.name_of(fn), num_replicas):
+            program = trace()
+            programs.put(signature, described, program)
+            self.report_trace(fn, described)
+            return run(program)
 
     def report_trace(self, fn: Callable[..., Any], described: Sequence[Leaf]) -> None:
         """Counts a trace of ``fn``; warns once when there are many."""

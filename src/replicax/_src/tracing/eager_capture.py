@@ -115,8 +115,7 @@ class EagerCapture(Capture):
             components = jnp.broadcast_to(value, (slot.num_replicas, *slot.shape))
             if slot.variable.aggregation is VariableAggregation.SUM:
                 components = jnp.zeros_like(components).at[0].set(value)
-        (stored,) = slot.accessor.get([slot.variable])
-        slot.accessor.set([slot.variable], [self._replaced(stored, value, components)])
+        slot.value = self._replaced(slot.value, value, components)
 
     def _late_value(self, variable: Any, value: Any) -> jax_compat.Late:
         known = self._late.get(id(variable))
@@ -238,7 +237,7 @@ class EagerCapture(Capture):
 def _value_before(slot: Slot) -> jax.Array:
     """Returns the value of a variable as one device would hold it."""
     with state_lock:
-        (value,) = slot.accessor.get([slot.variable])
+        value = slot.value
         check_no_tracer(slot, value)
         value = on_no_device(value)
     if slot.sharing is not Sharing.COMPONENTS:

@@ -21,7 +21,7 @@ def held_elsewhere(values: Sequence[Any], num_own: int) -> Sequence[int]:
     """
     counts = list(map(sys.getrefcount, values))
     limit = num_own + _references_by_list()
-    if not counts or max(counts) <= limit:
+    if counts.count(limit) == len(counts) or max(counts) <= limit:  # the first is fast, and almost always so
         return ()
     return [i for i, count in enumerate(counts) if count > limit]
 

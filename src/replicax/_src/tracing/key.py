@@ -81,7 +81,7 @@ def _key(value: Any, anchors: list[Any] | None, above: tuple[int, ...]) -> Hasha
         )
     if isinstance(value, enum.Enum):
         return (kind, value.name)
-    inner = None if inspect.isclass(value) or is_value(value) else _inside(value)
+    inner = _inside(value) if callable(value) and not inspect.isclass(value) else None
     if inner is not None:
         return _key(inner, anchors, above)
     if anchors is not None:

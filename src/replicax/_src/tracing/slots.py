@@ -6,7 +6,6 @@ A slot joins one variable to one strategy's devices. Nothing here traces or runs
 from __future__ import annotations
 
 import enum
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
@@ -44,13 +42,13 @@ class Sharing(enum.Enum):
 
 
 class Accessor(Protocol):
-    """Reads and writes the value that variables of one kind hold now."""
+    """Reads and writes the value that variables of one kind hold now, by their holders: see ``Slot``."""
 
-    def get(self, variables: Sequence[Any]) -> list[Any]:
+    def get(self, holders: Sequence[Any]) -> list[Any]:
         """The values, in order."""
         ...
 
-    def set(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def set(self, holders: Sequence[Any], values: Sequence[Any]) -> None:
         """Stores ``values``, in order."""
 
 
@@ -59,11 +57,13 @@ class Slot:
 
     Attributes:
       variable: The variable; the slot does not look inside, ``accessor`` does.
+      holder: What the accessor takes: the object that has the value as an attribute, by default the variable.
       name: For messages.
       shape, dtype: As one replica sees the value.
       sharing: See ``Sharing``.
       num_replicas: R of the strategy.
-      placed: The array that a program, or adoption, gave the variable last.
+      placed: The array that a program, or adoption, gave the variable last; None while the program that wrote last
+        keeps it (``lowering/spmd.py``).
       components: [R, ...] behind ``placed`` where sharing is SUMMED.
       layout: How the value lies over the devices, where it is divided over the logical devices of a replica or over
         replicas; None: each device holds all of it.
@@ -74,6 +74,7 @@ class Slot:
         "accessor",
         "components",
         "dtype",
+        "holder",
         "layout",
         "name",
         "num_replicas",
@@ -84,9 +85,17 @@ class Slot:
     )
 
     def __init__(
-        self, variable: Any, accessor: Accessor, name: str, shape: Sequence[int], dtype: Any, sharing: Sharing
+        self,
+        variable: Any,
+        accessor: Accessor,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any,
+        sharing: Sharing,
+        holder: Any = None,
     ):
         self.variable = variable
+        self.holder = variable if holder is None else holder
         self.accessor = accessor
         self.name = name
         self.shape = tuple(shape)
@@ -96,6 +105,15 @@ class Slot:
         self.placed: Any = None
         self.components: Any = None
         self.layout: Any = None
+
+    @property
+    def value(self) -> Any:
+        """What the variable holds now."""
+        return self.accessor.get([self.holder])[0]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.accessor.set([self.holder], [value])
 
     def placement_on(self, topology: Topology) -> Any:
         """The sharding of the array that programs take for the variable."""
@@ -165,10 +183,13 @@ class SlotTable:
 
     def layout_of(self, variable: Any) -> Any:
         """How a variable lies over the devices; None: each holds all of it."""
-        laid_out = variable if id(variable) in self._layouts else accompanied_by(variable)
-        if id(laid_out) in self._layouts:
-            layout = self._layouts[id(laid_out)]
-            return layout if layout is None or self._mesh is None else NamedSharding(self._mesh, layout.spec)
+        if self._layouts:
+            laid_out = variable if id(variable) in self._layouts else accompanied_by(variable)
+            if id(laid_out) in self._layouts:
+                layout = self._layouts[id(laid_out)]
+                return (
+                    layout if layout is None or self._mesh is None else NamedSharding(self._mesh, layout.spec)
+                )
         return None if self._layout_by_rule is None else self._layout_by_rule(variable)
 
     def lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
@@ -199,8 +220,7 @@ class SlotTable:
         if id(variable) not in self._layouts:
             weakref.finalize(variable, self._layouts.pop, id(variable), None)
         slot.layout = self._layouts[id(variable)] = layout
-        (value,) = slot.accessor.get([variable])
-        adopt(slot, value, topology)
+        adopt(slot, slot.value, topology)
 
 
 def own_copy(value: Any, sharding: Any) -> jax.Array:
@@ -249,28 +269,14 @@ def made_by_each(value: Any) -> jax.Array | None:
 
 def own_copy_here(value: Any) -> jax.Array:
     """A strongly typed copy, where ``value`` is."""
-    copy = jax_compat.copied(value)
+    if is_local(value) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        copy = jax_compat.copied(value)
+    else:
+        parts = [jax_compat.copied(shard.data) for shard in value.addressable_shards]
+        copy = jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
     if not getattr(copy, "weak_type", False):  # random keys have none
         return copy
     return jax.lax.convert_element_type(copy, copy.dtype)  # a weak type would recompile
-
-
-@functools.cache
-def _copying_to(sharding: Any) -> Any:
-    def copies(values: Sequence[jax.Array]) -> list[jax.Array]:
-        return [jnp.copy(jax.lax.convert_element_type(value, value.dtype)) for value in values]
-
-    return jax.jit(copies, out_shardings=sharding)
-
-
-def own_copies(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
-    """``own_copy`` of several values, in one program."""
-    if not values:
-        return []
-    values = [v if isinstance(v, jax.Array) else jax_compat.copied(np.asarray(v)) for v in values]
-    if not all(value.sharding == sharding or not value.committed for value in values):
-        values = [jax_compat.put(value, sharding) for value in values]
-    return _copying_to(sharding)(values)
 
 
 def check_no_tracer(slot: Slot, value: Any) -> None:
@@ -307,7 +313,7 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
     slot.placed = placed
     if slot.sharing is Sharing.SUMMED:
         slot.components = spread_sum(placed, topology)
-    slot.accessor.set([slot.variable], [placed])
+    slot.value = placed
     return placed
 
 

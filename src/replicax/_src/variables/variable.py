@@ -118,8 +118,16 @@ class Variable(ArrayLike):
         )
         with jax_compat.outside_traces():
             parts = self._initial_components(value) if self._has_components else None
-            self._value = self._placement.place_initial(value, parts, self.name)
+            self._stored = _Stored(self._placement.place_initial(value, parts, self.name))
         note_created(self.name)
+
+    @property
+    def _value(self) -> Any:
+        return self._stored.array
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        self._stored.array = value
 
     # --- reading --------------------------------------------------------------------------------------
 
@@ -521,6 +529,8 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
     """
     if isinstance(value, ArrayLike):
         value = value.as_array()
+    if isinstance(value, jax.Array):
+        return value
     is_integer = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu"
     if is_integer and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         value = value.astype(dtype)  # which holds what integers of 32 bits do not
@@ -551,15 +561,26 @@ def _communicator() -> Communicator | None:
 # --- slots: how programs see variables ----------------------------------------------------------------
 
 
+class _Stored:
+    """What a variable stores. Apart from the variable, whose ``__getattr__`` makes attributes slow: programs read and
+    write a thousand of them in each step.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any):
+        self.array = array
+
+
 class _VariableAccessor:
     """Reads and writes what variables store."""
 
-    def get(self, variables: Sequence[Variable]) -> list[Any]:
-        return [v._value for v in variables]
+    def get(self, holders: Sequence[_Stored]) -> list[Any]:
+        return [stored.array for stored in holders]
 
-    def set(self, variables: Sequence[Variable], values: Sequence[Any]) -> None:
-        for variable, value in zip(variables, values, strict=True):
-            variable._value = value
+    def set(self, holders: Sequence[_Stored], values: Sequence[Any]) -> None:
+        for stored, value in zip(holders, values, strict=True):
+            stored.array = value
 
 
 _accessor = _VariableAccessor()
@@ -569,7 +590,7 @@ def _make_slot(variable: Variable, num_replicas: int) -> Slot:
     sharing = Sharing.COMPONENTS if variable._has_components else Sharing.MIRRORED
     if variable._is_summed and num_replicas > 1:  # elsewhere it is one value
         sharing = Sharing.SUMMED
-    return Slot(variable, _accessor, variable.name, variable.shape, variable.dtype, sharing)
+    return Slot(variable, _accessor, variable.name, variable.shape, variable.dtype, sharing, variable._stored)
 
 
 use(Framework("replicax", variable_types=(Variable,), make_slot=_make_slot))

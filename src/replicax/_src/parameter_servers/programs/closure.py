@@ -186,7 +186,7 @@ class Arrays:
 
 
 def _array_of(variable: Any, slot: Slot) -> ServerArray:
-    (value,) = slot.accessor.get([variable])
+    value = slot.value
     if not isinstance(value, ServerArray):
         raise VariableError(
             f"Variable {slot.name!r} is used in a function for workers, and it was made outside of the scope of "

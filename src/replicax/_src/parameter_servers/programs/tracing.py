@@ -153,7 +153,7 @@ def _without_updates(jaxpr: Any, num_arrays: int) -> Any:
 def _is_table(slot: Slot) -> bool:
     if isinstance(slot.variable, Element) or not jnp.issubdtype(slot.dtype, jnp.inexact):
         return False
-    (value,) = slot.accessor.get([slot.variable])
+    value = slot.value
     return isinstance(value, ServerArray) and value.is_table
 
 

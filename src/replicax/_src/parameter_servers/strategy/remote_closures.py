@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context
 from replicax._src.cluster.progress import compiling
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.framework import is_variable, use_imported
+from replicax._src.framework import is_variable, open_modules, use_imported
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.programs.closure import place_closure
 from replicax._src.parameter_servers.programs.elements import Elements, PerWorkerInput, taking_from
@@ -25,16 +24,12 @@ from replicax._src.parameter_servers.programs.random_keys import taking_data
 from replicax._src.parameter_servers.strategy.remote_running import run_on_replicas
 from replicax._src.parameter_servers.strategy.worker_function import WorkerFunction, tracing_lock
 from replicax._src.tracing import key, side_effects
-from replicax._src.tracing.arguments import ClosureCheck, as_arguments
+from replicax._src.tracing.arguments import Call, ClosureCheck
 from replicax._src.tracing.cache import (
-    FunctionPrograms,
     Leaf,
     ProgramCache,
-    array_leaf,
     jax_state,
-    static_leaf,
 )
-from replicax._src.tracing.modules import open_modules
 from replicax._src.tracing.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -128,16 +123,15 @@ class Closures:
           num_averaged: Of how many closures the gradients are averaged for an update; None: each pushes its own.
         """
         use_imported()
-        fn = key.unwrap(fn)
-        lifted = key.lifted_cells(fn)
-        nest = (tuple(args), dict(kwargs or {}), lifted)
-        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
-        leaves = as_arguments(leaves, tree)
+        call = Call(fn, args, kwargs or {}, _is_leaf)
+        fn, lifted = call.fn, key.lifted_cells(call.fn)
         programs = self._cache.programs_of(fn)
-        described, arrays, sources = _describe(leaves, programs)
+        sources = [leaf for leaf in call.leaves if isinstance(leaf, PerWorkerInput)]
+        call.describe(programs, _of_worker)
+        arrays = list(map(_sendable, call.arrays, call.inputs))
         signature = (
-            tree,
-            tuple(described),
+            call.tree,
+            tuple(call.described),
             _pattern(sources),
             is_replica_function,
             num_averaged,
@@ -145,20 +139,24 @@ class Closures:
         )
         traced = programs.get(signature)
         if traced is None or not traced.is_valid():
-            _check_no_modules(nest[:2])
-            _check_no_iterators(leaves)
+            _check_no_modules((args, kwargs))
+            _check_no_iterators(call.leaves)
             num_replicas = self._strategy.num_replicas_in_sync
             with tracing_lock, compiling(key.name_of(fn), num_replicas):
-                traced = self._traced(fn, tree, described, sources, is_replica_function, num_averaged)
-            programs.put(signature, described, traced)
+                traced = self._traced(
+                    fn, call.tree, call.described, sources, is_replica_function, num_averaged
+                )
+            programs.put(signature, call.described, traced)
             if getattr(fn, "replicax_family", None) is None:  # of ours, for each variable
-                self._cache.report_trace(fn, described)
+                self._cache.report_trace(fn, call.described)
         named: dict[int, str] = {}
         if lifted:
-            traced.check_closure(leaves)
+            traced.check_closure(call.leaves)
             num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(lifted, is_leaf=_is_leaf)))
             named = traced.names_of(arrays, num_lifted)
-        return PreparedClosure(traced, arrays, traced.sources_of(sources), named, leaves if lifted else ())
+        return PreparedClosure(
+            traced, arrays, traced.sources_of(sources), named, call.leaves if lifted else ()
+        )
 
     def _traced(
         self,
@@ -231,30 +229,16 @@ def _is_of_source(leaf: Leaf) -> bool:
     return isinstance(leaf.value, tuple) and leaf.value[0] is PerWorkerInput
 
 
-def _describe(
-    leaves: Sequence[Any], programs: FunctionPrograms
-) -> tuple[list[Leaf], list[np.ndarray], list[PerWorkerInput]]:
-    """What each leaf of the arguments is; the arrays; and what each worker has its own of."""
-    described: list[Leaf] = []
-    arrays: list[np.ndarray] = []
-    sources: list[PerWorkerInput] = []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, PerWorkerInput):
-            described.append(Leaf("static", value=(PerWorkerInput, leaf.described)))
-            sources.append(leaf)
-        elif key.is_array(leaf):
-            described.append(array_leaf(leaf))
-            arrays.append(_sendable(leaf, described[-1].dtype))
-        elif type(leaf) is float and programs.is_varying(position, leaf):
-            described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
-            arrays.append(np.asarray(leaf, jnp.result_type(float)))
-        else:
-            described.append(static_leaf(leaf))
-    return described, arrays, sources
+def _of_worker(leaf: Any) -> tuple[Leaf, None] | None:
+    """Describes what each worker has its own of."""
+    if not isinstance(leaf, PerWorkerInput):
+        return None
+    return Leaf("static", value=(PerWorkerInput, leaf.described)), None
 
 
-def _sendable(array: Any, dtype: Any) -> np.ndarray:
+def _sendable(array: Any, described: Leaf) -> np.ndarray:
     """An array of the arguments as it travels; of typed random keys their data."""
+    dtype = described.dtype
     if not isinstance(dtype, np.dtype):
         return np.asarray(jax.random.key_data(array))
     # It may be written before it is sent: itself, or what it is a view of.

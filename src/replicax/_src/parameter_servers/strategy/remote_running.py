@@ -19,8 +19,8 @@ from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.parameter_servers.programs.replicas import Observers, PlacedReplicas
 from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
 from replicax._src.tracing import key
-from replicax._src.tracing.arguments import ClosureCheck, as_arguments, used_by
-from replicax._src.tracing.cache import array_leaf, static_leaf
+from replicax._src.tracing.arguments import Call
+from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import current_capture
 from replicax._src.values import Mirrored, PerReplica, is_value
 
@@ -69,31 +69,31 @@ def _run_on_several(
     assert capture is not None
     events = capture.observer
     assert isinstance(events, Events)
-    nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
-    leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_value)
-    leaves = as_arguments(leaves, tree)
     topology = Topology.elsewhere(
         strategy.num_replicas_in_sync, is_cpu=strategy.session.platforms == ("cpu",)
     )
-    described, arrays = [], []
-    for leaf in leaves:
-        if isinstance(leaf, (PerReplica, Mirrored)):
-            described.append(describe_distributed(leaf, strategy, topology.num_replicas))
-            arrays.append(leaf.stored)
-        elif key.is_array(leaf):
-            described.append(array_leaf(leaf))
-            arrays.append(leaf)
-        else:
-            described.append(static_leaf(leaf))
+
+    def rule(leaf: Any) -> tuple[Leaf, Any] | None:
+        if not isinstance(leaf, (PerReplica, Mirrored)):
+            return None
+        return describe_distributed(leaf, strategy, topology.num_replicas), leaf.stored
+
+    call = Call(fn, args, kwargs, is_value)
+    call.describe(None, rule)
     observers = Observers()
     program, rows = trace_replicas(
-        strategy, topology, fn, tree, described, slot_of=strategy.slots.slot_of, observe=observers.observe
+        strategy,
+        topology,
+        call.fn,
+        call.tree,
+        call.described,
+        slot_of=strategy.slots.slot_of,
+        observe=observers.observe,
     )
-    jaxprs = [variant.jaxpr for variant in program.variants]
-    ClosureCheck(tree, described, lambda: used_by(jaxprs, len(arrays)))(leaves)
-    is_row = [leaf.kind == "row" for leaf in described if leaf.kind != "static"]
-    placed = PlacedReplicas(program, key.name_of(fn), observers, topology, rows, is_row)
-    return results_of(placed.program, topology).wrap(placed(capture, events, arrays))
+    call.closure_check([variant.jaxpr for variant in program.variants])(call.leaves)
+    is_row = [leaf.kind == "row" for leaf in call.inputs]
+    placed = PlacedReplicas(program, key.name_of(call.fn), observers, topology, rows, is_row)
+    return results_of(placed.program, topology).wrap(placed(capture, events, call.arrays))
 
 
 @final
