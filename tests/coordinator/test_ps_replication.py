@@ -255,8 +255,8 @@ def test_both_are_started_again_and_go_on_with_what_is_newer(both, caplog):
     both.beat(1)
     assert not both.is_paused
     assert both.session.went_on == [(0, ["w"]), (1, ["w"])]
-    assert "that of ps 0, taken 3 s before: 3 updates" in caplog.text
-    assert "that of ps 1, taken 3 s before: 2 updates" in caplog.text
+    assert "on ps 0, taken 3 s before: about 3 acknowledged updates" in caplog.text
+    assert "on ps 1, taken 3 s before: about 2 acknowledged updates" in caplog.text
 
 
 def test_one_that_is_lost_while_its_group_resumes_is_waited_for_again(both, monkeypatch):

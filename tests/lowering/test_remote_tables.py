@@ -144,7 +144,7 @@ def test_a_table_of_which_all_is_needed_travels_whole_and_that_is_said_once(capl
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
     assert sent == 0
-    (record,) = [r for r in caplog.records if "is sent to the workers whole" in r.getMessage()]
+    (record,) = [r for r in caplog.records if "is sent to the workers in full" in r.getMessage()]
     assert "'sequential/table/embeddings'" in record.getMessage()
 
 

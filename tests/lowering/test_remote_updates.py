@@ -123,7 +123,7 @@ def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharde
     found = trained(strategy, OPTIMIZERS[name], strategy.run_here, pieces=pieces)
     kept_whole = KEPT_WHOLE.get(name, ()) if is_sharded else {"kernel", "bias"}
     assert pieces == {path: 1 if path.split("/")[-1] in kept_whole else 3 for path in pieces}
-    records = [r for r in caplog.records if "on one server: 'sequential/dense/kernel'" in r.getMessage()]
+    records = [r for r in caplog.records if "on one server, unsharded: 'sequential/dense/kernel'" in r.getMessage()]
     assert len(records) == (is_sharded and name in KEPT_WHOLE), "one line says which variables are not cut"
     for one, other in zip(expected, found, strict=True):
         # The order of a sum differs: a norm of shards, or XLA's choice.
@@ -188,7 +188,7 @@ def test_a_value_of_itself_by_more_than_elementwise_operations_is_replaced_and_s
     strategy.run_here(fn)
     np.testing.assert_array_equal(v.numpy(), [[2.0, 0.0], [0.0, 2.0]])
     assert "The value assigned to variable 'power' at" in caplog.text
-    assert "comes from its own value by 'dot_general'" in caplog.text
+    assert "is computed from its old value by 'dot_general'" in caplog.text
 
 
 @pytest.mark.quick
@@ -451,7 +451,7 @@ def test_an_optimizer_that_computes_with_the_number_of_rows_is_refused_for_shard
         optimizer = ScaledByRows(0.1)
         optimizer.build([v])
     step = lambda: optimizer.apply([jnp.ones((8, 2))], [v])  # noqa: E731
-    message(UnsupportedError, lambda: strategy.run_here(step), "something else for a shard")
+    message(UnsupportedError, lambda: strategy.run_here(step), "another result for a shard")
 
 
 def test_what_gradients_alone_decide_the_worker_computes_for_shards():
@@ -617,7 +617,7 @@ def test_a_branch_that_replaces_by_what_no_server_does_says_so(caplog):
         strategy.run_here(step, np.float32(x))
     np.testing.assert_array_equal(v.numpy(), [[2.0, 0.0], [0.0, 2.0]])
     assert "The value assigned to variable 'power' at" in caplog.text
-    assert "comes from its own value by 'dot_general'" in caplog.text
+    assert "is computed from its old value by 'dot_general'" in caplog.text
 
 
 def test_a_gradient_of_a_branch_that_assigns():

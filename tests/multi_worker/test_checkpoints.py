@@ -69,7 +69,7 @@ def test_who_waits_waits_for_the_one_that_writes(first):
         assert worker["after_wait"] == ["ckpt-4"]
         assert "'NoneType' object is not callable" in worker["failed"]
         assert worker["after_failure"] == ["ckpt-4", "ckpt-6"]
-    assert "worker 0 could not go on with writing ckpt-5" in first[1]["failed"]
+    assert "worker 0 failed at writing ckpt-5" in first[1]["failed"]
 
 
 def test_a_save_under_way_counts_as_saved_in_every_process(first):

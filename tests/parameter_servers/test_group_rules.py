@@ -465,11 +465,11 @@ def test_the_backup_counts_once_it_has_said_that_it_has_what_was_answered_withou
 
 def test_nobody_is_made_what_it_cannot_be():
     joins = rules_of(1, PAIR, View(0, 2, 0, 1, is_joining=True))
-    message(InvalidArgumentError, lambda: joins.take(View(0, 3, 1, None)), "does not have all of group 0")
+    message(InvalidArgumentError, lambda: joins.take(View(0, 3, 1, None)), "lacks updates of group 0")
     followed = rules_of(0, PAIR)
     followed.refused(1, Refusal.DEPOSED)
     message(UnavailableError, followed.order, "ps 0 does not serve this group")
-    message(InvalidArgumentError, lambda: followed.take(View(0, 3, 0, None)), "does not have all of group 0")
+    message(InvalidArgumentError, lambda: followed.take(View(0, 3, 0, None)), "lacks updates of group 0")
 
 
 def test_who_leads_is_decided_once_and_a_copy_that_is_behind_never_leads():
@@ -505,7 +505,7 @@ def test_one_with_a_snapshot_leads_only_if_that_is_taken_for_all():
         return rules
 
     for wrong in (View(0, 2, 1, None), View(0, 2, 1, None, since=Position(1, 6)), View(0, 2, 0, 1)):
-        message(InvalidArgumentError, lambda wrong=wrong: restored().take(wrong), "does not have all")
+        message(InvalidArgumentError, lambda wrong=wrong: restored().take(wrong), "lacks updates")
     leads = restored()
     assert leads.take(View(0, 2, 1, None, since=Position(1, 5)))
     leads.order()

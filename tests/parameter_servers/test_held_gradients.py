@@ -204,5 +204,5 @@ def test_rows_are_averaged_as_whole_tables_would_be(seed):
 def test_rows_for_which_there_is_no_room():
     specs = [((2,), np.dtype(np.int32)), ((2, 1), np.dtype(np.float32))]
     sent = [[np.int32([n]), np.float32([[n]])] for n in range(3)]
-    with pytest.raises(InvalidArgumentError, match=r"3 rows of a table .* room for 2"):
+    with pytest.raises(InvalidArgumentError, match=r"3 rows of a table, .* room for 2"):
         averaged(["rows"], specs, sent)

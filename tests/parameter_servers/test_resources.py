@@ -332,7 +332,7 @@ def test_a_worker_cannot_have_other_classes_called(module, name):
 def test_a_class_inside_of_a_function_is_refused():
     Inner = collections.namedtuple("Inner", "x")
     Inner.__qualname__ = "f.<locals>.Inner"
-    with pytest.raises(InvalidArgumentError, match="at the top of a module"):
+    with pytest.raises(InvalidArgumentError, match="at the top level of a module"):
         structures.described(Inner(1.0))
 
 
