@@ -319,7 +319,7 @@ def test_a_remote_value_is_no_argument(coordinator):
 
 
 def test_only_functions_are_scheduled(coordinator):
-    with pytest.raises(InvalidArgumentError, match="got 3 as the function"):
+    with pytest.raises(InvalidArgumentError, match="got 3 as function"):
         coordinator.schedule(3)
 
 

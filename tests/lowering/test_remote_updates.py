@@ -123,7 +123,9 @@ def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharde
     found = trained(strategy, OPTIMIZERS[name], strategy.run_here, pieces=pieces)
     kept_whole = KEPT_WHOLE.get(name, ()) if is_sharded else {"kernel", "bias"}
     assert pieces == {path: 1 if path.split("/")[-1] in kept_whole else 3 for path in pieces}
-    records = [r for r in caplog.records if "on one server, unsharded: 'sequential/dense/kernel'" in r.getMessage()]
+    records = [
+        r for r in caplog.records if "on one server, unsharded: 'sequential/dense/kernel'" in r.getMessage()
+    ]
     assert len(records) == (is_sharded and name in KEPT_WHOLE), "one line says which variables are not cut"
     for one, other in zip(expected, found, strict=True):
         # The order of a sum differs: a norm of shards, or XLA's choice.

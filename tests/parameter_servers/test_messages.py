@@ -289,7 +289,10 @@ def test_messages_that_are_damaged_are_refused_or_are_other_messages(whole, data
 def test_arrays_that_are_too_large_are_not_sent(monkeypatch):
     monkeypatch.setattr(messages, "LARGEST_BODY", 1000)
     message(
-        MessageError, lambda: encode(Message({}, [np.zeros(1001, np.uint8)])), "at most 1000 can be sent", "shards"
+        MessageError,
+        lambda: encode(Message({}, [np.zeros(1001, np.uint8)])),
+        "at most 1000 can be sent",
+        "shards",
     )
 
 

@@ -619,7 +619,7 @@ class Program:
         return None
 
     def imported_by(self, source: Source) -> Iterator[Source]:
-        """Yields the modules of the program that a module imports, given that it imports TensorFlow's names directly."""
+        """Yields the modules of the program that a module imports, if it imports TensorFlow's names directly."""
         for bound in source.bounds:
             if bound.is_handed_on and canonical(bound.origin):
                 continue

@@ -187,7 +187,9 @@ def _parse(file: File) -> list[_Part]:
             file.notebook = Notebook(file.old.decode("utf-8"))
             file._code = code = file.notebook.code
             if file.notebook.unparsed:
-                file.failure = f"{', '.join(file.notebook.unparsed)} cannot be parsed as Python on its own, and is left alone"
+                file.failure = (
+                    f"{', '.join(file.notebook.unparsed)} is no Python module on its own, and is left alone"
+                )
         parts = [_Part(Source(file.path, code, _module_name(file)))]
         for written in file.notebook.written if file.notebook else ():
             path = file.path.with_name(f"{written.name}.py")

@@ -219,9 +219,8 @@ def _error_at(traceback: types.TracebackType | None, *, is_of_conversion: bool) 
     shown = shortened(text)
     names = [name for name, _ in found]
     error = UnsupportedError(
-        f"At {code.co_filename}:{line} in {code.co_name}, `{shown}` uses TensorFlow, which cannot compute "
-        "with the arrays and variables of a function that JAX traces. "
-        f"{advice(names, uses_keras(frame.f_globals))}"
+        f"At {code.co_filename}:{line} in {code.co_name}, `{shown}` uses TensorFlow, which cannot compute with the "
+        f"arrays and variables of a function that JAX traces. {advice(names, uses_keras(frame.f_globals))}"
     )
     to_user = None  # without the frames of TensorFlow
     for each in reversed(frames[: users[-1] + 1]):
@@ -304,8 +303,7 @@ def check_not_in_tensorflow(call: str) -> None:
     if is_recording is not None and is_recording():
         raise UnsupportedError(
             f"{call} was called while a tf.GradientTape records, which cannot record JAX programs. Open an "
-            "rx.GradientTape inside the function that strategy.run or rx.function runs, or use "
-            "rx.value_and_grad."
+            "rx.GradientTape inside the function that strategy.run or rx.function runs, or use rx.value_and_grad."
         )
 
 

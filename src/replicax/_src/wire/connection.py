@@ -190,9 +190,7 @@ class Connection:
 
     def _receive_body(self, header: Header, memory: memoryview, deadline: float) -> None:
         if len(memory) != header.body_bytes:
-            raise ForeignPeerError(
-                f"a body of {header.body_bytes} bytes was announced, but there is room for {len(memory)}"
-            )
+            raise ForeignPeerError(f"a body of {header.body_bytes} bytes was announced for {len(memory)}")
         self._fill(memory, deadline)
         if self._is_checked:
             check_body(memory, self._taken(SUM_BYTES, deadline))

@@ -77,9 +77,7 @@ def parsed_header(data: Part, at: int = 0) -> Header:
     if crc32(data[at : at + _SUMMED_BYTES]) != own_sum:  # before the magic bytes, which may be damaged, too
         raise DamagedFrameError("the header of a frame was damaged in transit")
     if magic != _MAGIC:
-        raise ForeignPeerError(
-            f"bytes that begin with {bytes(data[at : at + 8])!r} are not a frame of replicax"
-        )
+        raise ForeignPeerError(f"bytes that begin with {bytes(data[at : at + 8])!r} are not a frame")
     kind = _KINDS.get(number)
     if kind is None or head_bytes > LARGEST_HEAD or body_bytes > LARGEST_BODY:
         raise ForeignPeerError(

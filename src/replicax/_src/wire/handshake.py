@@ -126,7 +126,7 @@ def _checked(data: bytes) -> bytes:
 
 
 def _received(stream: Stream, size: int, deadline: float, start: bytes = b"") -> bytes:
-    """Receives ``size`` bytes. Raises at once if they do not begin with ``start``, because another program sent them."""
+    """Receives ``size`` bytes. Raises at once if they do not begin with ``start``, as another program sent them."""
     data, at = bytearray(size), 0
     while at < size:
         part = stream.read(memoryview(data)[at:], deadline, fill=False)

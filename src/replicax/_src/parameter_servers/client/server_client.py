@@ -81,7 +81,7 @@ class ServerClient:
         self._is_closed = False
 
     def replicate(self, group: int, other: Connector) -> None:
-        """Makes it the client of a group, which the server of ``other`` holds, too. Call it before the first request."""
+        """Makes it the client of a group, which ``other``'s server holds, too. Call it before the first request."""
         if self._group is None:
             self._connectors.append(other)
             self._group, self.returns = group, True
@@ -135,9 +135,7 @@ class ServerClient:
                     return answer
                 self._begin(message)
             except (UnavailableError, StaleCoordinatorError) as error:
-                if isinstance(
-                    error, StaleCoordinatorError
-                ):  # one of two servers may have been unreachable for long
+                if isinstance(error, StaleCoordinatorError):  # this server may have been unreachable for long
                     stale_at |= {self._connected_to}
                     if len(stale_at) == len(self._connectors):
                         return error

@@ -175,7 +175,7 @@ class Session:
     # --- creating -------------------------------------------------------------------------------------
 
     def add(self, array: ServerArray) -> ServerArray:
-        """Registers an array to be created. Arrays that are created together are placed in the order of registration."""
+        """Registers an array to be created. Arrays created together are placed in the order of registration."""
         with self._lock:
             if self._shared is not None:
                 self._shared.name(array)
@@ -297,7 +297,7 @@ class Session:
             array.shards = ()
 
     def put_beside(self, array: ServerArray, other: ServerArray) -> None:
-        """Places the shards of an array on the servers that have another array's shards, and moves them if necessary."""
+        """Places the shards of an array on the servers that have another array's shards, and moves them if needed."""
         with self._lock:
             if not array.is_made:
                 array.beside = other

@@ -88,9 +88,7 @@ def answered_of(ask: Ask, answer: Message) -> Answered:
     }
     rows = list(arrays)
     if len(rows) != len(ask.rows):
-        raise InvalidArgumentError(
-            f"Rows of {len(ask.rows)} shards were requested, but {len(rows)} arrays came."
-        )
+        raise InvalidArgumentError(f"Rows of {len(ask.rows)} shards were requested, but {len(rows)} came.")
     return Answered(values, rows, bool(answer.header["duplicate"]))
 
 

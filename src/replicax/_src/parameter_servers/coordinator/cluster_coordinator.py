@@ -143,9 +143,7 @@ class ClusterCoordinator:
         self._finalizer = weakref.finalize(self, _end, self._pool, self._status)
         self._finalizer.atexit = False
         _pools_at_work.add(self._pool)
-        strategy.session.before_close = (
-            self._pool.end
-        )  # otherwise the tasks would seem lost when the session ends
+        strategy.session.before_close = self._pool.end  # otherwise ended tasks would seem lost
         self._pool.start()
         if self._status is not None:
             self._status.start()
@@ -388,9 +386,7 @@ def _arguments(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[s
 
 def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not callable(fn):
-        raise InvalidArgumentError(
-            f"schedule() takes a function and its arguments, got {fn!r} as the function."
-        )
+        raise InvalidArgumentError(f"schedule() takes a function and its arguments, got {fn!r} as function.")
     if not args and not kwargs:
         return
     for leaf in jax.tree.leaves(

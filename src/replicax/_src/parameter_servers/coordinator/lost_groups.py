@@ -146,9 +146,7 @@ class LostGroups:
         except ReplicaxError as error:  # the next heartbeat tries again
             log.debug("ps %d does not resume group %d: %s", view.primary, view.group, error)
         except Exception as error:  # the next heartbeat tries again; other groups resume meanwhile
-            log.warning(
-                "ps %d could not resume group %d; trying again.", view.primary, view.group, exc_info=error
-            )
+            log.warning("ps %d could not resume group %d.", view.primary, view.group, exc_info=error)
         return None
 
     def end_waiting(self) -> None:

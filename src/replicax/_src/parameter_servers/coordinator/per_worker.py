@@ -62,9 +62,8 @@ class PerWorkerIterator(PerWorkerInput):
         if elements is None:
             # TensorFlow's message begins like this.
             raise UnsupportedError(
-                "Iterating over an `AsyncDistributedIterator` is not supported right now: its elements are on "
-                "the workers. Pass it to a function that coordinator.schedule() runs, and call next(iterator) "
-                "there."
+                "Iterating over an `AsyncDistributedIterator` is not supported right now: its elements are on the "
+                "workers. Pass it to a function that coordinator.schedule() runs, and call next(iterator) there."
             )
         return elements.take(self)
 

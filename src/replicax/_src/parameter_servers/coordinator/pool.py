@@ -178,9 +178,8 @@ class WorkerPool:
     ) -> None:
         if not condition.wait_for(is_so, timeout_s):
             raise WaitTimeoutError(
-                f"{what} has waited for {timeout_s:g} s: {self.queue.num_in_flight} scheduled functions are "
-                f"in flight and {self.queue.num_queued} are queued. Wait longer, or look at "
-                "coordinator.statistics()."
+                f"{what} has waited for {timeout_s:g} s: {self.queue.num_in_flight} scheduled functions are in "
+                f"flight and {self.queue.num_queued} are queued. Wait longer, or look at coordinator.statistics()."
             )
 
     # --- events ----------------------------------------------------------------------------------------

@@ -377,7 +377,9 @@ class PoolWorker:
         closure.num_asks += 1
         if closure.num_asks <= _MAX_ASKS:
             return True
-        text = f"{self.name} asked {closure.num_asks} times for a program of '{closure.name}' that it was sent each time."
+        text = (
+            f"{self.name} asked {closure.num_asks} times for a program of '{closure.name}' that it was sent."
+        )
         self._failed_here(closure, RemoteError(text, "", self.name))
         return False
 

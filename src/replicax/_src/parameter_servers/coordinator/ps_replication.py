@@ -107,7 +107,7 @@ class Replication:
             log.debug("%s", error)
 
     def back(self, watch: PsWatch) -> None:
-        """Handles an answer of a server: sends it the views that it missed, and has it copy the groups that it lacks."""
+        """Handles an answer of a server: sends it the views that it missed, and has it copy groups that it lacks."""
         with self._lock:
             parts = self._lost.parts_of(watch)
             self._groups.back(watch.index)
@@ -132,7 +132,7 @@ class Replication:
             self._say_protected()
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the ``primaries`` by parameter server, and which servers' variables have one copy: ``unprotected``."""
+        """Returns the ``primaries`` by parameter server, and ``unprotected``: servers whose variables have one copy."""
         with self._lock:
             groups = self._groups
             return {"primaries": groups.primaries, "unprotected": groups.unprotected, "lost": groups.lost}

@@ -25,9 +25,7 @@ from replicax._src.tracing.key import name_of
 
 _SPEC_S = 600.0
 
-_resource_numbers = (
-    itertools.count()
-)  # shared by all coordinators, so that their resources never have the same name
+_resource_numbers = itertools.count()  # shared by all coordinators, so that names are unique
 
 
 def per_worker_dataset(pool: WorkerPool, dataset_fn: Any) -> PerWorkerDataset:

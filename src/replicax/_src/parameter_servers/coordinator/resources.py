@@ -143,9 +143,8 @@ class Resources:
             state = self._state(name)
             if not self._changed.wait_for(lambda: self._is_decided(state), timeout_s):
                 raise WaitTimeoutError(
-                    f"No worker has made {state.resource.kind} {name!r} within {timeout_s:g} s; "
-                    f"{len(self._workers)} workers are connected. Look at their logs, and at "
-                    "coordinator.statistics()."
+                    f"No worker has made {state.resource.kind} {name!r} within {timeout_s:g} s; {len(self._workers)} "
+                    "workers are connected. Look at their logs, and at coordinator.statistics()."
                 )
             if state.specs:
                 return next(iter(state.specs.values()))

@@ -335,9 +335,7 @@ class WorkerConnection:
     def _receive(self) -> Sequence[Message | Exception]:
         try:
             return self._link.receive_all(_FOREVER_S)
-        except (
-            MessageError
-        ) as error:  # the message is malformed, or too large: it belongs to the first request
+        except MessageError as error:  # the answer to the first request is malformed or too large
             if not self._awaited:
                 raise
             return [error]

@@ -92,7 +92,7 @@ def _found(
 
 
 def _takes_one_computed(found: AssignmentProgram, reads: Collection[int], program: FlatProgram) -> bool:
-    """True if a selection may take a value that the worker computes from these reads, so that one branch replaces it."""
+    """True if a selection may take a value that the worker computes from these reads, so that a branch replaces it."""
     reached = given_by(reads, program)
     for operation in program.operations:
         if flat.numbers_in([operation]) & reached:
@@ -216,9 +216,8 @@ def _scattered(operation: Operation, env: dict[int, Any], start: int) -> Any:
 
 def warn_of_replacement(event: Assigned, mixing: Operation) -> None:
     log.warning(
-        "The new value of variable %r at %s is computed from its old value by %r (%s), which a parameter "
-        "server cannot apply, so the worker sends the new value. If two workers assign at the same time, the "
-        "last one wins.",
+        "The new value of variable %r at %s is computed from its old value by %r (%s), which a parameter server "
+        "cannot apply, so the worker sends the new value. If two workers assign at the same time, the last one wins.",
         event.slot.name,
         event.line,
         mixing.eqn.primitive.name,

@@ -33,7 +33,9 @@ from replicax._src.tracing.slots import Slot
 from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
-_KEPT_WHOLE = "%s computes rows of a variable from its other rows. Each of these variables stays on one server, unsharded: %s."
+_KEPT_WHOLE = (
+    "%s computes rows of a variable from its other rows. Each of these stays on one server, unsharded: %s."
+)
 
 
 class Servers(Protocol):

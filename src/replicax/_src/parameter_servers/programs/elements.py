@@ -161,10 +161,9 @@ class Elements:
         assert capture is not None
         if capture.is_replica and not source.is_iterator:
             raise TraceError(
-                f"A worker's own input (its index, a per-worker value or variable) is used at {user_line()}, "
-                f"inside the function that strategy.run runs on {self._num_replicas} replicas of one worker. "
-                "Use it outside, and pass it in: strategy.run(fn, args=(value,)). Assign a per-worker "
-                "variable after run."
+                f"A worker's own input (its index, a per-worker value or variable) is used at {user_line()}, inside "
+                f"the function that strategy.run runs on {self._num_replicas} replicas of one worker. Use it "
+                "outside, and pass it in: strategy.run(fn, args=(value,)). Assign a per-worker variable after run."
             )
         if capture.is_replica:
             raise TraceError(
@@ -191,11 +190,10 @@ class Elements:
         call = self.counts[number] if source.is_iterator else 0
         if call == _MAX_TAKEN:
             raise TraceError(
-                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A "
-                "function for workers is traced before the number of elements is known, so it cannot loop to "
-                "the end of an iterator. Take a known number, `for _ in range(n): x = next(iterator, None)`, "
-                f"at most {_MAX_TAKEN}, leave the loop where x is None, and schedule the function again for "
-                "more."
+                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A function "
+                "for workers is traced before the number of elements is known, so it cannot loop to the end of an "
+                "iterator. Take a known number, `for _ in range(n): x = next(iterator, None)`, at most "
+                f"{_MAX_TAKEN}, leave the loop where x is None, and schedule the function again for more."
             )
         spec = source.spec
         leaves = spec.leaves if self._offer is None else self._offered(source, number, call)
@@ -287,7 +285,7 @@ jax.tree_util.register_pytree_node(
 
 
 def in_parts(nest: Any) -> Any:
-    """Converts a pytree for the way back from a worker. Its structure then does not depend on the components' shapes."""
+    """Converts a pytree for the way back from a worker. Its structure does not depend on the components' shapes."""
     return jax.tree_util.tree_map(
         lambda leaf: (
             ReplicaParts(leaf.values) if isinstance(leaf, PerReplica) and not leaf.is_equal else leaf

@@ -16,9 +16,7 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.programs.programs import WorkerProgram
 from replicax._src.parameter_servers.store.held_values import is_wide
 
-_MIN_REUSED_BYTES: Final = (
-    8 << 20
-)  # above this size the C library frees memory to the system, and new memory is slow
+_MIN_REUSED_BYTES: Final = 8 << 20  # larger memory goes back to the system when freed, and is slow to get
 
 
 @final

@@ -187,9 +187,8 @@ class OptimizerUpdate:
             )
         what = "the state that its variables share" if i is None else f"variable {self._arrays[i].name!r}"
         raise UnsupportedError(
-            f"{self.call.name} updates {what} from the values of other variables, which other parameter "
-            f"servers may hold (at {self.line}). Use an optimizer that updates each variable from its own "
-            "gradient and slots."
+            f"{self.call.name} updates {what} from the values of other variables, which other parameter servers may "
+            f"hold (at {self.line}). Use an optimizer that updates each variable from its own gradient and slots."
         )
 
     # --- the program of one server -------------------------------------------------------------------------
@@ -313,9 +312,8 @@ class OptimizerUpdate:
 
     def _refuse_shards(self) -> NoReturn:
         raise UnsupportedError(
-            f"{self.call.name} computes another result for a shard of a variable than for the full variable, "
-            f"so its variables cannot be sharded (at {self.line}). Use another optimizer, or no "
-            "variable_partitioner."
+            f"{self.call.name} computes another result for a shard of a variable than for the full variable, so its "
+            f"variables cannot be sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
         )
 
     def _shapes_at(self, i: int) -> list[tuple[int, ...]]:

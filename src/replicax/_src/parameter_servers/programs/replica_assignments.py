@@ -109,10 +109,9 @@ def same_in_all(event: Assigned, found: Sequence[ReplicaAssignment]) -> ReplicaA
     first = found[0]
     if any(other.described != first.described for other in found[1:]):
         raise StructureError(
-            f"The value assigned to variable {event.slot.name!r} at {event.line} is computed from its old "
-            "value differently for another local batch size, for example with x.shape[0]. First compute the "
-            "part that depends on the batch size, and keep the assignment the same: v.assign_add(x), or v * "
-            "decay + x."
+            f"The value assigned to variable {event.slot.name!r} at {event.line} is computed from its old value "
+            "differently for another local batch size, for example with x.shape[0]. First compute the part that "
+            "depends on the batch size, and keep the assignment the same: v.assign_add(x), or v * decay + x."
         )
     return first
 

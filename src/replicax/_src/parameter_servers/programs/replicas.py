@@ -295,7 +295,7 @@ def _broadcast(value: Any, atom: Atom, shape: tuple[int, ...] | None) -> Any:
 def _giving(
     variant: Variant, program: FlatProgram, num_results: int, operands: Sequence[Any], num_replicas: int
 ) -> Variant:
-    """Returns a variant whose outputs are its results, then ``operands``, then the new values of variables as before."""
+    """Returns a variant whose outputs are its results, then ``operands``, then the variables' new values as before."""
     outputs = program.outputs
     wanted = [
         *((atom, None) for atom in outputs[:num_results]),

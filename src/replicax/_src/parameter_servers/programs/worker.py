@@ -307,10 +307,9 @@ def check_callbacks(every: Sequence[Operation], needed: Sequence[Operation], nam
         calls = [primitive for primitive in found if "callback" in primitive or primitive == "debug_print"]
         if calls:
             raise UnsupportedError(
-                f"{name} calls back into Python ({calls[0]} at {operation.line}), but it runs on workers, "
-                "which do not have your code. Compute it with JAX, or before the function is scheduled. Code "
-                "that must run in Python on each worker belongs into the function of "
-                "create_per_worker_dataset."
+                f"{name} calls back into Python ({calls[0]} at {operation.line}), but it runs on workers, which do "
+                "not have your code. Compute it with JAX, or before the function is scheduled. Code that must run in "
+                "Python on each worker belongs into the function of create_per_worker_dataset."
             )
     for operation in every:
         if operation.eqn.primitive.name in _PRINTS:

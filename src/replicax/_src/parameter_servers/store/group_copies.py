@@ -102,9 +102,7 @@ class GroupCopies:
         group = message.header["group"]
         copy = self._copies.get(group)
         if copy is None:
-            raise UnavailableError(
-                f"ps {self._task} does not hold group {group}, in the newest view that it has."
-            )
+            raise UnavailableError(f"ps {self._task} does not hold group {group} in its newest view.")
         if message.header.get("op") in _FROM_PRIMARY:
             return copy.forwarded(message)
         return copy.answer(message)

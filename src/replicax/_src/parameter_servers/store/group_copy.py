@@ -139,9 +139,7 @@ class GroupCopy:
         if error is not None:
             raise error
         assert answer is not None
-        if (
-            message.header.get("op") == "checksum"
-        ):  # the backup's checksum was equal, or it is no longer in sync
+        if message.header.get("op") == "checksum":  # the backup's was equal, or it is no longer in sync
             return Message({**answer.header, "is_on_two": self._state.rules.partner is Partner.IN_SYNC})
         return answer
 

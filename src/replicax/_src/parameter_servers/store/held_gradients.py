@@ -87,8 +87,7 @@ class HeldGradients:
         if not all(takes(kinds, update.operands, each.arrays) for each in held):
             raise InvalidArgumentError(
                 "Some functions of a round look up more rows of one table than the others, and fewer of another "
-                "table, so no "
-                "update has room for all. Give the functions of a round elements of the same shapes."
+                "table, so no update has room for all. Give the functions of a round elements of the same shapes."
             )
         return update, averaged(kinds, update.operands, [each.arrays for each in held])
 

@@ -123,9 +123,7 @@ class SnapshotKeeper:
         A new position counts as a change: with it, a server that restarts lacks only the later updates.
         """
         self.end()
-        self._thread.join(
-            _JOIN_S
-        )  # the thread may wait for the other server; if it is writing, ``take`` waits
+        self._thread.join(_JOIN_S)  # it may wait for the other server; if it is writing, ``take`` waits
         if self._has_changed or (self._holds_pieces and self._store.progress.position != self._last.position):
             self._take()
 

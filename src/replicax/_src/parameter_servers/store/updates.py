@@ -72,9 +72,7 @@ class CompiledUpdate:
         self._check_memory()
         with with_dtypes(self._wide):
             results = self._run(*state, *operands)
-        results[
-            0
-        ].block_until_ready()  # all become ready together, and a failure on a CPU is raised only here
+        results[0].block_until_ready()  # all are ready together; a failure on a CPU is raised here
         return results
 
     def _check_memory(self) -> None:

@@ -350,9 +350,8 @@ class ParameterServerStrategy(Strategy):
         """Returns this process's per-worker value."""
         if self.worker_of_own is None or resource != WORKER_INDEX:
             raise ContextError(
-                f"{name} uses a worker's own input ({resource}), but was called outside of a scheduled "
-                "function, in a process that is not a worker. Give a function that calls it to "
-                "ClusterCoordinator.schedule."
+                f"{name} uses a worker's own input ({resource}), but was called outside of a scheduled function, in "
+                "a process that is not a worker. Give a function that calls it to ClusterCoordinator.schedule."
             )
         return ValueResource(np.int32(self.worker_of_own.id_in_cluster), WorkerPlace())
 
@@ -393,9 +392,8 @@ def _begin_groups(tasks: Tasks, intervals_s: Sequence[float | None]) -> Groups:
     without = [f"ps {n}" for n, interval_s in enumerate(intervals_s) if interval_s is None]
     if without and len(without) < len(intervals_s):
         raise InvalidArgumentError(
-            f"replication=2: {', '.join(without)} take(s) no snapshots, but other parameter servers do. Two "
-            "servers that have the same variables write them together: start all with snapshot_dir "
-            "(--snapshot-dir), or none."
+            f"replication=2: {', '.join(without)} take(s) no snapshots, but other parameter servers do. Two servers "
+            "that have the same variables write them together: start all with snapshot_dir (--snapshot-dir), or none."
         )
     groups = Groups(len(intervals_s))
     for view in groups.views:
@@ -431,8 +429,7 @@ def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
     if resolver.task_type in ("worker", "ps"):
         raise TaskError(
             f"This process is {resolver.task_type} {resolver.task_id}{source}, but only the chief makes the "
-            "coordinator's ParameterServerStrategy. In this task run `replicax server`, or "
-            "rx.Server(...).join()."
+            "coordinator's ParameterServerStrategy. In this task run `replicax server`, or rx.Server(...).join()."
         )
     return spec
 

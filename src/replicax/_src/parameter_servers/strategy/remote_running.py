@@ -130,9 +130,7 @@ class RemoteRunner:
                 _say_it_runs_here(key.name_of(fn))
             return self._run_here(fn, args, kwargs)
         if not context.in_replica_function():
-            capture.use_strategy(
-                self._strategy
-            )  # an rx.function records the strategy, and runs in this process
+            capture.use_strategy(self._strategy)  # an rx.function records it, and runs in this process
         if context.in_replica_function() or not isinstance(capture.observer, Events):
             raise CrossReplicaContextError(
                 "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do the "

@@ -37,9 +37,8 @@ def worker_of_own(resolver: ClusterResolver) -> Membership:
         )
     if task.type not in ("chief", "worker"):
         raise TaskError(
-            f"This process is {task}{source}, but only the chief and workers run the program on shared "
-            "parameter servers. An evaluator reads checkpoints, with another strategy; a ps runs `replicax "
-            "server`."
+            f"This process is {task}{source}, but only the chief and workers run the program on shared parameter "
+            "servers. An evaluator reads checkpoints, with another strategy; a ps runs `replicax server`."
         )
     return membership
 

@@ -1,4 +1,4 @@
-"""``WorkerFunction``: a traced function for workers, with its programs by platform and by the shapes of its elements."""
+"""``WorkerFunction``: a traced function for workers, with programs by platform and by the shapes of its elements."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class WorkerFunction:
         return [replaced.get(id(source), source) for source in self.first.elements.sources]
 
     def names_of(self, arrays: Sequence[np.ndarray], num_lifted: int) -> dict[int, str]:
-        """Returns names for those of the last ``num_lifted`` arrays that are large and unchanged since the last call."""
+        """Returns names for those of the last ``num_lifted`` arrays that are large and unchanged since the last one."""
         names: dict[int, str] = {}
         for position in range(len(arrays) - num_lifted, len(arrays)):
             array = arrays[position]
@@ -188,9 +188,8 @@ class WorkerFunction:
             )
         if offer is not None and (closure.round_key is None) != (self.first.round_key is None):
             raise UnsupportedError(
-                f"{self.name} applies gradients only for some elements, and not for others ({signature}: "
-                "shapes and dtypes, null after the last element). Schedule another function that applies "
-                "none."
+                f"{self.name} applies gradients only for some elements, and not for others ({signature}: shapes and "
+                "dtypes, null after the last element). Schedule another function that applies none."
             )
         self._session.keep_programs(closure, closure.updates)
         key = signature or closure.elements.signature

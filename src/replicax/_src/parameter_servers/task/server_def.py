@@ -141,6 +141,4 @@ class ServerOptions:
                     f"{name} must be a number of seconds above 0, or math.inf; got {getattr(self, name)!r}."
                 )
         if type(self.log_bytes) is not int or self.log_bytes < 1:
-            raise InvalidArgumentError(
-                f"log_bytes must be a number of bytes, at least 1; got {self.log_bytes!r}."
-            )
+            raise InvalidArgumentError(f"log_bytes must be a number of at least 1; got {self.log_bytes!r}.")

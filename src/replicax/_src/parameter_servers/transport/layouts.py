@@ -81,11 +81,9 @@ def announced_layout(text: bytes) -> Layout:
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise MessageError(
-                f"The description of a message's arrays is not JSON: {text[:40]!r}."
-            ) from error
+            raise MessageError(f"The description of arrays is not JSON: {text[:40]!r}.") from error
         if not isinstance(given, list):
-            raise MessageError(f"The description of a message's arrays is not a list: {text[:40]!r}.")
+            raise MessageError(f"The description of arrays is not a list: {text[:40]!r}.")
         found = _keep(text, _made(tuple(map(_checked, given)), text))
     return found
 

@@ -237,9 +237,7 @@ class TaskServer:
         with self._lock:
             if len(self._counted) >= self._max_streams:
                 self._num_rejected += 1
-                raise UnavailableError(
-                    f"it already has {self._max_streams} connections, the most that are allowed"
-                )
+                raise UnavailableError(f"it already has {self._max_streams} connections, its limit")
             self._counted.add(stream)
 
     def _answer(self, message: Message) -> Encoded:
