@@ -391,7 +391,6 @@ def test_what_replicas_print_is_left_out_and_calls_of_python_are_refused(on_serv
         return x
 
     coordinator.schedule(lambda x: strategy.run(printing, args=(x,)), args=(np.float32(1),)).fetch()
-    assert "What " in caplog.text
     assert "printing prints at" in caplog.text
 
     def calling(x):

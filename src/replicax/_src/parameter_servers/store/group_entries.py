@@ -21,6 +21,8 @@ ENTRY_BYTES: Final = 4 << 10
 class Entry:
     """A message in the order of a group. A message that changes nothing is kept as its number only.
 
+    For a step the backup reads nothing, but it refuses the reads that the primary refuses.
+
     Attributes:
       position: Its place in the order.
       header: The header of the message; None if there is nothing to execute.
