@@ -104,7 +104,7 @@ def test_values_are_checked_too(two_checkpoints, monkeypatch):
     monkeypatch.setattr(saved_files, "read_arrays", lambda *args: {k: v + 1 for k, v in read(*args).items()})
     checkpoint = tracked(0.0)
     text = message(CorruptCheckpointError, lambda: checkpoint.restore(two_checkpoints / "ckpt-2"), "'w'")
-    assert "other values" in text
+    assert "damaged values" in text
     assert float(checkpoint.w[0]) == 0.0
 
 

@@ -75,7 +75,7 @@ def test_full_and_read_only_disks(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     said = result.stdout.splitlines()
-    full, read_only = "disk is full. Make room", "its disk is read-only. Choose another directory"
+    full, read_only = "disk is full. Free some space", "its disk is read-only. Choose another directory"
     expected = ["left. Nothing was written", full, full, read_only, read_only, read_only]
     errors = [line for line in said if line[0].isdigit()]
     assert len(errors) == len(expected), result.stdout

@@ -153,7 +153,7 @@ def test_numbers_and_intervals(checkpoint, tmp_path):
             "directory is a path",
         )
     no_step = rx.CheckpointManager(checkpoint, tmp_path, step_counter="step", checkpoint_interval=3)
-    message(InvalidArgumentError, no_step.save, "step_counter is a variable or a function", "'step'")
+    message(InvalidArgumentError, no_step.save, "step_counter must be a variable or a function", "'step'")
 
 
 def test_metrics_are_checked_before_saving(checkpoint, tmp_path):
@@ -179,7 +179,7 @@ def test_replacing_another_programs_checkpoint_warns(checkpoint, tmp_path, caplo
     restored.save(1)
     assert not caplog.text
     rx.CheckpointManager(rx.Checkpoint(v=others.v), tmp_path).save()
-    assert "ckpt-1' is replaced" in caplog.text
+    assert "Replacing the checkpoint" in caplog.text
 
 
 def test_a_directory_that_is_deleted_is_made_again(checkpoint, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_directory_that_is_deleted_is_made_again(checkpoint, tmp_path, monkeyp
         writing, "write_arrays", lambda *args: (write_arrays(*args), shutil.rmtree(tmp_path / "in it"))
     )
     manager.save()
-    message(CheckpointWriteError, manager.wait, "deleted meanwhile")
+    message(CheckpointWriteError, manager.wait, "deleted in the meantime")
     (tmp_path / "in it").write_text("")
     message(CheckpointWriteError, manager.save, "is a file")
 
@@ -215,7 +215,7 @@ def test_program_may_grow_but_not_change(tmp_path, caplog):
     v.assign(0.0)
     assert rx.CheckpointManager(rx.Checkpoint(v=v, w=w), tmp_path).restore_or_initialize() == path
     assert (float(v), float(w)) == (1.0, 2.0)
-    assert "does not have w (Variable): these keep" in caplog.text
+    assert "does not have w (Variable), so these keep" in caplog.text
 
     v.assign(0.0)
     manager = rx.CheckpointManager(rx.Checkpoint(renamed=v), tmp_path)
@@ -251,7 +251,7 @@ def test_without_a_checkpoint_restoring_does_nothing(checkpoint, tmp_path):
         status.assert_existing_objects_matched,
         status.assert_nontrivial_match,
     ):
-        message(UnmatchedCheckpointError, asserts, "was None", "restore_or_initialize")
+        message(UnmatchedCheckpointError, asserts, "got the path None", "restore_or_initialize")
 
 
 # --- while it is written ---------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_full_disk_raises_and_keeps_existing_checkpoints(checkpoint, tmp_path, m
     manager.wait()
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
     manager.save()
-    text = message(CheckpointWriteError, manager.wait, "MiB", "as they were")
+    text = message(CheckpointWriteError, manager.wait, "MiB", "earlier checkpoints are unchanged")
     assert "Errno 28" in text
     assert os.listdir(tmp_path) == ["ckpt-1"]
     monkeypatch.undo()
@@ -465,7 +465,9 @@ def test_disk_fills_up_while_writing(tmp_path, capfd, caplog):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with caplog.at_level(logging.WARNING):
-            text = message(CheckpointWriteError, manager.save, "ckpt-2", "larger than this process may write")
+            text = message(
+                CheckpointWriteError, manager.save, "ckpt-2", "exceed the size limit of this process"
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(text) < 700

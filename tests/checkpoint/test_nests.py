@@ -128,7 +128,7 @@ def test_states_and_the_hosts_random_numbers(saved):
     rx.Checkpoint(random=HostRandomState(), counters=counters).restore(path).assert_consumed()
     assert [random.random(), *np.random.permutation(5).tolist(), np.random.normal()] == wanted
     assert [counter.state for counter in counters] == [{"n": [1, 2]}, b"\x00\xff"]
-    message(UntrackableError, lambda: saved(c=Counter(object())), "Counter", "JSON cannot hold")
+    message(UntrackableError, lambda: saved(c=Counter(object())), "Counter", "is not JSON")
 
 
 def test_numbers_are_restored_as_they_were_saved(saved):
@@ -212,7 +212,7 @@ def test_text_is_not_restored_into_a_number(saved):
     path = saved(a="hello", b="no", c=3)
     checkpoint = rx.Checkpoint(a=3, b=False, c="")
     text = message(
-        CheckpointMismatchError, lambda: checkpoint.restore(path), "a: 'hello' was saved, str, and 3 is here"
+        CheckpointMismatchError, lambda: checkpoint.restore(path), "a: 'hello' was saved (str), but 3 is here"
     )
     assert "b: 'no'" in text
     assert "c: 3" in text
@@ -279,7 +279,7 @@ def test_number_that_does_not_fit_raises_before_anything_is_restored(saved):
         lambda: checkpoint.restore(path),
         "z: an array of complex64",
         "n: 1000",
-        "a float can",
+        "too large for a float",
     )
     assert (checkpoint.first, checkpoint.z, checkpoint.n) == (0, 0.5, 0.5)
 

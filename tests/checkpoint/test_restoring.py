@@ -93,7 +93,7 @@ def test_same_strategy_resumes_bit_identically(tmp_path):
 
     second = Training(mirrored(2), names_before=3)
     status = second.tracked.restore(path)
-    message(UnmatchedCheckpointError, status.assert_consumed, "optimizer/momentums/0", "is not built yet")
+    message(UnmatchedCheckpointError, status.assert_consumed, "optimizer/momentums/0", "are not built yet")
     status.assert_existing_objects_matched()
     assert second.train(2) == wanted[0]
     assert second.state() == wanted[1]
@@ -453,7 +453,7 @@ def test_between_steps_only(saved):
     for call in (lambda: checkpoint.save("ckpt"), lambda: checkpoint.restore(saved(v=v))):
         message(CrossReplicaContextError, lambda call=call: strategy.run(call), "outside of run")
         for traced in (rx.function(lambda call=call: call()), jax.jit(lambda call=call: call())):
-            message(CrossReplicaContextError, traced, "it would be done once")
+            message(CrossReplicaContextError, traced, "It would run once")
     assert checkpoint.save_counter == 0
 
 

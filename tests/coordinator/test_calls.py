@@ -182,4 +182,4 @@ def test_per_worker_values_are_not_in_this_process(strategy, coordinator):
         lambda: next(iterator),
         rx.coordinator.experimental_get_current_worker_index,
     ):
-        message(ContextError, lambda call=call: strategy.run(call), "each worker has of its own", "schedule")
+        message(ContextError, lambda call=call: strategy.run(call), "a worker's own input", "schedule")

@@ -317,7 +317,7 @@ def test_gradients_of_a_round_may_not_depend_on_the_end():
         coordinator.schedule(train, (iterator,))
         coordinator.join(WAIT_S)
         coordinator.schedule(train, (iterator,))
-        with pytest.raises(UnsupportedError, match="applies gradients for some elements only"):
+        with pytest.raises(UnsupportedError, match="applies gradients only for some elements"):
             coordinator.join(WAIT_S)
         assert float(w.value) == 9.5
 

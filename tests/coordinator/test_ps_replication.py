@@ -255,8 +255,8 @@ def test_both_servers_restart_from_the_newer_state(both, caplog):
     both.beat(1)
     assert not both.is_paused
     assert both.session.went_on == [(0, ["w"]), (1, ["w"])]
-    assert "that of ps 0, taken 3 s before: 3 updates" in caplog.text
-    assert "that of ps 1, taken 3 s before: 2 updates" in caplog.text
+    assert "on ps 0, taken 3 s before: about 3 acknowledged updates" in caplog.text
+    assert "on ps 1, taken 3 s before: about 2 acknowledged updates" in caplog.text
 
 
 def test_server_lost_while_its_group_resumes_is_waited_for_again(both, monkeypatch):

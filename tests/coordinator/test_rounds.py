@@ -385,7 +385,7 @@ def test_one_mode_at_a_time(strategy):
         lambda: ClusterCoordinator(strategy, max_staleness=1, replicas_to_aggregate=2),
         "max_staleness=1",
         "replicas_to_aggregate=2",
-        "Give one of them",
+        "Give only one of them",
     )
 
 
@@ -401,7 +401,7 @@ def test_assignment_after_an_optimizer_raises(strategy):
             lambda: job.coordinator.schedule(clipped),
             "test_rounds.py",
             "after an optimizer in the same function",
-            "Schedule another function",
+            "Assign in another scheduled function",
         )
 
 

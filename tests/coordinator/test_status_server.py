@@ -224,7 +224,7 @@ def test_status_server_is_off_by_default(cluster, monkeypatch):
     monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", LOOPBACK)
     with ClusterCoordinator(cluster) as coordinator:
         assert get(coordinator)[0] == 200
-        with pytest.raises(InvalidArgumentError, match="has a ClusterCoordinator already"):
+        with pytest.raises(InvalidArgumentError, match="already has a ClusterCoordinator"):
             ClusterCoordinator(cluster, status_address="127.0.0.1:1")
 
 

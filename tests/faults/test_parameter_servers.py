@@ -502,11 +502,11 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
         assert [value.fetch() for value in values] == [1.0] * 10
         counts = job.counts
         assert counts[0] == 16.0
-        (warning,) = warnings_of(caplog, "goes on with its last snapshot")
-        assert warning.startswith("ps 1 was started again")
-        num_gone = int(warning.split(": ")[1].split()[0])
+        (warning,) = warnings_of(caplog, "restarted from its last snapshot")
+        assert warning.startswith("ps 1 restarted")
+        num_gone = int(warning.split(": about ")[1].split()[0])
         assert (
-            "its variables are as they were then: counter_1; of 16 scheduled functions they have what the first 0 did"
+            "its variables are as they were then: counter_1; of 16 scheduled functions they include the updates of the first 0"
             in (warning.replace("Its", "its"))
         )
         # Updates since its last heartbeat are not among them; functions scheduled after the kill are not lost.
@@ -566,7 +566,7 @@ def test_job_continues_without_room_for_snapshots(tmp_path, caplog):
             time.sleep(0.5)
         assert job.counts == [8.0, 8.0]
         until(lambda: ps_statistics(job, 0)["snapshot_error"], "it says so")
-        (warning,) = warnings_of(caplog, "goes on without a new snapshot")
+        (warning,) = warnings_of(caplog, "continues without a new snapshot")
         assert warning.startswith("ps 0")
         assert "File too large" in warning
         assert (
@@ -635,7 +635,7 @@ def test_tasks_end_when_their_coordinator_is_killed():
         cluster.tasks["chief", 0].kill()
         for task in cluster.servers:
             assert task.wait(60.0).exit_code == 0
-            assert any("its coordinator is gone" in line for line in task.output)
+            assert any("lost its coordinator" in line for line in task.output)
 
 
 @pytest.mark.long

@@ -132,7 +132,7 @@ def test_updates_of_replicas_add_up_on_the_servers_with_one_push_each(on_servers
     (digest,) = prepared.programs.values()
     pushes = prepared.program(digest).pushes
     assert sorted(push.ps for push in pushes) == [0, 1]
-    assert "a parameter server does not do" not in caplog.text
+    assert "a parameter server cannot apply" not in caplog.text
     before = [np.asarray(v.value) for v in (ours.norm.moving_mean, ours.scale)]
     for value in [ours.norm.moving_mean, ours.scale]:
         value.assign(value.value + 100.0)
@@ -159,7 +159,7 @@ def test_updates_of_components_change_the_total_also_in_branches(on_servers, cap
     values = [coordinator.schedule(step, args=(np.float32(x),)) for x in (0.0, 2.0, 3.0)]
     coordinator.fetch(values)
     np.testing.assert_array_equal(total.numpy(), [147.0, 147.0])
-    assert "a parameter server does not do" not in caplog.text
+    assert "a parameter server cannot apply" not in caplog.text
 
 
 def test_each_replica_gets_one_element_and_the_last_ones_get_none(on_servers):
@@ -392,7 +392,6 @@ def test_prints_of_replicas_are_dropped_and_python_callbacks_raise(on_servers, c
         return x
 
     coordinator.schedule(lambda x: strategy.run(printing, args=(x,)), args=(np.float32(1),)).fetch()
-    assert "What " in caplog.text
     assert "printing prints at" in caplog.text
 
     def calling(x):
@@ -453,5 +452,5 @@ def test_full_table_is_sent_to_replicas_with_a_warning_and_equals_one_device(cap
             ).fetch()
         counts = np.bincount(ids.reshape(-1), minlength=10)
         np.testing.assert_allclose(variables[0].value, 1 - 0.5 * counts[:, None] * np.ones(2))
-    assert "is sent to the workers whole" in caplog.text
-    assert "the replicas of a worker take it" in caplog.text
+    assert "is sent to the workers in full" in caplog.text
+    assert "the replicas of a worker use it" in caplog.text

@@ -144,7 +144,7 @@ def test_fully_needed_table_is_sent_in_full_with_one_warning(caplog, options):
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
     assert sent == 0
-    (record,) = [r for r in caplog.records if "is sent to the workers whole" in r.getMessage()]
+    (record,) = [r for r in caplog.records if "is sent to the workers in full" in r.getMessage()]
     assert "'sequential/table/embeddings'" in record.getMessage()
 
 

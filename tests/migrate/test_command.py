@@ -163,7 +163,7 @@ def test_nothing_is_half_written(program, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "there is no nowhere"),
+        (["nowhere"], "nowhere does not exist"),
         (["program/notes.txt"], "is neither a Python file nor a notebook"),
         (["empty"], "empty has no Python files and no notebooks"),
     ],

@@ -101,7 +101,7 @@ def test_a_notebook_without_tensorflow_is_the_same_to_the_byte(tmp_path):
 def test_cell_that_is_not_python_is_reported_and_unchanged(tmp_path):
     file = migrated(tmp_path, notebook("import tensorflow as tf", "def f(:", "tf.function"))
     assert cells_of(file)[1:] == ["def f(:", "rx.function"]
-    assert file.failure == "cell 2 cannot be read as Python of its own, and stays as it is"
+    assert file.failure == "cell 2 is no Python module on its own, and is left alone"
 
 
 def test_places_are_cells_and_lines(tmp_path):
@@ -163,7 +163,7 @@ def test_versions_of_a_script_and_lines_of_windows(tmp_path):
 def test_written_file_that_is_not_python_is_reported(tmp_path):
     file = migrated(tmp_path, notebook("%%writefile main.py\ndef f(:"))
     assert cells_of(file) == ["%%writefile main.py\ndef f(:"]
-    assert file.failure == "cell 1 cannot be read as Python of its own, and stays as it is"
+    assert file.failure == "cell 1 is no Python module on its own, and is left alone"
 
 
 @pytest.mark.parametrize(

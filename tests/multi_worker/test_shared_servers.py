@@ -176,7 +176,7 @@ def test_there_is_no_coordinator(chief):
     message(
         InvalidArgumentError,
         lambda: rx.coordinator.ClusterCoordinator(chief),
-        "every worker runs this program by itself",
+        "every worker runs this program",
     )
 
 
@@ -207,15 +207,15 @@ def test_variables_outlive_a_worker_that_ends(chief, worker, strategy_of):
 
 def test_no_worker_starts_without_the_chief(strategy_of):
     text = message(
-        UnavailableError, lambda: strategy_of("worker"), "worker 0 waited 1 s for chief 0: it makes"
+        UnavailableError, lambda: strategy_of("worker"), "worker 0 waited 1 s for chief 0: it creates"
     )
-    assert "Does it run the program?" in text
+    assert "Check that it runs the program" in text
 
 
 def test_a_worker_of_a_coordinator_is_told_to_be_a_server(cluster, strategy_of):
     coordinator = strategy_of("chief")
     assert coordinator.is_coordinator
-    text = message(UnavailableError, lambda: strategy_of("worker"), "work for a coordinator")
+    text = message(UnavailableError, lambda: strategy_of("worker"), "serve a coordinator")
     assert "run `replicax server` here" in text
     assert "is_coordinator=False" in text
 

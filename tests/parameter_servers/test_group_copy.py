@@ -79,7 +79,7 @@ def test_nothing_is_answered_without_the_backup_until_a_decision(network, add):
 
 
 def test_errors_are_the_same_on_both_and_nothing_happens(network, add):
-    message(InvalidArgumentError, lambda: network.step(0, add, 0, [ONE], pull=["y"]), 'no piece "y"')
+    message(InvalidArgumentError, lambda: network.step(0, add, 0, [ONE], pull=["y"]), 'no shard "y"')
     message(
         InvalidArgumentError, lambda: network.step(0, add, 0, [np.zeros(2, np.float32)]), "takes the operands"
     )
@@ -288,7 +288,7 @@ def test_differing_copies_are_detected(network, add, caplog):
     network.view(2, 0, None)
     asking.join()
     assert not answers[0].header["is_on_two"]
-    assert "are not the same" in caplog.text
+    assert "of group 0 differ" in caplog.text
 
 
 def test_incomplete_copy_is_not_made_the_primary(network, add):
@@ -296,7 +296,7 @@ def test_incomplete_copy_is_not_made_the_primary(network, add):
     network.is_cut = True
     network.view(3, 0, 1, is_joining=True)
     view = View(GROUP, 4, 1, None)
-    message(InvalidArgumentError, lambda: network.servers[1].take(view, []), "does not have all of group 0")
+    message(InvalidArgumentError, lambda: network.servers[1].take(view, []), "lacks updates of group 0")
 
 
 def test_status_does_not_wait_for_an_update(network, add):
@@ -311,9 +311,9 @@ def test_status_does_not_wait_for_an_update(network, add):
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ({"pull": ["y"]}, 'no piece "y"'),
-        ({"rows": ["y"], "operands": [np.array([0], np.int32)]}, 'no piece "y"'),
-        ({"rows": ["scalar"], "operands": [np.array([0], np.int32)]}, "rows of it were to be read"),
+        ({"pull": ["y"]}, 'no shard "y"'),
+        ({"rows": ["y"], "operands": [np.array([0], np.int32)]}, 'no shard "y"'),
+        ({"rows": ["scalar"], "operands": [np.array([0], np.int32)]}, "its rows cannot be read"),
     ],
 )
 @pytest.mark.parametrize("is_update", [True, False])

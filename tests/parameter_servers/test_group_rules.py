@@ -466,11 +466,11 @@ def test_backup_counts_once_it_confirmed_every_answered_update():
 
 def test_no_server_gets_an_impossible_role():
     joins = rules_of(1, PAIR, View(0, 2, 0, 1, is_joining=True))
-    message(InvalidArgumentError, lambda: joins.take(View(0, 3, 1, None)), "does not have all of group 0")
+    message(InvalidArgumentError, lambda: joins.take(View(0, 3, 1, None)), "lacks updates of group 0")
     followed = rules_of(0, PAIR)
     followed.refused(1, Refusal.DEPOSED)
     message(UnavailableError, followed.order, "ps 0 does not serve this group")
-    message(InvalidArgumentError, lambda: followed.take(View(0, 3, 0, None)), "does not have all of group 0")
+    message(InvalidArgumentError, lambda: followed.take(View(0, 3, 0, None)), "lacks updates of group 0")
 
 
 def test_primary_is_decided_once_and_is_never_a_copy_that_is_behind():
@@ -506,7 +506,7 @@ def test_server_with_a_snapshot_leads_only_if_the_view_accepts_it():
         return rules
 
     for wrong in (View(0, 2, 1, None), View(0, 2, 1, None, since=Position(1, 6)), View(0, 2, 0, 1)):
-        message(InvalidArgumentError, lambda wrong=wrong: restored().take(wrong), "does not have all")
+        message(InvalidArgumentError, lambda wrong=wrong: restored().take(wrong), "lacks updates")
     leads = restored()
     assert leads.take(View(0, 2, 1, None, since=Position(1, 5)))
     leads.order()

@@ -139,7 +139,7 @@ def test_server_with_a_snapshot_needs_a_view_that_accepts_it(network, add):
     network.order_snapshot()
     network.step(0, add, 1, [ONE])
     network.restart(1)
-    message(InvalidArgumentError, lambda: network.view(2, 1, None, to=[1]), "does not have all of group 0")
+    message(InvalidArgumentError, lambda: network.view(2, 1, None, to=[1]), "lacks updates of group 0")
     at = network.position(1)
     network.view(3, 1, None, to=[1], since=at)
     network.add_program(ADD, to=1)

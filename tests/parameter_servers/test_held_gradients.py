@@ -204,5 +204,5 @@ def test_rows_are_averaged_like_full_tables(seed):
 def test_too_many_rows():
     specs = [((2,), np.dtype(np.int32)), ((2, 1), np.dtype(np.float32))]
     sent = [[np.int32([n]), np.float32([[n]])] for n in range(3)]
-    with pytest.raises(InvalidArgumentError, match=r"3 rows of a table .* room for 2"):
+    with pytest.raises(InvalidArgumentError, match=r"3 rows of a table, .* room for 2"):
         averaged(["rows"], specs, sent)

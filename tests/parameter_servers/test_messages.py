@@ -132,7 +132,7 @@ def test_non_contiguous_and_byte_swapped_arrays_are_sent():
     "array", [np.array(["a"]), np.array([{}]), np.zeros(2, "M8[s]"), np.zeros(1, "i4,f4")]
 )
 def test_unsupported_values_raise(array):
-    message(MessageError, lambda: encode(Message({}, [array])), "does not travel", "float32")
+    message(MessageError, lambda: encode(Message({}, [array])), "cannot be sent", "float32")
 
 
 @pytest.mark.parametrize("header", [{"a": np.float32(1)}, {"a": {1, 2}}, {(1, 2): 3}])
@@ -170,15 +170,15 @@ def refused(data, *says, body_bytes=0):
 def test_heads_that_are_wrong():
     good = head()
     assert Decoder(NoMemory()).decode(good) == Message({}, [])
-    refused(b"", "0 bytes are no message")
-    refused(good[:7], "no message")
+    refused(b"", "0 bytes are not a message")
+    refused(good[:7], "not a message")
     for sizes in ((2**31, 2), (2, 2**32 - 1), (2**24 + 1, 2)):
         refused(head(sizes=sizes), f"{max(sizes)} bytes was announced")
     refused(head(sizes=(1, 2)), "not JSON")
     refused(head(sizes=(5000, 2)), "at least 5010")
     refused(good[:-1])
     refused(good + b"x", "1 came in the head")
-    refused(good, "64 are to come after it", body_bytes=64)
+    refused(good, "64 follow it", body_bytes=64)
 
 
 NO_JSON = [b"", b"\xff", b"{", b"[" * 100_000, b"1" * 5000]
@@ -208,7 +208,7 @@ def test_lists_of_arrays_that_are_wrong(text):
         (["float32", [1.0]], "shape [1.0]"),
         (["float32", [2**62]], "shape [4611686018427387904]"),
         (["float32", [1] * 65], "at most 64"),
-        (["float32", [0, 2**61, 2**61]], "cannot be"),
+        (["float32", [0, 2**61, 2**61]], "are not possible"),
     ],
 )
 def test_arrays_that_are_wrong(array, says):
@@ -233,8 +233,8 @@ def test_a_body_is_as_many_bytes_as_were_announced():
     announced = head(arrays=[["uint8", [100_000]]])
     assert len(Decoder(Buffers()).room(announced, 100_032)) == 100_032
     for num_bytes in (1, 100_000, 100_031, 100_033, 2**39):
-        refused(announced, f"{num_bytes} are to come after it", body_bytes=num_bytes)
-    refused(announced, "0 are to come after it")
+        refused(announced, f"{num_bytes} follow it", body_bytes=num_bytes)
+    refused(announced, "0 follow it")
 
 
 def test_message_without_memory_for_it_is_rejected(monkeypatch):
@@ -243,7 +243,7 @@ def test_message_without_memory_for_it_is_rejected(monkeypatch):
 
     monkeypatch.setattr(Buffers, "take", take)
     sent = encode(Message({}, [np.zeros(10**6, np.uint8)]))
-    message(MessageError, lambda: Decoder(Buffers()).room(sent.head, 10**6), "no memory", "1000000")
+    message(MessageError, lambda: Decoder(Buffers()).room(sent.head, 10**6), "not enough memory", "1000000")
 
 
 SMALL_HEAD = encode(Message({"op": "step", "n": 3}, [np.arange(6, dtype=np.int32), np.float32(1)])).head
@@ -289,13 +289,16 @@ def test_damaged_messages_are_rejected_or_are_other_messages(whole, data):
 def test_arrays_that_are_too_large_are_not_sent(monkeypatch):
     monkeypatch.setattr(messages, "LARGEST_BODY", 1000)
     message(
-        MessageError, lambda: encode(Message({}, [np.zeros(1001, np.uint8)])), "at most 1000 travel", "shards"
+        MessageError,
+        lambda: encode(Message({}, [np.zeros(1001, np.uint8)])),
+        "at most 1000 can be sent",
+        "shards",
     )
 
 
 def test_headers_that_are_too_large_are_not_sent(monkeypatch):
     monkeypatch.setattr(messages, "LARGEST_HEADER", 100)
-    message(MessageError, lambda: encode(Message({"a": "x" * 100})), "at most 100 travel", "as arrays")
+    message(MessageError, lambda: encode(Message({"a": "x" * 100})), "at most 100 can be sent", "as arrays")
 
 
 # --- memory -------------------------------------------------------------------------------------------

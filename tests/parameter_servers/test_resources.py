@@ -332,7 +332,7 @@ def test_worker_cannot_make_the_coordinator_call_other_classes(module, name):
 def test_class_inside_a_function_raises():
     Inner = collections.namedtuple("Inner", "x")
     Inner.__qualname__ = "f.<locals>.Inner"
-    with pytest.raises(InvalidArgumentError, match="at the top of a module"):
+    with pytest.raises(InvalidArgumentError, match="at the top level of a module"):
         structures.described(Inner(1.0))
 
 

@@ -107,7 +107,7 @@ def test_a_call_that_takes_too_long_is_an_error(client):
 
 @pytest.mark.parametrize("argument", ["text", object(), {1.5: 2}])
 def test_unsupported_values_raise(client, argument):
-    with pytest.raises((MessageError, InvalidArgumentError), match="does not travel"):
+    with pytest.raises((MessageError, InvalidArgumentError), match="cannot be sent"):
         client.call("multiply", [argument, 2]).get_value()
 
 

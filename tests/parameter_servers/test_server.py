@@ -146,7 +146,7 @@ def test_rejection_is_read_while_the_client_is_still_writing(last_words_s, monke
             patch.setattr(transport, "encode", lambda message: Encoded(b"wrong", [bytes(64 * MB)]))
             with pytest.raises(allowed) as refused:
                 link.call(Message({}), 60)
-        assert not last_words_s or "5 bytes are no message" in str(refused.value)
+        assert not last_words_s or "5 bytes are not a message" in str(refused.value)
         with pytest.raises(UnavailableError):
             link.send(Message({}))
 

@@ -76,7 +76,7 @@ def test_wait_timeout_names_the_chief_and_the_variable(session):
     text = message(
         UnavailableError, lambda: value_of(worker, new(worker, "only here", [0])), "worker 0 waited 0.3 s"
     )
-    assert "for chief 0 to make the variable 'only here'" in text
+    assert "for chief 0 to create the variable 'only here'" in text
 
 
 def test_variables_unused_by_others_are_not_waited_for(session):
@@ -93,9 +93,9 @@ ROWS = [(0, 1), (1, 2)]
 @pytest.mark.parametrize(
     ("at_chief", "value", "shards", "says"),
     [
-        ((), [1, 2, 3], (), "has the shape (3,) and dtype float32 in worker 0, and the shape (2, 2)"),
-        ((), [[1, 2], [3, 4]], ROWS, "is in shards in worker 0, and whole on the parameter servers"),
-        (ROWS, [[1, 2], [3, 4]], (), "is whole in worker 0, and in shards on the parameter servers"),
+        ((), [1, 2, 3], (), "has the shape (3,) and dtype float32 in worker 0, but the shape (2, 2)"),
+        ((), [[1, 2], [3, 4]], ROWS, "is sharded in worker 0, but not sharded on the parameter servers"),
+        (ROWS, [[1, 2], [3, 4]], (), "is not sharded in worker 0, but sharded on the parameter servers"),
         (ROWS, [[1, 2, 3], [3, 4, 5]], ROWS, "(rows 0 to 1) has the shape (1, 3)"),
     ],
 )
@@ -104,7 +104,7 @@ def test_programs_that_differ_are_named(session, at_chief, value, shards, says):
     value_of(chief, new(chief, "kernel", [[1, 2], [3, 4]], at_chief))
     theirs = new(worker, "kernel", value, shards)
     text = message(ProgramMismatchError, lambda: value_of(worker, theirs), "Variable 'kernel'", says)
-    assert "where chief 0 has made it" in text
+    assert "where chief 0 has created it" in text
 
 
 def test_shards_and_their_slots(session):
@@ -129,7 +129,7 @@ def test_array_is_moved_once_and_found_there(session):
     assert slot.pieces[0].ps != ours.pieces[0].ps
     value_of(worker, their_slot)
     worker.make([theirs])
-    message(UnavailableError, lambda: worker.put_beside(their_slot, theirs), "to make the variable 'slot'")
+    message(UnavailableError, lambda: worker.put_beside(their_slot, theirs), "to create the variable 'slot'")
     chief.put_beside(slot, ours)
     worker.put_beside(their_slot, theirs)
     assert slot.pieces == their_slot.pieces

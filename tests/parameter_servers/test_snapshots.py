@@ -339,7 +339,7 @@ def test_truncated_file(two, tmp_path, data):
 
 @pytest.mark.parametrize(
     ("where", "text"),
-    [(64, "checksum of piece"), (-60, "checksum of its header"), (-1, "does not end as a snapshot")],
+    [(64, "checksum of shard"), (-60, "checksum of its header"), (-1, "does not end like a snapshot")],
 )
 def test_errors_name_the_damage(two, tmp_path, caplog, where, text):
     _, what = broken(two, tmp_path, lambda path: flip(path, where % path.stat().st_size))
@@ -361,7 +361,7 @@ def test_unwritable_folder(tmp_path):
     store = new_store(w=np.zeros(4, np.float32))
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SnapshotError, match="Give a folder that can be written to"):
+        with pytest.raises(SnapshotError, match="Give a folder that is writable"):
             store.snapshot(directory)
     step(store)
 
@@ -437,7 +437,7 @@ def test_full_disk(tmp_path, limit):
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     text, files, num_pieces = json.loads(run.stdout)
     assert ("File too large" if limit == "file" else "No space left on device") in text
-    assert "The ones before are as they were" in text
+    assert "Earlier snapshots are unchanged" in text
     assert files == ["snapshot-0000000001.rxps"]
     assert num_pieces == 1
 

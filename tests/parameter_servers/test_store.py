@@ -162,9 +162,9 @@ def test_creating_existing_pieces(client):
     client.step(adder(client), [ONE])
     piece = {"key": "w", "shape": [4], "dtype": "float32", "initial": "array"}
     new = {**piece, "key": "v"}
-    with pytest.raises(InvalidArgumentError, match=r'"w" is there already, float32\[4\]'):
+    with pytest.raises(InvalidArgumentError, match=r'"w" exists already as float32\[4\]'):
         client.ask("create", [ZERO, ZERO], pieces=[new, piece])
-    with pytest.raises(InvalidArgumentError, match='no piece "v"'):
+    with pytest.raises(InvalidArgumentError, match='no shard "v"'):
         client.read("v")  # all or none
     client.ask("create", [ZERO, ZERO], pieces=[new, piece], if_absent=True)
     assert [read.max() for read in client.read("w", "v")] == [1.0, 0.0]
@@ -188,9 +188,9 @@ def test_dropping(client, store):
 def test_assigning_all_or_none(client):
     client.create(w=ZERO, v=ZERO)
     for value, got in ((np.ones(5, np.float32), r"float32\[5\]"), (np.ones(4, np.int32), r"int32\[4\]")):
-        with pytest.raises(InvalidArgumentError, match=rf'"v" is float32\[4\], and {got}'):
+        with pytest.raises(InvalidArgumentError, match=rf'"v" is float32\[4\], and cannot be assigned {got}'):
             client.ask("assign", [ONE, value], keys=["w", "v"])
-    with pytest.raises(InvalidArgumentError, match='no piece "x"'):
+    with pytest.raises(InvalidArgumentError, match='no shard "x"'):
         client.ask("assign", [ONE, ONE], keys=["w", "x"])
     with pytest.raises(ValueError):
         client.ask("assign", [ONE, ONE], keys=["w"])
@@ -337,7 +337,7 @@ def test_rows_are_those_after_the_update(client):
 def test_rows_of_a_scalar(client):
     client.create(s=np.float32(1.0).reshape(()), e=np.zeros((0, 2), np.float32))
     for key in ("s", "e"):
-        with pytest.raises(InvalidArgumentError, match=f'Piece "{key}" has the shape'):
+        with pytest.raises(InvalidArgumentError, match=f'Shard "{key}" has the shape'):
             client.step(rows={key: np.zeros(1, np.int32)})
 
 
@@ -392,9 +392,9 @@ def test_failed_steps_are_not_applied(client, store):
     other = adder(client, "v")
     with pytest.raises(InvalidArgumentError, match=r'"v".*float32\[4\].*float32\[5\]'):
         client.step(other, [ONE], closure=1)
-    with pytest.raises(InvalidArgumentError, match='no piece "x"'):
+    with pytest.raises(InvalidArgumentError, match='no shard "x"'):
         client.step(digest, [ONE], closure=1, pull=[["x", None]])
-    with pytest.raises(InvalidArgumentError, match='no piece "x"'):
+    with pytest.raises(InvalidArgumentError, match='no shard "x"'):
         client.step(digest, [ONE], closure=1, rows={"x": np.zeros(1, np.int32)})
     assert client.step(pull=[["w", None]]).header == before
     assert store.statistics()["updates"] == 0
@@ -428,7 +428,7 @@ def test_value_lost_in_a_failed_update_is_not_read_again(client, monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         client.step(digest, [ONE], closure=1)
     for again in (lambda: client.read("g"), lambda: client.step(digest, [ONE], closure=1)):
-        with pytest.raises(RuntimeError, match='The value of piece "g" was lost'):
+        with pytest.raises(RuntimeError, match='The value of shard "g" was lost'):
             again()
     client.ask("assign", [np.ones(1024, np.float32)], keys=["g"])
     assert (client.read("g")[0] == 1.0).all()
@@ -462,8 +462,8 @@ def test_program_is_compiled_once_on_arrival(client, store, monkeypatch):
 def test_rejected_programs(client):
     good = program_of(lambda w, by: w + by, ["w"], [0], ZERO, ONE)
     bad = {
-        "are no program": UpdateProgram(b"\x10\x00\x00\x00 nothing", ("w",), (0,)),
-        "where the pieces that it writes are": UpdateProgram(good.blob, ("w", "v"), (0, 1)),
+        "are not a program": UpdateProgram(b"\x10\x00\x00\x00 nothing", ("w",), (0,)),
+        "but the shards that it writes are": UpdateProgram(good.blob, ("w", "v"), (0, 1)),
         "to write at least one": program_of(lambda w: (), ["w"], [], ZERO),
         "float32\\[2\\]": program_of(lambda w: w[:2], ["w"], [0], ZERO),
     }

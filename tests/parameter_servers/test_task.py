@@ -129,10 +129,10 @@ def test_a_cluster_without_this_task():
     ("arguments", "says"),
     [
         ({"on_coordinator_loss": "stay"}, "'wait' or 'exit'"),
-        ({"silence_timeout_s": 0}, "silence_timeout_s=0"),
-        ({"wait_timeout_s": float("nan")}, "wait_timeout_s=nan"),
-        ({"log_bytes": 0}, "log_bytes=0"),
-        ({"log_bytes": 1e9}, "log_bytes=1000000000.0"),
+        ({"silence_timeout_s": 0}, "silence_timeout_s must be"),
+        ({"wait_timeout_s": float("nan")}, "wait_timeout_s must be"),
+        ({"log_bytes": 0}, "got 0"),
+        ({"log_bytes": 1e9}, "got 1000000000.0"),
     ],
 )
 def test_invalid_options(arguments, says):
@@ -403,7 +403,7 @@ def test_join_returns_when_it_is_stopped_also_with_open_streams(started, how):
     assert has_returned.wait(60.0)
     with pytest.raises(UnavailableError):
         link.call(pull("a", "w"), 5.0)
-    message(ContextError, server.start, "Make another Server")
+    message(ContextError, server.start, "Make another one")
     server.stop()  # twice is nothing
 
 

@@ -356,7 +356,7 @@ def test_datasets_that_cannot_be_distributed(strategy):
         lambda: strategy.distribute_datasets_from_function(
             lambda context: [], rx.InputOptions(experimental_replication_mode="PER_REPLICA")
         ),
-        "PER_REPLICA is not supported by ParameterServerStrategy",
+        "does not support InputReplicationMode.PER_REPLICA",
     )
     message(
         errors.InvalidArgumentError,

@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, how it is written and verified, how it is restored, and which ones are kept."""
+"""Checkpoints: the objects to save, writing and verifying, restoring, and the rules for keeping."""

@@ -1,4 +1,4 @@
-"""Leaves that are arrays: variables wherever they are, and the leaves of nests. How each is read, and given a value."""
+"""Leaves that are arrays: variables anywhere, and the leaves of pytrees. Reads them, and sets their values."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _BLOCK_BYTES = 16 << 20
 @final
 @dataclass(frozen=True)
 class Held:
-    """What a leaf holds now.
+    """The current value of a leaf.
 
     Attributes:
       value: An array, or a ``ServerArray``; None if it has components only.
-      components: [R, ...], where replicas have values of their own.
-      combine: From these, on the host, to the value.
-      topology: Of the devices, where that is known.
+      components: [R, ...], if replicas have values of their own.
+      combine: Computes the value from the components, on the host.
+      topology: The topology of the devices, if it is known.
     """
 
     value: Any
@@ -50,36 +50,38 @@ class ArrayLeaf(Leaf):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Of the whole value."""
+        """The shape of the full value."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> np.dtype:
-        """As NumPy has it."""
+        """The dtype, as NumPy has it."""
 
     @abc.abstractmethod
     def held(self) -> Held | None:
-        """What it holds; None if it has no value yet."""
+        """Returns its current value; None if it has no value yet."""
 
     @abc.abstractmethod
     def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
-        """Gives it a value of its shape and dtype, and the components that were saved with it, if any."""
+        """Sets a value of its shape and dtype, and the components that were saved with it, if any."""
 
     @property
     def takes_rows(self) -> bool:
-        """Whether it is better given rows than a whole value: there may be no room for that here."""
+        """True if it should get rows rather than a full value, which may not fit in memory here."""
         return False
 
     def give_rows(self, blocks: Iterable[tuple[int, np.ndarray]]) -> None:
-        """Gives it a value in order: the number of a row, and those from it on. Of one that takes them."""
-        raise AssertionError("it takes no rows")
+        """Sets its value block by block: the number of a row, and the rows from it on. Only if ``takes_rows`` is
+        true.
+        """
+        raise AssertionError("this leaf does not take rows")
 
     def finish(self) -> None:
-        """Called when all leaves have been given theirs."""
+        """Called when all leaves have their values."""
 
 
 def placed_as(value: np.ndarray, stored: Any) -> jax.Array:
-    """A copy of a host value that nobody else holds, on the devices where ``stored`` is, if that is an array."""
+    """Returns a new copy of a host value, on the devices of ``stored`` if that is an array."""
     with jax_compat.outside_traces():
         if isinstance(stored, jax.Array) and stored.committed:
             return jnp.copy(jax_compat.put(value, stored.sharding))
@@ -90,7 +92,7 @@ def placed_as(value: np.ndarray, stored: Any) -> jax.Array:
 
 
 def slot_of(variable: Any) -> Slot:
-    """Where the value of a variable lives; of the strategy in whose scope it was made, if it was in one."""
+    """Returns the slot of a variable, from the strategy in whose scope it was made, if there is one."""
     strategy = context.owner_of(variable)
     if strategy is not None:
         return strategy.slots.slot_of(variable)
@@ -99,7 +101,7 @@ def slot_of(variable: Any) -> Slot:
 
 @final
 class VariableLeaf(ArrayLeaf):
-    """A variable, ours or a framework's, that is one array: on devices, or on parameter servers."""
+    """A variable, of replicax or a framework, that is one array: on devices, or on parameter servers."""
 
     def __init__(self, variable: Any):
         self.of = variable
@@ -116,7 +118,7 @@ class VariableLeaf(ArrayLeaf):
 
     @property
     def stored(self) -> Any:
-        """What the variable keeps; None if it has no value yet."""
+        """The stored value of the variable; None if it has no value yet."""
         return self.slot.value
 
     @property
@@ -135,7 +137,9 @@ class VariableLeaf(ArrayLeaf):
         return Held(stored, topology=topology)
 
     def _combined(self, components: np.ndarray) -> np.ndarray:
-        """The value as it is read outside of replicas; the first one's, where the components have none in common."""
+        """Returns the value as it is read outside of replicas; the first component if the components are not
+        aggregated.
+        """
         if self.of.aggregation is VariableAggregation.SUM:
             return np.asarray(np.sum(components, axis=0, dtype=components.dtype))
         if self.of.aggregation is VariableAggregation.MEAN:
@@ -162,7 +166,7 @@ class VariableLeaf(ArrayLeaf):
         self.slot.value = value
 
     def _begin_with(self, value: np.ndarray) -> None:
-        """A variable that gets its first value later: it will be this one."""
+        """Sets the first value of a variable that is initialized later."""
         first = np.array(value)
 
         def initializer(shape: Sequence[int], dtype: Any = None) -> Any:
@@ -172,10 +176,12 @@ class VariableLeaf(ArrayLeaf):
         self.of._initializer = initializer
 
     def _spread(self, value: np.ndarray, components: np.ndarray | None) -> np.ndarray:
-        """[R, ...]: the components that were saved, if there were as many; else such as read as the value.
+        """Returns components [R, ...]: the saved ones if their number fits, else components that combine to the
+        value.
 
-        A sum is all with the first replica, so that integers stay exact; where nothing combines the components, they go
-        round.
+        For a sum, the first replica gets all of it, so that integers stay exact. Components without aggregation are
+        repeated in
+        turn.
         """
         num_replicas = self.slot.num_replicas
         if components is not None and len(components) == num_replicas:
@@ -187,7 +193,7 @@ class VariableLeaf(ArrayLeaf):
         return np.broadcast_to(value, (num_replicas, *value.shape))
 
     def _give_summed(self, placed: jax.Array, components: np.ndarray | None) -> None:
-        """A variable that shows a sum: where the parts are as many as they were, they go on as they were."""
+        """Sets a variable that shows a sum. Its parts keep their saved values if their number fits."""
         strategy, topology = context.owner_of(self.of), self._topology
         if components is not None and topology is not None and len(components) == topology.num_replicas:
             strategy.slots.give_components(self.of, placed, own_copy(components, topology.per_replica))
@@ -211,7 +217,7 @@ class VariableLeaf(ArrayLeaf):
 
         def assign(ids: Any, rows: Any) -> None:
             whole = variable.read_value() if isinstance(variable, Variable) else variable.value
-            variable.assign(whole.at[ids].set(rows))  # on the servers, as rows
+            variable.assign(whole.at[ids].set(rows))  # the servers get only these rows
 
         for first, values in blocks:
             for rows in blocks_of_rows(values.shape, values.dtype):
@@ -220,7 +226,7 @@ class VariableLeaf(ArrayLeaf):
 
 
 def blocks_of_rows(shape: Sequence[int], dtype: Any) -> Iterator[range]:
-    """Ranges of rows that have up to 16 MiB together."""
+    """Yields ranges of rows that have up to 16 MiB each."""
     row_bytes = max(1, int(np.prod(shape[1:])) * np.dtype(dtype).itemsize)
     rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
     for start in range(0, shape[0], rows_per_block):
@@ -229,7 +235,7 @@ def blocks_of_rows(shape: Sequence[int], dtype: Any) -> Iterator[range]:
 
 @final
 class ShardsLeaf(ArrayLeaf):
-    """A ``ShardedVariable`` whose shards are variables: saved as one array, restored into any number of shards."""
+    """A ``ShardedVariable`` whose shards are variables: saved as one array, and restored into any number of shards."""
 
     def __init__(self, variable: ShardedVariable):
         self.of = variable
@@ -252,7 +258,7 @@ class ShardsLeaf(ArrayLeaf):
 
 
 def leaf_of_variable(tracked: Any) -> Leaf | None:
-    """The leaf that a variable is; None for anything else."""
+    """Returns the leaf of a variable; None for other objects."""
     if isinstance(tracked, ShardedVariable):
         shards = tracked.shards
         return VariableLeaf(shards.held[0]) if isinstance(shards, ShardsOfOne) else ShardsLeaf(tracked)

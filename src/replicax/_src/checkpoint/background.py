@@ -1,7 +1,7 @@
-"""Saves that this process has started: each written in a thread, found by its directory until somebody has waited for
-it.
+"""Saves that this process has started: each runs in a thread, and is found by its directory until it has been waited
+for.
 
-What goes wrong in the thread is raised at the next call.
+The next call raises an error of the thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from replicax._src.checkpoint.errors import CheckpointError
 log = logging.getLogger("replicax")
 
 _unheard: dict[Background, str | None] = {}
-"""Maps each save that nobody has waited for to the real path of its directory."""
+"""Maps each save that has not been waited for to the real path of its directory."""
 
 
 @final
 class Background:
-    """Runs one task at a time. Python waits for it when it ends.
+    """Runs one task at a time. Python waits for it at exit.
 
     Args:
-      directory: That the tasks write checkpoints to; None: they write to none that is looked for.
+      directory: The directory to which the tasks write checkpoints; None for other tasks.
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -36,10 +36,10 @@ class Background:
         self._failure: BaseException | None = None
 
     def start(self, task: Callable[[], Any]) -> None:
-        """Runs a task, once the one before has ended.
+        """Runs a task, once the previous one has ended.
 
         Raises:
-          CheckpointError: That one has failed.
+          CheckpointError: The previous task has failed.
         """
         self.wait()
         _finish_at_exit()
@@ -48,7 +48,7 @@ class Background:
         self._thread.start()
 
     def follow(self, look: Callable[[], None]) -> None:
-        """Another process runs the task; ``wait`` calls ``look``, which blocks until it has ended."""
+        """Waits for a task of another process: ``wait`` calls ``look``, which blocks until the task has ended."""
         self._look = look
         self._note()
 
@@ -56,22 +56,23 @@ class Background:
         _unheard[self] = None if self._directory is None else os.path.realpath(self._directory)
 
     def forget(self) -> None:
-        """The other process has said how its task ended."""
+        """Stops waiting for the other process, because it has reported the outcome."""
         self._look = None
         _unheard.pop(self, None)
 
     def wait(
         self, timeout_s: float | None = None, *, keeps_failure: bool = False, follows: bool = True
     ) -> None:
-        """Waits until nothing runs. In the thread of the task itself it does nothing.
+        """Waits until no task runs. In the thread of the task it does nothing.
 
         Args:
-          keeps_failure: A failure is raised by the next call too.
-          follows: Waits for the task of another process too. Otherwise that is left for a later call.
+          timeout_s: The longest wait in seconds; None for no limit.
+          keeps_failure: True if the next call must raise a failure again.
+          follows: True to wait for the task of another process too; False leaves it for a later call.
 
         Raises:
-          CheckpointError: What ran has failed; raised once.
-          TimeoutError: It still runs.
+          CheckpointError: The task has failed; raised once.
+          TimeoutError: The task is still running.
         """
         thread = self._thread
         if thread is threading.current_thread():
@@ -103,10 +104,9 @@ class Background:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Has Python wait, when the program ends, before it closes the thread pools that the tasks need.
+    """Makes Python wait at exit before it closes the thread pools that the tasks need.
 
-    There is no public way: ``atexit`` comes after, and with it the threads of ``concurrent.futures`` take nothing any
-    more.
+    There is no public way: ``atexit`` runs later, when ``concurrent.futures`` no longer accepts tasks.
     """
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
@@ -114,10 +114,10 @@ def _finish_at_exit() -> None:
 
 
 def saves_under(path: str) -> list[Background]:
-    """The saves into a directory that nobody has waited for.
+    """Returns the saves into a directory that have not been waited for.
 
     Args:
-      path: Of the directory, or of a checkpoint in it.
+      path: The directory, or a checkpoint in it.
     """
     path = os.path.realpath(path)
     return [save for save, directory in list(_unheard.items()) if directory in (path, os.path.dirname(path))]

@@ -1,6 +1,6 @@
-"""``rx.Checkpoint``: what is saved under which name, saved and restored.
+"""``rx.Checkpoint``: saves and restores objects by name.
 
-``rx.CheckpointManager`` keeps several of them.
+``rx.CheckpointManager`` keeps several checkpoints.
 
 The public interface, as TensorFlow's ``tf.train.Checkpoint``::
 
@@ -10,7 +10,7 @@ The public interface, as TensorFlow's ``tf.train.Checkpoint``::
     status = checkpoint.restore(path)      # or read(path), for what write has written
     status.assert_consumed()               # assert_existing_objects_matched, assert_nontrivial_match, expect_partial
 
-In a cluster every process makes the same calls; the chief alone writes, and all restore by themselves.
+In a cluster every process makes the same calls. Only the chief writes, and each process restores on its own.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ log = logging.getLogger("replicax")
 
 @final
 class Checkpoint(Trackable, Growing):
-    """Saves and restores objects by the names that they are given here.
+    """Saves and restores objects by the names that they have here.
 
     It saves ``rx.Variable`` and ``ShardedVariable``, Keras models, layers, optimizers, metrics and seed generators,
-    ``flax.nnx`` modules, iterators of distributed datasets, whatever has ``get_state`` and ``set_state``, and nests of
-    arrays and numbers. A nest is replaced when it is restored: ``checkpoint.state = state`` before saving, and
-    ``state = checkpoint.state`` after restoring. Variables are known by structure, the names of attributes and
-    positions in lists, so that names that Keras counts do not matter. Attributes may be set later, too.
+    ``flax.nnx`` modules, iterators of distributed datasets, objects with ``get_state`` and ``set_state``, and
+    pytrees of arrays and numbers. A restore replaces a pytree: set ``checkpoint.state = state`` before saving, and
+    ``state = checkpoint.state`` after restoring. Variables are identified by structure, that is, by names of
+    attributes and positions in lists, and not by the numbered names of Keras. Attributes may be set later, too.
 
-    What is saved is whole, whatever the strategy: it restores onto other numbers of replicas, workers, parameter
-    servers and shards, and under other strategies, and plain orbax reads it. Of variables with a value for each replica
-    (ON_READ) the value that they show is saved, and these values, which come back where there are as many replicas
-    again.
+    Full values are saved under every strategy. So a checkpoint can be restored with other numbers of replicas,
+    workers, parameter servers and shards, and under other strategies, and plain orbax can read it. For variables
+    with a value on each replica (ON_READ), the combined value is saved, and also the components, which are restored
+    if the number of replicas is the same.
 
     Args:
-      root: Saved under the name "root".
-      **kwargs: By name, what is saved.
+      root: An object to save under the name "root".
+      **kwargs: The objects to save, by name.
 
     Raises:
-      UntrackableError: Something that cannot be saved.
-      InvalidArgumentError: A name that a checkpoint has itself.
+      UntrackableError: An object cannot be saved.
+      InvalidArgumentError: A name is reserved for the checkpoint itself.
 
     Source: TensorFlow, ``tf.train.Checkpoint``.
 
@@ -84,7 +84,7 @@ class Checkpoint(Trackable, Growing):
     def __init__(self, root: Any = None, **kwargs: Any):
         self._holder = Holder(vars(self))
         self._restoration: Restoration | None = None
-        self._waiting: set[Restoration] = set()  # of checkpoints that this one is in, too
+        self._waiting: set[Restoration] = set()  # also restorations of checkpoints that contain this one
         self._buffers = HostBuffers()
         self.save_counter: int = 0
         named = kwargs if root is None else {"root": root, **kwargs}
@@ -92,9 +92,9 @@ class Checkpoint(Trackable, Growing):
             _check_name(name, is_counter_own=False)
             setattr(self, name, value)
         use_imported()
-        self.parts()  # what cannot be saved is said here
+        self.parts()  # raises for an object that cannot be saved
 
-    if TYPE_CHECKING:  # the objects that it was given, by name
+    if TYPE_CHECKING:  # the tracked objects, by name
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -105,29 +105,30 @@ class Checkpoint(Trackable, Growing):
             return
         try:
             if self._waiting:
-                use_imported()  # the value may be of a framework that has been imported since
+                use_imported()  # the value may belong to a framework that was imported since
             advance_all(self._waiting)
         finally:
             self._waiting = {each for each in self._waiting if not each.has_ended}
 
     @property
     def is_growing(self) -> bool:
-        """False: attributes may be set later, or never. Private."""
+        """False, because it is unknown if attributes will be set later. Private."""
         return False
 
     def awaits(self, restoration: Restoration) -> None:
-        """Has it advance when an attribute is set. Private."""
+        """Makes a restoration continue when an attribute is set. Private."""
         self._waiting.add(restoration)
 
     def parts(self) -> Parts:
-        """What is tracked, by name: leaves of nests too."""
+        """Returns the tracked objects by name, including leaves of pytrees."""
         names = [name for name in vars(self) if not name.startswith("_") and name != "save_counter"]
         return {name: self._holder.part(name) for name in names}
 
     # --- saving -------------------------------------------------------------------------------------------
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Writes a checkpoint, named by the prefix and a count. Every process calls it; blocks until it is written.
+        """Writes a checkpoint, named by the prefix and a count. Every process calls it. It blocks until the checkpoint
+        is written.
 
         Args:
           file_prefix: ``"training/ckpt"`` for ``training/ckpt-1``, ``training/ckpt-2``, …
@@ -136,10 +137,10 @@ class Checkpoint(Trackable, Growing):
           The path of the checkpoint, a directory.
 
         Raises:
-          CheckpointWriteError: The disk is full, or read-only. Checkpoints that were there are as they were.
-          CrossReplicaContextError: Called in a replica function, or in an ``rx.function``.
-          DonatedError: An array of a nest has been given to a program.
-          UnsharedDirectoryError: Processes see different directories.
+          CheckpointWriteError: The disk is full, or read-only. Earlier checkpoints are unchanged.
+          CrossReplicaContextError: It is called in a replica function, or in an ``rx.function``.
+          DonatedError: An array of a pytree has been donated to a program.
+          UnsharedDirectoryError: The processes do not share the directory.
           MissingExtraError: orbax is not installed.
         """
         prefix = path_of(file_prefix, "file_prefix", "training/ckpt")
@@ -151,9 +152,9 @@ class Checkpoint(Trackable, Growing):
             raise
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
-        """As ``save``, at exactly this path, and without counting.
+        """Works like ``save``, but writes at exactly this path, and does not count.
 
-        What was there is replaced when the new one is whole.
+        An existing checkpoint is replaced once the new one is complete.
         """
         return self._write(path_of(file_prefix, "file_prefix", "training/exact"), self.save_counter)
 
@@ -168,9 +169,9 @@ class Checkpoint(Trackable, Growing):
     def snapshot(
         self, path: str, *, number: int = 0, order: int = 0, metrics: Any = None
     ) -> Callable[[], Any]:
-        """Copies everything to the host; the result writes it, in another thread if need be. Every process calls it.
+        """Copies everything to the host. Returns a function that writes it, in any thread. Every process calls it.
 
-        Training may go on after this call. Private: of ``save``, ``write`` and ``CheckpointManager``.
+        Training may continue after this call. Private; ``save``, ``write`` and ``CheckpointManager`` use it.
         """
         _check_context("save")
         use_imported()
@@ -191,7 +192,7 @@ class Checkpoint(Trackable, Growing):
     def _copied(
         self, part: str, *, is_kept: bool
     ) -> tuple[tuple[SavedObject, ...], dict[str, HostArray], dict[str, list[Any]]]:
-        """The graph of what is tracked, and copies of its arrays and states."""
+        """Returns the graph of the tracked objects, and copies of their arrays and states."""
         graph = Graph(self)
         for node in graph.nodes:
             for tracking in trackings():
@@ -224,8 +225,8 @@ class Checkpoint(Trackable, Growing):
         unused = restoration.unrestored()
         if unused and not restoration.is_asked:
             log.warning(
-                "Values of the checkpoint %r were not used: %s%s. Call expect_partial() on what restore() returned where this is "
-                "meant, or assert_consumed() where it is not.",
+                "Values of the checkpoint %r were not used: %s%s. If this is intended, call expect_partial() "
+                "on the result of restore(). Otherwise call assert_consumed() to see why.",
                 restoration.saved.path,
                 ", ".join(unused[:5]),
                 f" and {len(unused) - 5} more" if len(unused) > 5 else "",
@@ -234,41 +235,42 @@ class Checkpoint(Trackable, Growing):
 
     @property
     def path_in_use(self) -> str | None:
-        """Of the checkpoint that objects are still to be restored from, when they are made."""
+        """The path of a checkpoint from which objects will still be restored when they are made."""
         restoration = self._restoration
         return None if restoration is None or restoration.is_whole else restoration.saved.path
 
     def release(self) -> None:
-        """Gives back the memory of the copy that was saved last; the next one takes it again."""
+        """Frees the memory of the last saved copy. The next save allocates it again."""
         self._buffers.clear()
 
     # --- restoring ------------------------------------------------------------------------------------------
 
     def restore(self, save_path: str | os.PathLike[str] | None) -> LoadStatus:
-        """Restores a checkpoint that ``save`` has written; the count goes on from there. Every process calls it.
+        """Restores a checkpoint that ``save`` has written, and its count. Every process calls it.
 
-        All files are verified first, and shapes and dtypes compared: either all that has a counterpart is restored, or
-        nothing. What is not there yet is restored when it is made (an optimizer's slots, layers that are not built).
+        It first verifies all files, and compares shapes and dtypes. Then it restores either all values that have a
+        counterpart, or nothing. Values of objects that do not exist yet (an optimizer's slots, layers that are not
+        built) are restored when these are made.
 
         Args:
-          save_path: What ``save`` returned, or ``rx.checkpoint.latest_checkpoint(directory)``. With None, which that is
-            where there is none, nothing is done, as in TensorFlow.
+          save_path: The result of ``save``, or of ``rx.checkpoint.latest_checkpoint(directory)``. Does nothing if
+            it is None, as in TensorFlow, which is the result if there is no checkpoint.
 
         Returns:
-          A ``LoadStatus``: ``assert_consumed()`` says that nothing is missing on either side.
+          A ``LoadStatus``. Its ``assert_consumed()`` checks that no value is missing on either side.
 
         Raises:
-          CheckpointNotFoundError: There is none.
-          CorruptCheckpointError: Files are missing, cut or changed; names them.
-          CheckpointMismatchError: Variables have other shapes or dtypes; names them.
+          CheckpointNotFoundError: There is no checkpoint.
+          CorruptCheckpointError: Files are missing, truncated or changed; the message names them.
+          CheckpointMismatchError: Variables have other shapes or dtypes; the message names them.
           InvalidArgumentError: Processes were given different checkpoints; raised in all.
-          CheckpointError: Another process could not restore it.
-          CrossReplicaContextError: Called in a replica function, or in an ``rx.function``.
+          CheckpointError: Another process could not restore the checkpoint.
+          CrossReplicaContextError: It is called in a replica function, or in an ``rx.function``.
         """
         return self._read(save_path, is_counting=True)
 
     def read(self, save_path: str | os.PathLike[str] | None) -> LoadStatus:
-        """As ``restore``, for what ``write`` has written: the count stays."""
+        """Works like ``restore``, for a checkpoint that ``write`` has written. The count stays."""
         return self._read(save_path, is_counting=False)
 
     def _read(self, save_path: str | os.PathLike[str] | None, *, is_counting: bool) -> LoadStatus:
@@ -290,12 +292,12 @@ class Checkpoint(Trackable, Growing):
         return status
 
     def restore_saved(self, saved: SavedCheckpoint, *, is_strict: bool = False) -> LoadStatus:
-        """Restores a checkpoint whose files have been verified; a strict one is of no other model. Private."""
+        """Restores a verified checkpoint. A strict restore refuses a checkpoint of another model. Private."""
         _check_context("restore")
         use_imported()
         restoration = Restoration(saved, self, processes.own_state)
         restoration.advance(is_strict=is_strict)
-        if self._restoration is not None:  # what fails changes nothing: the one before goes on waiting
+        if self._restoration is not None:  # a failure changes nothing: the previous restoration stays active
             self._restoration.drop()
         self._restoration = None if restoration.is_whole else restoration
         return LoadStatus(restoration)
@@ -309,12 +311,13 @@ _OWN_NAMES = {"_holder", "_restoration", "_waiting", "_buffers"}
 
 
 def _check_name(name: str, *, is_counter_own: bool = True) -> None:
-    """Refuses names for what is saved under which it would not be, or would stand in the way of a method."""
+    """Refuses names that are not saved, or would hide a method."""
     is_taken = name in vars(Checkpoint) or (name == "save_counter" and not is_counter_own)
     if is_taken or (name.startswith("_") and name not in _OWN_NAMES):
-        why = "Checkpoint has that itself" if is_taken else "names that begin with an underscore are its own"
+        why = "Checkpoint uses this name" if is_taken else "names that begin with an underscore are reserved"
         raise InvalidArgumentError(
-            f"rx.Checkpoint cannot save something as {name!r}: {why}. Give it another name, such as 'my_{name.lstrip('_')}'."
+            f"rx.Checkpoint cannot save an object as {name!r}: {why}. Give it another name, such as "
+            f"'my_{name.lstrip('_')}'."
         )
 
 
@@ -325,8 +328,8 @@ def _verified(path: str) -> SavedCheckpoint:
 
 
 def _opened(path: str) -> tuple[bool, str, CheckpointWriteError | None]:
-    """Whether this process writes, where, and why it cannot: in a cluster it says so where all hear it, after the
-    copy.
+    """Returns if this process writes, the directory, and an error, which in a cluster is raised after the copy, by
+    all.
     """
     if not processes.is_chief():
         return False, os.path.dirname(path), None
@@ -346,17 +349,17 @@ def _end_without_writing(failure: CheckpointWriteError | None) -> None:
 def _check_context(what: str) -> None:
     if context.in_replica_function():
         raise CrossReplicaContextError(
-            f"Checkpoint.{what} was called in a function given to strategy.run. Call it between steps, outside of run."
+            f"Checkpoint.{what} was called in a function that strategy.run runs. Call it between steps, outside of run."
         )
     if current_capture() is not None or not jax_compat.is_evaluating():
         raise CrossReplicaContextError(
-            f"Checkpoint.{what} was called in a function that is traced (an rx.function, or jax.jit): it would be done once, when "
-            "that is traced, and not when it runs. Call it outside."
+            f"Checkpoint.{what} was called in a function that is traced (an rx.function, or jax.jit). It "
+            "would run once, at tracing, and not in each call. Call it outside."
         )
 
 
 def _without(objects: tuple[SavedObject, ...], keys: set[str]) -> tuple[SavedObject, ...]:
-    """The graph without some leaves: those that have no value yet."""
+    """Returns the graph without leaves that have no value yet."""
     dropped = {number for number, node in enumerate(objects) if node.key and node.key in keys}
     return tuple(
         SavedObject(

@@ -1,11 +1,11 @@
-"""What a checkpoint says of itself: ``manifest.json``. Plain data; nothing is read or written here but its text.
+"""The contents of a checkpoint, as described in its ``manifest.json``. Plain data, without I/O.
 
 A checkpoint is a directory::
 
     ckpt-7/
-      manifest.json    this: what is in it, with checksums
-      state/           the arrays, an item of orbax: what orbax reads without replicax
-      components/      of variables with a value for each replica, these values, if there are such; of orbax too
+      manifest.json    the contents, with checksums
+      state/           the arrays, as an item of orbax, which orbax reads without replicax
+      components/      the components of variables with a value on each replica, if any; also an item of orbax
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ MANIFEST = "manifest.json"
 STATE = "state"
 COMPONENTS = "components"
 _FORMAT = 2
-_FORMATS = (1, _FORMAT)  # without the kinds of objects, and with them
+_FORMATS = (1, _FORMAT)  # 1 has no kinds of objects
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """One array.
+    """An array.
 
     Attributes:
-      shape, dtype: Of the value.
-      crc32: Of the value's bytes.
-      label: What the program called it: for people.
-      components_crc32: Of its components [R, ...]; None if it has none.
-      num_components: R.
+      shape, dtype: The shape and dtype of the value.
+      crc32: The CRC-32 of the value's bytes.
+      label: The program's name of it, for messages.
+      components_crc32: The CRC-32 of its components [R, ...]; None if it has none.
+      num_components: The number of components, R.
     """
 
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class SavedArray:
 @final
 @dataclasses.dataclass(frozen=True)
 class SavedObject:
-    """A node of the graph of what was saved.
+    """A node of the graph of saved objects.
 
     Attributes:
-      children: By name, the number of the object.
-      key: Of the array or state, if it is one.
-      kind: Where its parts mean nothing to objects of other kinds.
+      children: The numbers of the child objects, by name.
+      key: The key of the array or state, if it is one.
+      kind: The kind of the object, if its parts are meaningless for objects of other kinds.
     """
 
     children: Mapping[str, int]
@@ -65,17 +65,17 @@ class SavedObject:
 @final
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-      objects: The graph; the first is what was saved.
-      arrays: By key.
-      states: By key: what is written as JSON, for each process that had another one.
-      files: By path in the checkpoint, the size and the checksum.
-      number: Of the checkpoint, where it has one.
-      order: Counts the checkpoints of one directory.
-      time_s: When it was taken, in seconds since 1970.
-      metrics: As they were given.
+      objects: The graph; the first object is the root.
+      arrays: The arrays by key.
+      states: The states by key, as JSON: one for each process, or one for all if they are equal.
+      files: The size and the checksum of each file, by its path in the checkpoint.
+      number: The number of the checkpoint, if it has one.
+      order: The position among the checkpoints of the directory.
+      time_s: The time of the save, in seconds since 1970.
+      metrics: The metrics that were given.
     """
 
     objects: tuple[SavedObject, ...]
@@ -92,16 +92,16 @@ class Contents:
         return sum(size for size, _ in self.files.values())
 
     def to_text(self) -> str:
-        """As a manifest has it, with a checksum of its own."""
+        """Returns the text of the manifest, with a checksum of its own."""
         held = _text({"format": _FORMAT, **dataclasses.asdict(self)})
         return f'{{"crc32": {zlib.crc32(held.encode())}, "contents":\n{held}}}\n'
 
     @classmethod
     def of_text(cls, text: str, where: str) -> Self:
-        """What a manifest says.
+        """Reads the text of a manifest.
 
         Raises:
-          CorruptCheckpointError: It is not as it was written, or was written by a later version.
+          CorruptCheckpointError: It is damaged, or was written by a later version.
         """
         try:
             whole = json.loads(text)
@@ -111,11 +111,11 @@ class Contents:
             is_whole = False
         if not is_whole:
             raise CorruptCheckpointError(
-                f"{where!r} is not as it was written: its checksum does not fit. What it describes cannot be verified; restore "
-                "another checkpoint, or read the arrays as they are with orbax."
+                f"{where!r} is damaged: its checksum is wrong, so the checkpoint cannot be verified. Restore "
+                "another checkpoint, or read the arrays with orbax."
             )
         if held.pop("format") not in _FORMATS:
-            raise CorruptCheckpointError(f"{where!r} was written by a later version of replicax: update it.")
+            raise CorruptCheckpointError(f"{where!r} was written by a later version: update replicax.")
         return cls(
             objects=tuple(SavedObject(**each) for each in held.pop("objects")),
             arrays={

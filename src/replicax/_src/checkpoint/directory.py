@@ -1,4 +1,4 @@
-"""The checkpoints of one directory: found by their names, oldest first."""
+"""Finds the checkpoints of a directory by their names, oldest first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OF_KERAS = (".weights.h5", ".keras")
 
 
 def paths_in(directory: str, name: str | None = None) -> list[str]:
-    """The paths of what is named as a checkpoint, by number.
+    """Returns the paths with names of checkpoints, by number.
 
     Args:
-      directory: Where; it need not exist.
-      name: What stands before the numbers; None: anything.
+      directory: The directory, which need not exist.
+      name: The text before the number; None for any.
     """
     pattern = re.compile(rf"{'.+' if name is None else re.escape(name)}-(\d+)")
     try:
@@ -33,7 +33,9 @@ def paths_in(directory: str, name: str | None = None) -> list[str]:
 
 
 def records_in(directory: str, name: str | None = None) -> list[Record]:
-    """Those that say what is in them, in the order in which they were saved. Their files are not looked at."""
+    """Returns the checkpoints with a readable manifest, in the order in which they were saved. Verifies no other
+    files.
+    """
     records = [record for path in paths_in(directory, name) if (record := _record(path)) is not None]
     return sorted(records, key=lambda record: (record.contents.order, record.contents.time_s))
 
@@ -53,16 +55,16 @@ def _read(path: str, changed_ns: int, inode: int) -> Record:
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
-    """The path of the checkpoint of a directory that was saved last, or None. Its files are not verified.
+    """Returns the path of the latest checkpoint in a directory, or None. Its files are not verified.
 
-    In a directory without checkpoints of ``rx.Checkpoint``, the newest file that Keras wrote, ``.weights.h5`` or
-    ``.keras``: ``model.load_weights`` takes it.
+    In a directory without checkpoints of ``rx.Checkpoint``, it returns the newest file of Keras, ``.weights.h5`` or
+    ``.keras``, for ``model.load_weights``.
 
-    It waits for a save that this process has started. Any process of a cluster may call it alone.
+    It waits for a save that this process has started. A process of a cluster may call it alone.
 
     Raises:
       CheckpointError: That save has failed; ``CheckpointWriteError`` in the process that writes.
-      ClusterFailureError: Another process is gone.
+      ClusterFailureError: Another process is lost.
 
     Source: TensorFlow, ``tf.train.latest_checkpoint``.
     """
@@ -73,7 +75,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
 
 
 def is_of_keras(path: str) -> bool:
-    """True for a file of weights, or of a whole model."""
+    """True for a file of weights or of a full model."""
     return path.endswith(_OF_KERAS)
 
 
@@ -81,5 +83,5 @@ def _latest_of_keras(directory: str) -> str | None:
     try:
         files = [entry for entry in os.scandir(directory) if is_of_keras(entry.name) and entry.is_file()]
         return max(((entry.stat().st_mtime_ns, entry.path) for entry in files), default=(0, None))[1]
-    except OSError:  # no directory, or a file of it was removed meanwhile
+    except OSError:  # there is no directory, or a file was removed in the meantime
         return None

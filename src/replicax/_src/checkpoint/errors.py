@@ -1,26 +1,26 @@
-"""What may be wrong with a checkpoint, or with writing one."""
+"""Errors of checkpoints, and of writing them."""
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 
 
 class CheckpointError(ReplicaxError):
-    """Something is wrong with a checkpoint, or with writing one."""
+    """A checkpoint, or the writing of one, has a problem."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was to be read."""
+    """There is no checkpoint at the path."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, cut, or have other bytes than were written."""
+    """Files of a checkpoint are missing, truncated, or changed."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint of another model: variables of it have other shapes or dtypes."""
+    """The checkpoint belongs to another model: its variables have other shapes or dtypes."""
 
 
 class UnmatchedCheckpointError(CheckpointError, AssertionError):
-    """Values of a checkpoint, or variables of the program, without a counterpart."""
+    """Values of a checkpoint, or variables of the program, have no counterpart."""
 
 
 class CheckpointWriteError(CheckpointError, OSError):
@@ -28,8 +28,8 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 
 class UnsharedDirectoryError(CheckpointError):
-    """The processes do not see one directory for checkpoints, but each one of its own."""
+    """The processes do not share one directory for checkpoints."""
 
 
 class UntrackableError(InvalidArgumentError):
-    """An object that a checkpoint cannot save."""
+    """A checkpoint cannot save this object."""

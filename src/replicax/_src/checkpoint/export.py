@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for others than the program that saved it: read by name, or exported to other formats."""
+"""Reads the contents of a checkpoint by name, or exports them to other formats, for other programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WEIGHTS = ".weights.h5"
 
 
 def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...]]]:
-    """The keys of the arrays in a checkpoint, or in the newest one of a directory, and their shapes.
+    """Returns the keys and shapes of the arrays in a checkpoint, or in the latest one of a directory.
 
     Source: TensorFlow, ``tf.train.list_variables``.
     """
@@ -38,35 +38,36 @@ def _opened(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
-    """One array of a checkpoint, or of the newest one of a directory, verified.
+    """Returns one verified array of a checkpoint, or of the latest one of a directory.
 
     Raises:
-      CheckpointNotFoundError: The checkpoint, or this array in it, is not there.
-      CorruptCheckpointError: It has other bytes than were written.
+      CheckpointNotFoundError: There is no checkpoint, or no such array in it.
+      CorruptCheckpointError: The array is damaged.
 
     Source: TensorFlow, ``tf.train.load_variable``.
     """
     saved = _opened(path)
     if name not in saved.contents.arrays:
         raise CheckpointNotFoundError(
-            f"The checkpoint {saved.path!r} has no array {name!r}. It has {', '.join(sorted(saved.contents.arrays)[:20])}."
+            f"The checkpoint {saved.path!r} has no array {name!r}. It has "
+            f"{', '.join(sorted(saved.contents.arrays)[:20])}."
         )
     return saved.values([name])[name]
 
 
 @final
 class CheckpointReader:
-    """The arrays of one checkpoint by name, as TensorFlow's reader has them; ``load_checkpoint`` makes it."""
+    """The arrays of one checkpoint by name, like TensorFlow's reader. ``load_checkpoint`` makes it."""
 
     def __init__(self, saved: SavedCheckpoint) -> None:
         self._saved = saved
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
-        """The shapes of all arrays by key."""
+        """Returns the shapes of all arrays by key."""
         return {key: list(array.shape) for key, array in self._saved.contents.arrays.items()}
 
     def get_variable_to_dtype_map(self) -> dict[str, str]:
-        """The dtypes of all arrays by key, by their names in NumPy and JAX."""
+        """Returns the dtypes of all arrays by key, with their names in NumPy and JAX."""
         return {key: array.dtype for key, array in self._saved.contents.arrays.items()}
 
     def has_tensor(self, name: str) -> bool:
@@ -74,12 +75,12 @@ class CheckpointReader:
         return name in self._saved.contents.arrays
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """One array, verified; see ``load_variable``."""
+        """Returns one verified array; see ``load_variable``."""
         return load_variable(self._saved.path, name)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """A reader of a checkpoint, or of the newest one of a directory.
+    """Returns a reader of a checkpoint, or of the latest one of a directory.
 
     Raises:
       CheckpointNotFoundError: There is none.
@@ -92,20 +93,21 @@ def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
 def export_safetensors(
     path: str | os.PathLike[str], file: str | os.PathLike[str], *, only: str | Iterable[str] = "*"
 ) -> str:
-    """Writes the arrays of a checkpoint to a file of safetensors, under their keys. The checkpoint is verified first.
+    """Writes the arrays of a checkpoint to a safetensors file, under their keys. The checkpoint is verified first.
 
     Args:
-      path: Of the checkpoint, or of a directory, for its newest one.
-      file: To write; it takes the place of one that was there when it is whole.
-      only: Patterns of the keys that are taken: ``"model/*"``.
+      path: The checkpoint, or a directory, for its latest one.
+      file: The file to write. It replaces an existing file once it is complete.
+      only: Patterns of the keys to export: ``"model/*"``.
 
     Returns:
       The path of the file.
 
     Raises:
       CorruptCheckpointError: The checkpoint is damaged.
-      InvalidArgumentError: ``only`` fits none of its arrays.
-      CheckpointWriteError: The file cannot be written, or safetensors has not the dtype of an array (``int4``).
+      InvalidArgumentError: ``only`` matches none of its arrays.
+      CheckpointWriteError: The file cannot be written, or safetensors does not support the dtype of an array
+        (``int4``).
       MissingExtraError: safetensors is not installed.
     """
     try:
@@ -117,13 +119,13 @@ def export_safetensors(
     patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
     if not all(isinstance(each, str) for each in patterns):
         raise InvalidArgumentError(
-            f"only is a pattern of keys such as 'model/*', or a list of such; got {only!r:.200}."
+            f"only must be a pattern of keys such as 'model/*', or a list of patterns; got {only!r:.200}."
         )
     keys = [key for key in saved.contents.arrays if any(fnmatch.fnmatchcase(key, each) for each in patterns)]
     if not keys:
         raise InvalidArgumentError(
-            f"export_safetensors(only={only!r}) takes none of the arrays of {saved.path!r}, and nothing was written. It has "
-            f"{', '.join(sorted(saved.contents.arrays)[:20]) or 'numbers and texts only'}."
+            f"export_safetensors(only={only!r}) matches none of the arrays of {saved.path!r}, so nothing was "
+            f"written. It has {', '.join(sorted(saved.contents.arrays)[:20]) or 'only numbers and strings'}."
         )
     file = os.path.abspath(path_of(file, "file", "model.safetensors"))
     values = {key: np.asarray(value, order="C") for key, value in saved.values(keys).items()}
@@ -135,10 +137,10 @@ def export_safetensors(
 
 @contextlib.contextmanager
 def _in_place(file: str, part: str) -> Iterator[None]:
-    """Around what writes ``part``: when that is whole, it takes the place of ``file``, whose directory is made.
+    """Returns a context in which ``part`` is written. It then replaces ``file``, whose directory is created.
 
     Raises:
-      CheckpointWriteError: It could not be written; ``file`` is as it was.
+      CheckpointWriteError: It could not be written; ``file`` is unchanged.
     """
     try:
         os.makedirs(os.path.dirname(file), exist_ok=True)
@@ -149,32 +151,33 @@ def _in_place(file: str, part: str) -> Iterator[None]:
             os.remove(part)
         raise CheckpointWriteError(
             getattr(error, "errno", None) or errno.EIO,
-            f"{file!r} could not be written ({type(error).__name__}: {error!s:.300}). What was there is as it was.",
+            f"{file!r} could not be written ({type(error).__name__}: {error!s:.300}). An existing file is unchanged.",
         ) from error
 
 
 def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
-    """Writes the weights of a Keras model as Keras does, ``.weights.h5``: the chief alone writes.
+    """Writes the weights of a Keras model as Keras does, ``.weights.h5``. Only the chief writes.
 
     Args:
-      model: A model that is built; under any strategy.
-      file: To write, ending with ``.weights.h5``.
+      model: A built model, under any strategy.
+      file: The file to write. Its name must end with ``.weights.h5``.
 
     Returns:
       The path of the file; None on processes that do not write.
 
     Raises:
-      InvalidArgumentError: It is no model, or not built; or a name with another end, which Keras would not load.
+      InvalidArgumentError: It is not a model, or not built, or the name has another ending, which Keras would not
+        load.
       CheckpointWriteError: The file cannot be written.
     """
     file = os.path.abspath(path_of(file, "file", "model.weights.h5"))
     if not file.endswith(_WEIGHTS):
         raise InvalidArgumentError(
-            f"export_weights writes a file whose name ends with {_WEIGHTS!r}; got {file!r}."
+            f"export_weights needs a file name that ends with {_WEIGHTS!r}; got {file!r}."
         )
     if not callable(getattr(model, "save_weights", None)) or not model.built:
         raise InvalidArgumentError(
-            f"export_weights takes a Keras model that is built: call it on some data before. It got {model!r:.200}."
+            f"export_weights needs a Keras model that is built: call it on some data first. Got {model!r:.200}."
         )
     if not processes.is_chief():
         return None

@@ -1,7 +1,7 @@
-"""What is saved: the objects under a checkpoint, by the names of attributes and positions, down to arrays.
+"""The graph of saved objects: those under a checkpoint, by names of attributes and positions, down to arrays.
 
-Keys are structural. The names that Keras gives to variables count what was made in a process, so they only serve as
-labels.
+Keys are structural. Keras numbers the names of variables in the order in which a process makes them, so these names
+only serve as labels.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from replicax._src.framework import trackings
 
 
 def kind_of(tracked: Any) -> str:
-    """The kind of an object whose parts are only those of others of this kind; "" for what only has parts."""
+    """Returns the kind of an object, if its parts are meaningless for objects of other kinds; otherwise ""."""
     return next(filter(None, (tracking.kind_of(tracked) for tracking in trackings())), "")
 
 
 def found_in(tracked: Any) -> Parts | Leaf | None:
-    """Returns the parts of an object, or the leaf that it is; None if nothing of it is saved.
+    """Returns the parts of an object, or its leaf if it is one; None if it has nothing to save.
 
-    Variables come before the objects of frameworks: those of nnx-backed Keras are both. What only has ``get_state`` and
-    ``set_state`` comes last: layers may have them, too.
+    Variables come before objects of frameworks, because those of nnx-backed Keras are both. Objects with only
+    ``get_state``
+    and ``set_state`` come last, because layers may have these, too.
     """
     if isinstance(tracked, Leaf):
         return tracked
@@ -48,7 +49,7 @@ def items_of(nest: Any) -> Mapping[Any, Any] | None:
 
 
 def has_tracked(nest: Any) -> bool:
-    """True if a list, tuple or dict, or one inside it, has an item that is saved where it is."""
+    """True if a list, tuple or dict, or one inside it, has an item that is saved as an object."""
     items = items_of(nest) or {}
     return any(found_in(item) is not None or has_tracked(item) for item in items.values())
 
@@ -59,10 +60,10 @@ class Node:
     """One object under a checkpoint.
 
     Attributes:
-      object: It.
-      path: From the checkpoint to it, the shortest way.
-      children: By name, the number of the node.
-      leaf: If it is one.
+      object: The object.
+      path: The shortest path to it from the checkpoint.
+      children: The numbers of the child nodes, by name.
+      leaf: The leaf, if it is one.
     """
 
     object: Any
@@ -77,7 +78,7 @@ class Node:
 
 @final
 class Graph:
-    """All objects under one, each once."""
+    """All objects under a root, each once."""
 
     def __init__(self, root: Any):
         self.nodes: list[Node] = []
@@ -110,7 +111,7 @@ class Graph:
         return self._numbers[identity]
 
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
-        """By key; the root itself, if it is one, by no name."""
+        """Yields the leaves by key. A root that is a leaf has an empty key."""
         for node in self.nodes:
             if node.leaf is not None:
                 yield node.key, node.leaf

@@ -1,8 +1,10 @@
-"""The copy on the host that is saved: taken at once, while nothing changes, in memory that is kept for the next one.
+"""The copy on the host that is saved. It is taken at once, while no value changes, in memory that is reused.
 
-This is the only time for which training waits. Fresh memory costs several times more than the copy (1 GB: 3.5 s, and
-0.35 s into memory that had been used before), so buffers are kept; and orbax never sees the arrays themselves, which
-the next step overwrites: it would have to copy them first.
+Training waits only for this copy. New memory costs several times more than the copy (1 GB: 3.5 s, compared with 0.35
+s
+into memory that was used before), so buffers are kept. Orbax never gets the arrays themselves, because it would have
+to
+copy them before the next step overwrites them.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ class HostArray:
     """One array on the host.
 
     Attributes:
-      value: Whole.
+      value: The full value.
       components: [R, ...], if replicas have values of their own.
-      label: For people.
-      path: Of the file that a table is in, on its way; None if it is in memory.
+      label: A name for messages.
+      path: The temporary file of a table; None if it is in memory.
     """
 
     value: np.ndarray
@@ -52,9 +54,9 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def copy(self, key: str, value: Any) -> np.ndarray:
-        """A copy of an array, which stays as it is until the next one under this key."""
+        """Returns a copy of an array, which stays unchanged until the next copy under this key."""
         if _is_on_device(value):
-            return np.asarray(value)  # the copy that came
+            return np.asarray(value)  # the transfer has made a copy
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
             buffer = self._buffers[key] = np.empty(value.shape, value.dtype)
@@ -62,17 +64,17 @@ class HostBuffers:
         return buffer
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._buffers.clear()
 
     def keep_only(self, keys: Iterable[str]) -> None:
-        """Gives back what other keys had."""
+        """Frees the memory of all other keys."""
         wanted = set(keys)
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in wanted}
 
 
 def _is_on_device(value: Any) -> bool:
-    """Whether an array is in other memory than the host's."""
+    """True if an array is not in the host's memory."""
     return isinstance(value, jax.Array) and next(iter(value.devices())).platform != "cpu"
 
 
@@ -81,14 +83,15 @@ def copy_to_host(
 ) -> dict[str, HostArray]:
     """Copies all leaves that have values.
 
-    In several processes all call it: arrays of which each has a part are brought together. Values on parameter servers
-    are those of one moment for each server; tables come in blocks of rows, one after the other, and go to files.
+    All processes call it, because it gathers arrays of which each process has a part. All values on one parameter
+    server
+    are of the same moment. Tables come in blocks of rows, one after another, and go to files.
 
     Args:
-      leaves: By key.
-      buffers: Where the copies are.
-      directory: For tables.
-      is_kept: Whether this process needs the copies, or only takes part.
+      leaves: The leaves by key.
+      buffers: The memory for the copies.
+      directory: The directory for tables.
+      is_kept: True if this process needs the copies; False if it only takes part in the gathering.
     """
     with state_lock, jax_compat.outside_traces():
         held = {key: held for key, leaf in leaves.items() if (held := leaf.held()) is not None}
@@ -115,14 +118,14 @@ def _check_there(held: Mapping[str, Held], leaves: Mapping[str, ArrayLeaf]) -> N
     for key, now in held.items():
         if any(isinstance(array, jax.Array) and array.is_deleted() for array in (now.value, now.components)):
             raise DonatedError(
-                f"{leaves[key].label!r} cannot be saved: its array was given to a program (jax.jit with donate_argnums, say), and is "
-                "gone. Nothing was saved. Track what the program has returned: checkpoint.state = state, after each step that "
-                "takes the old one."
+                f"{leaves[key].label!r} cannot be saved: its array was donated to a program (for example "
+                "jax.jit with donate_argnums), and is deleted. Nothing was saved. Track the program's result "
+                "instead: set checkpoint.state = state after each step that donates the old state."
             )
 
 
 def _start_transfers(held: Iterable[Held]) -> None:
-    """Has devices that are not the host begin to send."""
+    """Starts the transfers from devices to the host."""
     for now in held:
         for array in (now.value, now.components):
             if _is_on_device(array) and array.is_fully_addressable:
@@ -134,7 +137,9 @@ def _is_table(value: Any) -> bool:
 
 
 def _read_servers(held: Mapping[str, Held]) -> dict[str, np.ndarray]:
-    """Values on parameter servers that are no tables, in one read: each server gives those of one moment."""
+    """Returns the values on parameter servers that are not tables, in one read per server, so that they are of one
+    moment.
+    """
     keys = [key for key, now in held.items() if isinstance(now.value, ServerArray) and not now.value.is_table]
     by_holder: dict[int, list[str]] = {}
     for key in keys:
@@ -165,7 +170,7 @@ class _Copying:
     is_kept: bool
 
     def of(self, value: Any) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """The value and its components on the host; None of a table, or where they are not kept."""
+        """Returns the value and its components on the host; None for a table, or if they are not kept."""
         if _is_table(value):
             return None
         components = None
@@ -185,7 +190,7 @@ class _Copying:
         return self.buffers.copy(key, whole) if self.is_kept else None
 
     def _brought_together(self, array: Any) -> Any:
-        """An array of which this process has all; all processes call it where one does not have all."""
+        """Returns an array of which this process has all. If some process lacks a part, all processes call it."""
         if not isinstance(array, jax.Array) or array.is_fully_addressable:
             return array
         if not array.is_fully_replicated:

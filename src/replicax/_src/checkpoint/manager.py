@@ -1,12 +1,12 @@
-"""``rx.CheckpointManager``: the checkpoints of one program in one directory: saved while it goes on, kept by rules.
+"""``rx.CheckpointManager``: the checkpoints of one program in one directory, saved while it runs, and kept by rules.
 
 The public interface, as TensorFlow's ``tf.train.CheckpointManager``::
 
     manager = rx.CheckpointManager(checkpoint, "training", max_to_keep=3)
-    manager.restore_or_initialize()     # -> the path of the newest that is whole, or None
+    manager.restore_or_initialize()     # -> the path of the latest intact one, or None
     path = manager.save()               # -> ".../training/ckpt-7"; returns when the copy is taken
     manager.save(checkpoint_number=step, metrics={"accuracy": 0.9})
-    manager.wait()                      # until it is on the disk; raises what went wrong
+    manager.wait()                      # until it is on the disk; raises a failure of the save
     manager.latest_checkpoint, manager.best_checkpoint, manager.checkpoints
     manager.close()                     # waits; also the end of a `with`
 
@@ -43,37 +43,38 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import path_of
 
 log = logging.getLogger("replicax")
-_MOST_LOOKS = 10  # for checkpoints in place of those that another program has removed meanwhile
+_MOST_LOOKS = 10  # attempts to replace candidates that another program has removed in the meantime
 
 
 @final
 class CheckpointManager:
-    """Saves checkpoints of one program into a directory, keeps some, and restores the newest that is whole.
+    """Saves checkpoints of one program into a directory, keeps some, and restores the latest intact one.
 
-    ``save`` copies the state to the host, and a thread writes it: that copy is all for which training waits. Every
-    process of a cluster makes it and calls the same methods; the chief writes. Making it creates the directory, finds
-    out whether it can be written to and whether all processes see it, and removes what a writer that was killed has
-    left.
+    ``save`` copies the state to the host, and a thread writes it. Training waits only for the copy. Every process
+    of a cluster makes a manager and calls the same methods; the chief writes. The constructor creates the
+    directory, checks that it is writable and that all processes share it, and removes the leftovers of killed
+    writers.
 
     Args:
-      checkpoint: What is saved.
-      directory: Of the checkpoints, which all processes share. A process that is given another one than the chief, as
-        in programs of TensorFlow, takes the chief's, and makes its own as an empty directory.
-      max_to_keep: How many of the newest are kept; None: all.
-      keep_checkpoint_every_n_hours: One for each so many hours is kept too.
-      checkpoint_name: Their names begin with it.
-      step_counter: A variable or a function that gives the step; ``checkpoint_interval`` counts by it.
-      checkpoint_interval: ``save`` does nothing before so many steps have passed since the last one.
-      init_fn: Called by ``restore_or_initialize`` where there is no checkpoint.
-      keep_best: How many of the best are kept besides the newest; they are judged by ``best_fn``.
-      best_fn: From the ``metrics`` of a ``save`` to a number.
-      best_mode: Whether the largest number is best, "max", or the smallest, "min".
-      asynchronous: ``save`` returns when the copy is taken; else when it is on the disk.
+      checkpoint: The checkpoint that saves the objects.
+      directory: The directory of the checkpoints, which all processes share. A process with another directory than
+        the chief, as in programs of TensorFlow, uses the chief's, and creates its own as an empty directory.
+      max_to_keep: The number of latest checkpoints to keep; None for all.
+      keep_checkpoint_every_n_hours: The hours for each of which one more checkpoint is kept.
+      checkpoint_name: The beginning of the names of checkpoints.
+      step_counter: A variable or a function that returns the step, for ``checkpoint_interval``.
+      checkpoint_interval: The least number of steps between two saves; ``save`` does nothing before.
+      init_fn: A function that ``restore_or_initialize`` calls if there is no checkpoint.
+      keep_best: The number of best checkpoints by ``best_fn`` to keep besides the latest.
+      best_fn: A function that returns a number for the ``metrics`` of a ``save``.
+      best_mode: "max" if the largest number is best, or "min".
+      asynchronous: True if ``save`` returns when the copy is taken; False if it returns when the checkpoint is on
+        the disk.
 
     Raises:
-      CheckpointWriteError: The directory cannot be made or written to.
-      UnsharedDirectoryError: Processes see different directories.
-      InvalidArgumentError: Numbers that have no meaning, or a ``checkpoint_name`` that is a path.
+      CheckpointWriteError: The directory cannot be created or is not writable.
+      UnsharedDirectoryError: The processes do not share the directory.
+      InvalidArgumentError: A number is not allowed, or ``checkpoint_name`` is a path.
       MissingExtraError: orbax is not installed.
 
     Source: TensorFlow, ``tf.train.CheckpointManager``.
@@ -97,71 +98,72 @@ class CheckpointManager:
     ):
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(
-                f"CheckpointManager takes an rx.Checkpoint, got {type(checkpoint).__name__}."
+                f"CheckpointManager needs an rx.Checkpoint, got {type(checkpoint).__name__}."
             )
         if checkpoint_interval is not None and step_counter is None:
             raise InvalidArgumentError("`step_counter` should be passed if `checkpoint_interval` is set.")
         if checkpoint_interval is not None and not checkpoint_interval > 0:
             raise InvalidArgumentError(
-                f"checkpoint_interval is a number of steps of at least 1, or None; got {checkpoint_interval!r}."
+                f"checkpoint_interval must be a number of steps, at least 1, or None; got {checkpoint_interval!r}."
             )
         if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
             raise InvalidArgumentError(
-                f"checkpoint_name is the beginning of a name, such as 'ckpt', and no path; got {checkpoint_name!r}."
+                "checkpoint_name must be the beginning of a name, such as 'ckpt', and not a path; got "
+                f"{checkpoint_name!r}."
             )
         if init_fn is not None and not callable(init_fn):
             raise InvalidArgumentError(
-                f"init_fn is a function without arguments, or None; got {init_fn!r:.200}."
+                f"init_fn must be a function without arguments, or None; got {init_fn!r:.200}."
             )
         self._retention = Retention(max_to_keep, keep_best, best_fn, best_mode, keep_checkpoint_every_n_hours)
         self._checkpoint, self._name, self._init_fn = checkpoint, checkpoint_name, init_fn
         self._given_directory = os.path.abspath(path_of(directory, "directory", "training"))
-        self._directory = self._given_directory  # until all have agreed on the chief's
+        self._directory = self._given_directory  # until all processes have agreed on the chief's
         self._step_counter, self._interval = step_counter, checkpoint_interval
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
-        self._being_written: str | None = None  # in all processes, until they have waited for it
-        self._known: set[str] = set()  # that it has saved or restored
+        self._being_written: str | None = None  # the same in all processes, until they have waited for it
+        self._known: set[str] = set()  # checkpoints that it has saved or restored
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
-        processes.wait_for_saves_together(self._directory)  # or cleaning would remove what they have written
+        processes.wait_for_saves_together(self._directory)  # otherwise cleaning would remove their files
         processes.together("opening the directory of checkpoints", self._open)
         self._directory = processes.shared_directory(self._given_directory)
         self._background = Background(self._directory)
         if self._given_directory != self._directory:
             log.info(
-                "Checkpoints are in the chief's directory %s, not in %s.",
+                "Checkpoints go to the chief's directory %s, not to %s.",
                 self._directory,
                 self._given_directory,
             )
             self._make_given_directory()
 
     def _make_given_directory(self) -> None:
-        """Programs of TensorFlow remove what a worker that is not the chief has written to a directory of its own."""
+        """Creates the given directory, which TensorFlow programs remove as that of a worker that is not the chief."""
         if self._given_directory != self._directory:
             os.makedirs(self._given_directory, exist_ok=True)
 
     def _open(self) -> None:
-        orbax()  # here, and not in the pause of the first save: importing it takes half a second
+        orbax()  # imported here, because it takes half a second, for which the first save would block training
         if processes.is_chief():
             probe(self._directory)
             for name in clean(self._directory):
-                log.info("Removed %s, which a writer that was ended has left in %s.", name, self._directory)
+                log.info("Removed %s, which a killed writer has left in %s.", name, self._directory)
 
-    # --- what there is ------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is saved."""
+        """The checkpoint that saves the objects."""
         return self._checkpoint
 
     @property
     def directory(self) -> str:
-        """Of the checkpoints."""
+        """The directory of the checkpoints."""
         return self._directory
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """How many steps pass between two, at least."""
+        """The least number of steps between two saves."""
         return self._interval
 
     def _records(self) -> list[Record]:
@@ -169,13 +171,13 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of those on the disk, oldest first. A save under way is waited for."""
+        """The paths of the checkpoints on the disk, oldest first. Waits for a running save."""
         processes.wait_for_saves(self._directory)
         return [record.path for record in self._records()]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest on the disk, or None. A save under way is waited for.
+        """The path of the latest checkpoint on the disk, or None. Waits for a running save.
 
         Raises:
           CheckpointError: That save has failed.
@@ -186,7 +188,7 @@ class CheckpointManager:
 
     @property
     def best_checkpoint(self) -> str | None:
-        """The path of the best on the disk by ``best_fn``, or None. A save under way is waited for."""
+        """The path of the best checkpoint on the disk by ``best_fn``, or None. Waits for a running save."""
         processes.wait_for_saves(self._directory)
         best = self._retention.by_quality(self._records())
         return best[0].path if best else None
@@ -203,17 +205,20 @@ class CheckpointManager:
         """Saves a checkpoint. Every process calls it, between steps.
 
         Args:
-          checkpoint_number: Stands in its name; default: counted. One of that number is replaced.
-          check_interval: Whether ``checkpoint_interval`` counts.
-          metrics: Numbers, by name, by which the best are found.
+          checkpoint_number: The number in its name; by default a count. A checkpoint of that number is replaced.
+          check_interval: True to apply ``checkpoint_interval``.
+          metrics: Numbers, by name, for ``best_fn``.
 
         Returns:
-          The path at which it is, or will be when it is written; None if ``checkpoint_interval`` has not passed.
+          The path at which the checkpoint is, or will be when it is written; None if ``checkpoint_interval`` has not
+          passed.
 
         Raises:
-          CheckpointWriteError: It could not be written, or the one before could not, of which nobody had heard. The
-            checkpoints that were there are as they were.
-          InvalidArgumentError: Metrics that are no numbers or that ``best_fn`` cannot judge, or a number below 0.
+          CheckpointWriteError: The checkpoint could not be written, or a failure of the previous save has not been
+            raised yet.
+            Earlier checkpoints are unchanged.
+          InvalidArgumentError: A metric is not a number, or ``best_fn`` cannot judge the metrics, or the number is
+            below 0.
             Nothing is saved.
         """
         step = self._step()
@@ -253,8 +258,9 @@ class CheckpointManager:
             and processes.is_chief()
         ):
             log.warning(
-                "%r is replaced by another checkpoint, and this manager has neither saved nor restored it. To go on from it, call "
-                "restore_or_initialize() before the first save. Two managers of one directory need a checkpoint_name each.",
+                "Replacing the checkpoint %r, which this manager has neither saved nor restored. To continue "
+                "from it, call restore_or_initialize() before the first save. Two managers of one directory "
+                "need different checkpoint_names.",
                 path,
             )
 
@@ -278,7 +284,8 @@ class CheckpointManager:
             return None if step is None else int(np.asarray(step))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(
-                f"step_counter is a variable or a function that gives the number of the step; it gave {step!r:.200}."
+                "step_counter must be a variable or a function that returns the number of the step; it "
+                f"returned {step!r:.200}."
             ) from error
 
     def _is_due(self, step: int | None) -> bool:
@@ -287,14 +294,15 @@ class CheckpointManager:
         return self._last_step is None or step - self._last_step >= self._interval
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until what was saved is on the disk.
+        """Waits until the saved checkpoints are on the disk.
 
-        Every process of a cluster calls it, and waits for the one that writes.
+        Every process of a cluster calls it, and waits for the process that writes.
 
         Raises:
-          CheckpointWriteError: It could not be written; ``CheckpointError`` in the processes that do not write.
-          TimeoutError: It is still being written.
-          ClusterFailureError: Another process is gone.
+          CheckpointWriteError: A checkpoint could not be written; ``CheckpointError`` in the processes that do not
+            write.
+          TimeoutError: A checkpoint is still being written.
+          ClusterFailureError: Another process is lost.
         """
         if self._being_written is None:
             return
@@ -311,11 +319,11 @@ class CheckpointManager:
             self._background.forget()
 
     def sync(self) -> None:
-        """As ``wait``, in TensorFlow's word."""
+        """Does the same as ``wait``, under TensorFlow's name."""
         self.wait()
 
     def close(self) -> None:
-        """Waits for what this process writes, for no other one, and gives the memory of the copy back.
+        """Waits for the save of this process, not for other processes, and frees the memory of the copy.
 
         May be called twice.
         """
@@ -331,25 +339,24 @@ class CheckpointManager:
         self.close()
 
     def statistics(self) -> dict[str, float]:
-        """How many were saved, and of the last one its bytes and the seconds that copying and writing took."""
+        """Returns the number of saves, and for the last one its bytes and the seconds for copying and writing."""
         return dict(self._statistics)
 
     # --- restoring ----------------------------------------------------------------------------------------
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint that is whole. Every process calls it; all restore the same.
+        """Restores the latest intact checkpoint. Every process calls it, and all restore the same one.
 
-        One that is damaged is named in a warning, and left. Where there is none at all, ``init_fn`` is called. As in
-        TensorFlow the program may have grown since: what the checkpoint lacks keeps its value, and is named in a
-        warning.
+        A damaged checkpoint is skipped with a warning. If there is no checkpoint, it calls ``init_fn``. As in
+        TensorFlow the program may have more variables than the checkpoint: these keep their values, with a warning.
 
         Returns:
           The path of the checkpoint; None if there is none.
 
         Raises:
-          CorruptCheckpointError: There are some, and none of them is whole.
-          CheckpointMismatchError: It is of another model: variables have other shapes or dtypes; or it lacks some, and
-            has others that have no place here. Nothing was restored.
+          CorruptCheckpointError: There are checkpoints, but none is intact.
+          CheckpointMismatchError: The checkpoint belongs to another model: variables have other shapes or dtypes,
+            or it lacks some and has others that the program lacks. Nothing was restored.
         """
         status = self._restore(is_strict=True)
         if status is None:
@@ -359,10 +366,11 @@ class CheckpointManager:
         return status.path
 
     def restore(self) -> LoadStatus | None:
-        """As ``restore_or_initialize``, but what is on one side only is left, whatever it is: the status knows what.
+        """Does the same as ``restore_or_initialize``, but accepts values that are on one side only. The status lists
+        them.
 
         Returns:
-          What ``Checkpoint.restore`` returns; None if there is no checkpoint.
+          The result of ``Checkpoint.restore``; None if there is no checkpoint.
         """
         return self._restore(is_strict=False)
 
@@ -393,13 +401,13 @@ class CheckpointManager:
         candidates = processes.gather("which checkpoints there are", self._candidates())[0]
         for path in candidates:
             problem, saved = _whole(path)
-            problems = [text for text in processes.gather("which checkpoint is whole", problem) if text]
+            problems = [text for text in processes.gather("which checkpoint is intact", problem) if text]
             if not problems:
                 if damaged:
-                    log.warning("Restoring %s instead, the newest checkpoint that is whole.", path)
+                    log.warning("Restoring %s instead, the latest intact checkpoint.", path)
                 return saved
             if num_more and processes.is_alone() and path not in paths_in(self._directory, self._name):
-                was_removed = True  # by who saves there, for a newer one
+                was_removed = True  # the program that saves there removed it for a newer one
                 continue
             damaged.append(problems[0])
             log.warning("%s", problems[0])
@@ -407,13 +415,13 @@ class CheckpointManager:
             return self._newest_whole(num_more - 1)
         if damaged:
             raise CorruptCheckpointError(
-                f"None of the {len(damaged)} checkpoint(s) in {self._directory!r} is whole. Move them away to begin anew. The newest: "
-                f"{damaged[0]}"
+                f"None of the {len(damaged)} checkpoint(s) in {self._directory!r} is intact. Move them away "
+                f"to start without one. The latest: {damaged[0]}"
             )
         return None
 
     def _candidates(self) -> list[str]:
-        """The paths of all, newest first: those that do not even say what is in them too, by their numbers."""
+        """Returns all paths, latest first. Checkpoints without a readable manifest come first, by their numbers."""
         told = [record.path for record in reversed(self._records())]
         silent = [path for path in reversed(paths_in(self._directory, self._name)) if path not in told]
         return silent + told
@@ -423,7 +431,7 @@ class CheckpointManager:
 
 
 def _whole(path: str) -> tuple[str | None, SavedCheckpoint | None]:
-    """What is wrong with a checkpoint; if nothing is, the checkpoint."""
+    """Returns the problem of a checkpoint, or the checkpoint if it has none."""
     processes.wait_for_chiefs(path)
     try:
         saved = SavedCheckpoint(path)
@@ -434,8 +442,8 @@ def _whole(path: str) -> tuple[str | None, SavedCheckpoint | None]:
 
 
 def _was_removed(saved: SavedCheckpoint) -> bool:
-    """Whether another program has removed or replaced it meanwhile: one that evaluates reads what one that trains keeps
-    few of.
+    """True if another program has removed or replaced it in the meantime. An evaluator reads what a trainer keeps
+    only briefly.
     """
     if not processes.is_alone():
         return False
@@ -446,14 +454,14 @@ def _was_removed(saved: SavedCheckpoint) -> bool:
 
 
 def _judged(metrics: Any, retention: Retention) -> dict[str, float] | None:
-    """Metrics as they are saved, when it is known that they can be judged."""
+    """Returns the metrics as they are saved, after checking that they can be judged."""
     if metrics is None:
         return None
     try:
         plain = {str(name): float(value) for name, value in metrics.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"metrics are numbers by name, such as {{'accuracy': 0.9}}; got {metrics!r:.200} ({error})."
+            f"metrics must be numbers by name, such as {{'accuracy': 0.9}}; got {metrics!r:.200} ({error})."
         ) from error
     retention.check(plain)
     return plain
@@ -463,11 +471,11 @@ def _number(given: Any) -> int:
     try:
         number = int(given)
         if number != given and not isinstance(given, str):
-            raise ValueError("it is no whole number")
+            raise ValueError("it is not a whole number")
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"checkpoint_number is an integer of at least 0; got {given!r:.200}."
+            f"checkpoint_number must be an integer, at least 0; got {given!r:.200}."
         ) from error
     if number < 0:
-        raise InvalidArgumentError(f"checkpoint_number is an integer of at least 0; got {number}.")
+        raise InvalidArgumentError(f"checkpoint_number must be an integer, at least 0; got {number}.")
     return number

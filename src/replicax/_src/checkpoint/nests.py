@@ -1,6 +1,4 @@
-"""What attributes and items hold: objects, which are saved as they are, and nests, also such that have objects in
-them.
-"""
+"""The values of attributes and items: objects, which are saved as they are, and pytrees, which may contain objects."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from replicax._src.checkpoint.trees import HeldTree
 
 @final
 class Holder:
-    """The attributes of an object, or the items of a nest, as they are saved.
+    """The attributes of an object, or the items of a container, as they are saved.
 
     Args:
-      values: By name or position; a value that is restored as a whole is put there.
-      label: For people: what stands before the names.
+      values: The values by name or position. A restored pytree is assigned there.
+      label: The prefix of the names in messages.
     """
 
     def __init__(self, values: Any, label: str = ""):
@@ -27,7 +25,7 @@ class Holder:
         self._held: dict[Any, HeldTree | HeldNest] = {}
 
     def part(self, name: Any) -> Any:
-        """What is saved under a name: the object, or the same holder of a nest each time."""
+        """Returns the saved object of a name: the object itself, or the same holder of a pytree at each call."""
         value = self._values[name]
         if found_in(value) is not None:
             return value
@@ -36,18 +34,18 @@ class Holder:
         if not isinstance(held, kind):
             label = f"{self._label}/{name}" if self._label else str(name)
             held = self._held[name] = kind(self._values, name, label)
-        held.parts()  # what cannot be saved is said here
+        held.parts()  # raises for an object that cannot be saved
         return held
 
 
 @final
 class HeldNest(Trackable):
-    """A list, tuple or dict that has objects in it. What else it has is replaced in it when it is restored.
+    """A list, tuple or dict that contains objects. A restore replaces its other items.
 
     Args:
-      holder: Has it, by name or position.
+      holder: The container that has it, by name or position.
       name: Its name there.
-      label: For people.
+      label: A name for messages.
     """
 
     def __init__(self, holder: Any, name: Any, label: str):
@@ -55,15 +53,15 @@ class HeldNest(Trackable):
         self._items = Holder(self, label)
 
     def parts(self) -> Parts:
-        """Its items, by name."""
+        """Returns its items, by name."""
         parts: dict[str, Any] = {}
         keys: dict[str, Any] = {}
         for key in items_of(self._nest) or {}:
             name = escaped(str(key))
             if name in parts:
                 raise UntrackableError(
-                    f"{self._label!r} has the keys {keys[name]!r} and {key!r}, which have one name, {name!r}, in a checkpoint. "
-                    "Give one of them another key."
+                    f"{self._label!r} has the keys {keys[name]!r} and {key!r}, which have the same name, "
+                    f"{name!r}, in a checkpoint. Rename one of them."
                 )
             keys[name], parts[name] = key, self._items.part(key)
         return parts
@@ -84,5 +82,5 @@ class HeldNest(Trackable):
             self._holder[self._name] = make({**nest, key: item})
         else:
             items = [item if i == key else old for i, old in enumerate(nest)]
-            make = getattr(type(nest), "_make", type(nest))  # named tuples have it
+            make = getattr(type(nest), "_make", type(nest))  # named tuples have _make
             self._holder[self._name] = make(items)

@@ -1,6 +1,4 @@
-"""Which restoration was the last to give an object its value: one that began before it, and has waited, leaves it
-alone.
-"""
+"""Tracks the latest restore of each object, so that an older, deferred restore cannot overwrite it."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from replicax._src.checkpoint.trees import HeldTree
 
 @final
 class Newest:
-    """Numbers of restorations, for as long as the objects live."""
+    """The number of the latest restore of each object, for as long as the object exists."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, tuple[weakref.ref[Any], int]] = {}
 
     def note(self, restored: Leaf | HeldTree, number: int) -> None:
-        """The restoration of this number has given it its value."""
+        """Records that the restore of this number has set the object's value."""
         identity = _identity_of(restored)
 
         def forget(reference: weakref.ref[Any]) -> None:
@@ -30,12 +28,12 @@ class Newest:
                 del self._numbers[identity]
 
         of = restored.of if isinstance(restored, Leaf) else restored
-        # Of a user's object with slots nothing tells when its id is another's.
+        # A user's object with slots has no weak reference, so its id may be reused unnoticed.
         with contextlib.suppress(TypeError):
             self._numbers[identity] = weakref.ref(of, forget), number
 
     def is_after(self, restored: Leaf | HeldTree, number: int) -> bool:
-        """Whether a later restoration than that of this number has given it its value."""
+        """True if a later restore than this one has set the object's value."""
         known = self._numbers.get(_identity_of(restored))
         return known is not None and known[1] > number
 

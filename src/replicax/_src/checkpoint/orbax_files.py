@@ -1,7 +1,6 @@
-"""Arrays in files: the only place that knows orbax, and tensorstore, in which orbax writes.
+"""Arrays in files. Only this module uses orbax, and tensorstore, in which orbax writes.
 
-One process writes alone, and each reads by itself: none of orbax's collectives, which wait for all processes, is ever
-met.
+One process writes alone, and each reads on its own, without orbax's collectives, which wait for all processes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import numpy as np
 
 from replicax._src.extras import missing_extra
 
-# Large arrays are written in pieces, several at the same time.
+# Large arrays are written in chunks, several at the same time.
 _CHUNK_BYTES = 64 << 20
 _lock = threading.Lock()
-_inside: set[object] = set()  # of ``_quiet``
+_inside: set[object] = set()  # the active contexts of ``_quiet``
 
 
 def orbax() -> Any:
-    """The library.
+    """Imports and returns orbax.
 
     Raises:
       MissingExtraError: It is not installed.
@@ -39,11 +38,11 @@ def orbax() -> Any:
 
 
 def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays, by keys with "/" between their parts, as an item that orbax reads as nested dicts."""
+    """Writes arrays, whose keys have "/" between their parts, as an item that orbax reads as nested dicts."""
     ocp = orbax()
     tree = _nested({key: _writable(np.asarray(array)) for key, array in arrays.items() if array.size})
     if not tree:
-        return  # orbax has no word for it
+        return  # orbax cannot write an empty item
     arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with _quiet(), _checkpointer(ocp) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args=arguments))
@@ -53,8 +52,8 @@ def read_arrays(path: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) ->
     """Reads some of the arrays.
 
     Args:
-      path: Of the item.
-      shapes: By key the shape and dtype; empty arrays are in no file.
+      path: The path of the item.
+      shapes: The shape and dtype of each array, by key. Empty arrays have no file.
     """
     ocp = orbax()
     wanted = {key: (shape, dtype) for key, (shape, dtype) in shapes.items() if np.prod(shape)}
@@ -82,7 +81,7 @@ def read_arrays(path: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) ->
 
 
 def _written(dtype: np.dtype) -> np.dtype:
-    """The dtype in files: TensorStore knows int2 and int4, and not uint2 and uint4."""
+    """Returns the dtype in files: TensorStore supports int2 and int4, but not uint2 and uint4."""
     return np.dtype(np.uint8) if dtype.name in ("uint2", "uint4") else dtype
 
 
@@ -91,14 +90,14 @@ def _writable(array: np.ndarray) -> np.ndarray:
 
 
 def rows_in_turn(path: str, key: str) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows of one of the arrays, as they lie in files: the number of the first, and as many as were written
-    together.
+    """Yields the rows of an array in the blocks in which they were written, with the number of each block's first
+    row.
 
-    Each array is an array of zarr by itself, whose name has dots between the parts of the key.
+    Each array is a zarr array, whose name has dots between the parts of the key.
 
     Args:
-      path: Of the item.
-      key: Of an array that has rows.
+      path: The path of the item.
+      key: The key of an array that has rows.
     """
     import tensorstore  # which orbax brings
 
@@ -110,10 +109,11 @@ def rows_in_turn(path: str, key: str) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _checkpointer(ocp: Any) -> contextlib.AbstractContextManager[Any]:
-    """For this process alone.
+    """Returns a checkpointer for this process alone.
 
-    Without OCDBT, which halves the speed for fewer files (0.4 GB/s and 0.65 were seen); and not compressed: weights
-    become a tenth smaller, for twice the CPU time, which training needs.
+    It does not use OCDBT, which has fewer files for half the speed (0.4 GB/s instead of 0.65). It does not compress,
+    because
+    that makes weights a tenth smaller for twice the CPU time, which training needs.
     """
     here = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
@@ -144,7 +144,7 @@ def _at(tree: Any, key: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, orbax's log lines are left out: a save that fails prints hundreds, and what went wrong is raised."""
+    """Returns a context that drops orbax's log lines: a failing save logs hundreds, and the error is raised anyway."""
     logger = logging.getLogger("absl")
     inside = object()
     with _lock:
@@ -155,7 +155,7 @@ def _quiet() -> Iterator[None]:
     finally:
         with _lock:
             _inside.discard(inside)
-            if not _inside:  # another thread may be
+            if not _inside:  # another thread may be inside
                 logger.removeFilter(_is_of_others)
 
 

@@ -1,4 +1,4 @@
-"""New checkpoints of a directory, as another program writes them."""
+"""Yields new checkpoints of a directory, which another program writes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def checkpoints_iterator(
     timeout: float | None = None,
     timeout_fn: Callable[[], bool] | None = None,
 ) -> Iterator[str]:
-    """Yields the path of the newest checkpoint of a directory, each time that there is a new one. It blocks.
+    """Yields the path of the latest checkpoint of a directory whenever there is a new one. It blocks.
 
-    Checkpoints that were replaced by newer ones before the caller came back are skipped.
+    It skips checkpoints that are replaced by newer ones before the caller asks for the next.
 
     Args:
-      checkpoint_dir: Another program may save into it.
-      min_interval_secs: Between two paths, in seconds.
-      timeout: How long to wait for a new one, in seconds; None: for ever.
-      timeout_fn: Called after that time; if it returns True, or is not given, the iteration ends.
+      checkpoint_dir: The directory, into which another program may save.
+      min_interval_secs: The least time between two paths, in seconds.
+      timeout: The longest wait for a new one, in seconds; None for no limit.
+      timeout_fn: A function that is called after that time. The iteration ends if it returns True, or is not given.
 
     Source: TensorFlow, ``tf.train.checkpoints_iterator``.
     """
@@ -45,7 +45,7 @@ def checkpoints_iterator(
 def _newer(
     directory: str | os.PathLike[str], seen: tuple[str, int] | None, timeout: float | None
 ) -> tuple[str, int] | None:
-    """The newest checkpoint and its time, once it is another one; a file that was written further counts as new."""
+    """Waits for a new latest checkpoint, and returns its path and time. A file that was written again counts as new."""
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         path = latest_checkpoint(directory)

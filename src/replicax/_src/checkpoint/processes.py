@@ -1,4 +1,6 @@
-"""Which process writes, and what the processes of a cluster agree on: one directory, one checkpoint, states of each."""
+"""Agreement among the processes of a cluster on checkpoints: the writer, the directory, the checkpoint, and the
+states.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ from replicax._src.cluster.peers import joined_peers
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.elements import NotResumableError
 
-# A network's file system may show a file of another machine later.
+# A network file system may show a file of another machine late.
 _SHARED_WITHIN_S = 10.0
-# Checksums of what is in memory take about a second per GB, in which nothing changes on the disk.
+# Checksums of data in memory take about a second per GB, during which no file changes.
 _UNCHANGED_WITHIN_S = 300.0
-# How often who writes says that it still does: those who wait give up on somebody who says nothing.
+# The interval at which the writer reports that it is still writing. Waiting processes give up on a silent writer.
 _TELL_S = 1.0
-_checked: dict[str, str] = {}  # what a process was given -> what all see
+_checked: dict[str, str] = {}  # given directory -> shared directory
 
 
 def is_chief() -> bool:
-    """Whether this process writes checkpoints: one of a cluster does."""
+    """True if this process writes checkpoints: one process of a cluster does."""
     peers = joined_peers()
     if peers is not None:
         return peers.is_leader
@@ -37,12 +39,12 @@ def is_chief() -> bool:
 
 
 def is_alone() -> bool:
-    """Whether no other process trains with this one."""
+    """True if no other process trains with this one."""
     return joined_peers() is None
 
 
 def gather(topic: str, value: Any) -> list[Any]:
-    """The values of all processes that train together; all call it."""
+    """Returns the values of all processes that train together. All must call it."""
     peers = joined_peers()
     return (
         [value] if peers is None else peers.gather(f"checkpoint {topic}", value, what=f"to agree on {topic}")
@@ -50,21 +52,21 @@ def gather(topic: str, value: Any) -> list[Any]:
 
 
 def process_number() -> int:
-    """Of this process among those that train together."""
+    """Returns the number of this process among those that train together."""
     peers = joined_peers()
     return 0 if peers is None else peers.number
 
 
 def agreed_state(states: Sequence[Any]) -> list[Any]:
-    """The states of all processes as they are saved: once, where all are the same."""
+    """Returns the states of all processes as they are saved: one if all are equal."""
     return [states[0]] if all(state == states[0] for state in states) else list(states)
 
 
 def own_state(label: str, states: Sequence[Any]) -> Any:
-    """The state for this process, of those that were saved.
+    """Returns the state for this process, from the saved ones.
 
     Raises:
-      NotResumableError: As many processes as now had other ones each.
+      NotResumableError: Another number of processes had a state each.
     """
     if len(states) == 1:
         return states[0]
@@ -72,33 +74,34 @@ def own_state(label: str, states: Sequence[Any]) -> Any:
     num_processes = 1 if peers is None else len(peers)
     if len(states) != num_processes:
         raise NotResumableError(
-            f"The checkpoint has a state of {label} for each of {len(states)} processes, and now there are {num_processes}. A "
-            "dataset that each worker reads a part of goes on with as many workers as before; one whose position is the same in "
-            "all (rx.data.from_arrays, AutoShardPolicy.DATA) with any number."
+            f"The checkpoint has a state of {label} for each of {len(states)} processes, but now there are "
+            f"{num_processes}. A dataset of which each worker reads a part resumes only with the same number "
+            "of workers. A dataset with the same position in all (rx.data.from_arrays, AutoShardPolicy.DATA) "
+            "resumes with any number."
         )
     return states[process_number()]
 
 
 def check_shared(directory: str) -> None:
-    """Makes sure that all processes see one directory. All call it; for a directory that is known it costs nothing.
+    """Checks that all processes share a directory. All call it; for a known directory it costs nothing.
 
     Raises:
-      UnsharedDirectoryError: They see different ones.
+      UnsharedDirectoryError: They do not share it.
     """
     shared_directory(directory, takes_chiefs=False)
 
 
 def shared_directory(directory: str, *, takes_chiefs: bool = True) -> str:
-    """The directory that all processes see. All call it; for a directory that is known it costs nothing.
+    """Returns the directory that all processes share. All call it; for a known directory it costs nothing.
 
-    Programs of TensorFlow give each worker a directory of its own, as all of them write there.
+    Programs of TensorFlow give each worker a directory of its own, because all of them write there.
 
     Args:
-      directory: What this process was given.
-      takes_chiefs: A process that was given another directory than the chief takes the chief's, if it sees that.
+      directory: The directory that this process was given.
+      takes_chiefs: True if a process with another directory than the chief uses the chief's, if it can see that.
 
     Raises:
-      UnsharedDirectoryError: They see different ones.
+      UnsharedDirectoryError: They do not share it.
     """
     peers = joined_peers()
     if peers is None:
@@ -113,22 +116,22 @@ def shared_directory(directory: str, *, takes_chiefs: bool = True) -> str:
         _write_marker(marker)
     gather("the directory's mark", True)
     shared = _appears_in(list(places), name)
-    seen = gather("who sees the directory", shared is not None)
+    seen = gather("which processes see the directory", shared is not None)
     if peers.is_leader:
         os.remove(marker)
     blind = [name for name, sees in zip(peers.names, seen, strict=True) if not sees]
     if blind or shared is None:
         raise UnsharedDirectoryError(
-            f"The directory {directory!r} is not the same for all: {peers.names[0]} has written a file there that {', '.join(blind)} "
-            f"cannot see. {peers.names[0]} writes checkpoints, and all restore them: give a directory on a disk that all machines "
-            "share (NFS, Lustre, a bucket that is mounted)."
+            f"The processes do not share the directory {directory!r}: {peers.names[0]} has written a file "
+            f"there that {', '.join(blind)} cannot see. {peers.names[0]} writes checkpoints, and all restore "
+            "them. Give a directory on a disk that all machines share (NFS, Lustre, a mounted bucket)."
         )
     _checked[directory] = shared
     return shared
 
 
 def check_same_checkpoint(path: str | None, manifest: str) -> None:
-    """Makes sure that all processes restore one checkpoint, wherever they see it. All call it.
+    """Checks that all processes restore the same checkpoint, whatever its path is for them. All call it.
 
     Raises:
       InvalidArgumentError: They were given different ones.
@@ -139,13 +142,13 @@ def check_same_checkpoint(path: str | None, manifest: str) -> None:
         return
     listed = ", ".join(f"{name} {each['path']!r}" for name, each in zip(peers.names, given, strict=True))
     raise InvalidArgumentError(
-        f"Checkpoint.restore was given different checkpoints: {listed}. All processes restore one, from a directory that they share; "
-        "rx.CheckpointManager(...).restore_or_initialize() agrees on the newest that is whole."
+        f"Checkpoint.restore was given different checkpoints: {listed}. All processes must restore the same one, "
+        "from a shared directory; rx.CheckpointManager(...).restore_or_initialize() agrees on the latest intact one."
     )
 
 
 def wait_for_chiefs(path: str) -> None:
-    """Waits a little for what the chief sees, which a network's file system may show to others later."""
+    """Waits a little for a file that the chief sees, because a network file system may show it to others late."""
     if not is_chief():
         _appears(path)
 
@@ -161,21 +164,21 @@ def _appears(path: str) -> bool:
 
 
 def _appears_in(directories: Sequence[str], name: str) -> str | None:
-    """The first of the directories in which a file appears within some time."""
+    """Returns the first of the directories in which a file appears within some time."""
     deadline = time.monotonic() + _SHARED_WITHIN_S
     while True:
         for directory in directories:
             if os.path.exists(os.path.join(directory, name)):
                 return directory
             if os.path.isdir(directory):
-                os.listdir(directory)  # or NFS goes on saying what it has said
+                os.listdir(directory)  # otherwise NFS answers from its cache
         if time.monotonic() > deadline:
             return None
         time.sleep(0.05)
 
 
 def together(what: str, action: Callable[[], Any]) -> Any:
-    """Does something that each process does by itself, and raises in all if it fails in one.
+    """Runs an action in each process, and raises in all if it fails in one.
 
     Raises:
       CheckpointError: It failed in another process.
@@ -194,15 +197,15 @@ def together(what: str, action: Callable[[], Any]) -> Any:
         peers = joined_peers()
         assert peers is not None
         number, text = failed[0]
-        raise CheckpointError(f"{peers.names[number]} could not go on with {what}: {text}")
+        raise CheckpointError(f"{peers.names[number]} failed at {what}: {text}")
     return result
 
 
 def write(what: str, task: Callable[[], Any]) -> None:
-    """The chief does something that may take any time; the others wait for it. All call it.
+    """Runs a task of any length in the chief, while the others wait for it. All call it.
 
     Raises:
-      CheckpointError: It failed.
+      CheckpointError: The task failed.
     """
     if joined_peers() is None:
         task()
@@ -214,12 +217,12 @@ def write(what: str, task: Callable[[], Any]) -> None:
 
 
 def wait_for_chief(what: str, background: Background, timeout_s: float | None = None) -> None:
-    """Waits until what the chief has begun in the background has ended; all call it, and hear how.
+    """Waits until the chief's background task has ended. All call it, and get the outcome.
 
     Raises:
-      CheckpointError: It failed.
-      TimeoutError: It has not ended in ``timeout_s``, the chief's.
-      ClusterFailureError: Another process is gone.
+      CheckpointError: The task failed.
+      TimeoutError: It has not ended within the chief's ``timeout_s``.
+      ClusterFailureError: Another process is lost.
     """
     peers = joined_peers()
     if peers is None:
@@ -232,42 +235,42 @@ def wait_for_chief(what: str, background: Background, timeout_s: float | None = 
             told = gather(f"{what}: how it went", outcome)[0]
         except ClusterFailureError:
             if is_chief() and outcome == "":
-                return  # it is written, whatever has become of the others; who needs them will hear
+                return  # it is written, whatever happened to the others; code that needs them gets the error
             raise
         if error is not None:
             raise error
         if told == _LATE:
-            raise TimeoutError(f"{peers.names[0]} has not ended {what} after {timeout_s} s.")
+            raise TimeoutError(f"{peers.names[0]} has not finished {what} within {timeout_s} s.")
         if told == "":
             return
         if told != _BUSY:
-            raise CheckpointError(f"{peers.names[0]} could not go on with {what}: {told}")
+            raise CheckpointError(f"{peers.names[0]} failed at {what}: {told}")
 
 
 def wait_for_saves(path: str) -> None:
-    """Waits until the saves that this process has started in a directory are on the disk.
+    """Waits until the saves that this process has started in a directory are on the disk. A process may call it
+    alone.
 
-    Any process may call it alone.
-
-    A process that does not write looks at the disk until the chief's checkpoint is there.
+    A process that does not write polls the disk until the chief's checkpoint is there.
 
     Args:
-      path: Of the directory, or of a checkpoint in it.
+      path: The directory, or a checkpoint in it.
 
     Raises:
-      CheckpointError: A save has failed. In a cluster it is raised until ``manager.wait()`` has told all processes.
-      ClusterFailureError: Another process is gone.
+      CheckpointError: A save has failed. In a cluster each call raises it until ``manager.wait()`` has told all
+        processes.
+      ClusterFailureError: Another process is lost.
     """
     for save in saves_under(path):
         save.wait(keeps_failure=not is_alone())
 
 
 def wait_for_saves_together(path: str) -> None:
-    """As ``wait_for_saves``, called by all processes: they wait for the chief, and all hear of a failure.
+    """Does the same as ``wait_for_saves``, called by all processes: they wait for the chief, and all get its failure.
 
     Raises:
       CheckpointError: A save has failed; raised once.
-      ClusterFailureError: Another process is gone.
+      ClusterFailureError: Another process is lost.
     """
 
     def wait_here() -> None:
@@ -283,16 +286,16 @@ def wait_for_saves_together(path: str) -> None:
 
 
 def follow_chief(path: str, part: str, before: object) -> None:
-    """Waits until the chief's checkpoint is on the disk that both see.
+    """Waits until the chief's checkpoint is on the shared disk.
 
     Args:
-      path: Of the checkpoint.
-      part: How the names of the directories begin in which it is written.
-      before: What ``identity`` said of ``path`` before the chief began.
+      path: The path of the checkpoint.
+      part: The prefix of the directories in which it is being written.
+      before: The ``identity`` of ``path`` before the chief started.
 
     Raises:
       CheckpointError: The chief has not written it.
-      ClusterFailureError: Another process is gone.
+      ClusterFailureError: Another process is lost.
     """
     peers = joined_peers()
     assert peers is not None
@@ -310,15 +313,15 @@ def follow_chief(path: str, part: str, before: object) -> None:
                 seen, changed_at = files, now
             elif not files or now - changed_at > _UNCHANGED_WITHIN_S:
                 raise CheckpointError(
-                    f"{peers.names[0]} has not written the checkpoint {path!r}. Call manager.wait() in all processes: it raises "
-                    "the reason."
+                    f"{peers.names[0]} has not written the checkpoint {path!r}. Call manager.wait() in all "
+                    "processes, which raises the reason."
                 )
         time.sleep(0.05)
 
 
 def _files_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Returns the names, sizes and times of the files in some folders; files that are removed meanwhile are left
-    out.
+    """Returns the names, sizes and times of the files in some folders. It skips files that are removed in the
+    meantime.
     """
     found = {}
     for top in folders:
@@ -331,7 +334,7 @@ def _files_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def identity(path: str) -> object:
-    """Something that changes when a checkpoint takes its place at ``path``; None where there is none."""
+    """Returns a value that changes when a new checkpoint appears at ``path``; None if there is none."""
     try:
         stat = os.stat(os.path.join(path, MANIFEST))
     except OSError:
@@ -343,7 +346,7 @@ _BUSY, _LATE = "busy", "late"
 
 
 def _outcome(background: Background, deadline: float | None) -> tuple[str, Exception | None]:
-    """What the chief tells: nothing, when it has ended; and what it raises."""
+    """Returns the chief's report, which is empty when the task has ended, and the error of the task."""
     left_s = _TELL_S if deadline is None else min(_TELL_S, max(0.0, deadline - time.monotonic()))
     try:
         background.wait(left_s)

@@ -1,7 +1,8 @@
-"""From a checkpoint on disk into the objects of a program: matched by the names of attributes, from the root downwards.
+"""Restores a checkpoint on disk into the objects of a program, matched by the names of attributes, from the root
+down.
 
-Objects that are not there yet get their values when they are made: what has been matched is remembered, and matching
-goes on whenever one of the objects has grown.
+Objects that do not exist yet get their values when they are made: the matches are remembered, and matching continues
+whenever one of the objects gets new parts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _newest = Newest()
 @final
 @dataclass(frozen=True)
 class _Pair:
-    """A leaf, and what was saved of it."""
+    """A leaf, and its saved value."""
 
     number: int
     key: str
@@ -44,7 +45,7 @@ class _Pair:
 
 
 def advance_all(restorations: Iterable[Restoration]) -> None:
-    """Has each match what it can, in the order in which they began; the first error is raised when all have."""
+    """Makes each restoration match what it can, oldest first. Raises the first error after all have run."""
     errors: list[Exception] = []
     for each in sorted(restorations, key=lambda each: each.number):
         try:
@@ -56,7 +57,7 @@ def advance_all(restorations: Iterable[Restoration]) -> None:
 
 
 def _is_growing(tracked: Any) -> bool:
-    """True if an object is going to have more parts."""
+    """True if an object will get more parts."""
     if isinstance(tracked, Growing):
         return tracked.is_growing
     return any(tracking.is_growing(tracked) for tracking in trackings())
@@ -64,17 +65,18 @@ def _is_growing(tracked: Any) -> bool:
 
 @final
 class Restoration:
-    """One checkpoint that is restored into what is under one root, now and later.
+    """The restore of one checkpoint into the objects under a root, now and later.
 
     Args:
       saved: The checkpoint.
-      root: What was saved, or one like it.
-      state_of: Which one of the states of several processes is this one's.
+      root: The root object, of the structure that was saved.
+      state_of: Chooses this process's state among those of several processes.
 
     Attributes:
-      number: Later ones have larger numbers: where several are restored into one object, the last one wins, also if
-        an earlier one has waited for it.
-      is_asked: Whether anybody has asked what was not restored.
+      number: A later restore has a larger number. If several restore the same object, the latest wins, even if an
+        earlier
+        one was waiting for the object.
+      is_asked: True if the user has asked which values were not restored.
     """
 
     def __init__(self, saved: SavedCheckpoint, root: Any, state_of: Callable[[str, Sequence[Any]], Any]):
@@ -93,34 +95,36 @@ class Restoration:
 
     @property
     def num_restored(self) -> int:
-        """How many values have been."""
+        """The number of restored values."""
         return len(self._restored)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every value of the checkpoint has been restored."""
+        """True if every value of the checkpoint has been restored."""
         return not self.unrestored()
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is going to be restored."""
+        """True if no more values will be restored."""
         return self._is_dropped or self.is_whole
 
     def drop(self) -> None:
-        """Another checkpoint is restored in its place: nothing more is taken from this one."""
+        """Ends the restoration, because another checkpoint is restored in its place."""
         self._is_dropped = True
 
     def advance(self, *, is_strict: bool = False) -> None:
         """Matches what can be matched by now, and restores it.
 
         Args:
-          is_strict: Of what is there the checkpoint may lack something, or it may have more, but not both: then it is
-            of another model.
+          is_strict: True to raise if the checkpoint lacks values of the program and also has others: it then belongs
+            to another
+            model. Only one of the two is allowed.
 
         Raises:
-          CheckpointMismatchError: Shapes or dtypes differ, or names where it is strict; nothing was restored. It is
-            raised once: what differs is left from then on.
-          CorruptCheckpointError: Values are not as they were saved; nothing was restored, and nothing will be.
+          CheckpointMismatchError: Shapes or dtypes differ, or names if it is strict; nothing was restored. It is
+            raised once:
+            values that differ are ignored from then on.
+          CorruptCheckpointError: Values are damaged; nothing was restored, and nothing will be.
         """
         if self._is_advancing or self._is_dropped:
             return
@@ -145,7 +149,9 @@ class Restoration:
             self._is_advancing = False
 
     def _awaited(self) -> list[_Pair]:
-        """What is there that has not been restored, by a later restoration either, nor refused as it is."""
+        """Returns matched values that neither this nor a later restoration has restored, and that were not refused
+        before.
+        """
         pairs = [pair for pair in self._matched() if pair.number not in self._restored]
         self._restored |= {pair.number for pair in pairs if _newest.is_after(pair.leaf, self.number)}
         return [pair for pair in pairs if pair.number not in self._restored and not self._is_refused(pair)]
@@ -155,7 +161,7 @@ class Restoration:
         return leaf is not None and leaf.identity == pair.leaf.identity and self._difference(pair) == text
 
     def _matched(self) -> list[_Pair]:
-        """All leaves that have a counterpart; what can be reached by several ways is matched by the first."""
+        """Returns all leaves that have a counterpart. A leaf that several paths reach is matched by the first."""
         pairs: list[_Pair] = []
         self._objects = {}
         met: set[Hashable] = set()
@@ -175,7 +181,7 @@ class Restoration:
             kind = kind_of(tracked) if node.kind else ""
             if kind != node.kind and kind:
                 self._note_kind(number, f"{name}: {node.kind} in the checkpoint, {kind} here")
-                if _is_growing(tracked):  # it has not begun, as one that compile() makes for who evaluates
+                if _is_growing(tracked):  # such as the unbuilt optimizer of a model that only evaluates
                     met |= {leaf.identity for _, leaf in Graph(tracked).leaves()}
                 continue
             parts = found or {}
@@ -188,13 +194,13 @@ class Restoration:
         return pairs
 
     def _note_kind(self, number: int, text: str) -> None:
-        """What has parts of the same names, an optimizer's momentums, say, that mean something else: nothing of it is
-        taken.
+        """Records an object whose parts have the same names but another meaning, such as momentums. None of it is
+        restored.
         """
         if number not in self._of_other_kind:
             self._of_other_kind[number] = text
             log.warning(
-                "The checkpoint %r has something of another kind than there is here, and nothing of that is restored: %s.",
+                "The checkpoint %r has an object of another kind than the program, and nothing of it is restored: %s.",
                 self.saved.path,
                 text,
             )
@@ -203,10 +209,10 @@ class Restoration:
     def _nodes(self) -> Sequence[SavedObject]:
         return self.saved.contents.objects
 
-    # --- checking and giving ----------------------------------------------------------------------------
+    # --- checking and setting ---------------------------------------------------------------------------
 
     def _homeless(self) -> list[str]:
-        """Keys of the arrays for which there is no variable, and will be none: nothing above them is still to be
+        """Returns the keys of arrays that have no variable, and will have none, because no object above them will be
         built.
         """
         awaited = deque(n for n, tracked in self._objects.items() if _is_growing(tracked))
@@ -221,7 +227,7 @@ class Restoration:
     def _tell_of(self, missing: Sequence[str]) -> None:
         if missing:
             log.warning(
-                "The checkpoint %r does not have %s%s: these keep the values they had.",
+                "The checkpoint %r does not have %s%s, so these keep their values.",
                 self.saved.path,
                 ", ".join(missing[:5]),
                 f" and {len(missing) - 5} more" if len(missing) > 5 else "",
@@ -236,19 +242,20 @@ class Restoration:
             differ += self._of_other_kind.values()
             differ += [f"{key}: not in the checkpoint" for key in missing]
             differ += [f"{key}: only in the checkpoint" for key in homeless]
-            advice = ", or restore what has the same name with manager.restore()"
+            advice = ", or restore the values with the same names with manager.restore()"
         if differ:
             shown = "\n".join(f"  {text}" for text in differ[:20])
             more = f"\n  and {len(differ) - 20} more" if len(differ) > 20 else ""
             raise CheckpointMismatchError(
-                f"The checkpoint {self.saved.path!r} is of another model, and nothing of it was restored. These differ:\n{shown}"
-                f"{more}\nMake the model as it was made when it was saved, track only the parts that are the same{advice}."
+                f"The checkpoint {self.saved.path!r} belongs to another model, and nothing of it was "
+                f"restored. These differ:\n{shown}{more}\nMake the model as it was when it was saved, track "
+                f"only the parts that are the same{advice}."
             )
 
     def _difference(self, pair: _Pair) -> str:
         if not pair.key:
             return (
-                f"{pair.leaf.label}: one value here, and several, or an object with parts, in the checkpoint"
+                f"{pair.leaf.label}: one value here, but several, or an object with parts, in the checkpoint"
             )
         array = self.saved.contents.arrays.get(pair.key)
         if isinstance(pair.leaf, StateLeaf):
@@ -256,7 +263,7 @@ class Restoration:
         assert isinstance(pair.leaf, ArrayLeaf)
         if array is None:
             was = self._state_of(pair.leaf.label, self.saved.contents.states[pair.key])
-            return f"{pair.key}: a state was saved ({was!s:.60}), and {pair.leaf.label!r} is an array here"
+            return f"{pair.key}: a state was saved ({was!s:.60}), but {pair.leaf.label!r} is an array here"
         saved, here = (array.shape, jnp.dtype(array.dtype)), (tuple(pair.leaf.shape), pair.leaf.dtype)
         if saved == here:
             return ""
@@ -278,9 +285,9 @@ class Restoration:
             return f"{pair.key}: {text}" if text else ""
         is_complex = jnp.issubdtype(jnp.dtype(array.dtype), jnp.complexfloating)
         if isinstance(leaf, TreeNumber) and not leaf.is_text and not array.shape and not is_complex:
-            return ""  # a loss, say, that was an array of one number when it was saved
+            return ""  # for example a loss, which was an array of one number when it was saved
         what = f"an array of {array.dtype} and shape {array.shape} was saved"
-        return f"{pair.key}: {what}, and {leaf.label!r} is a {type(leaf.get()).__name__} here"
+        return f"{pair.key}: {what}, but {leaf.label!r} is a {type(leaf.get()).__name__} here"
 
     def _give_states(self, pairs: Sequence[tuple[str, StateLeaf]]) -> None:
         contents = self.saved.contents
@@ -312,9 +319,9 @@ class Restoration:
         self._restored |= {pair.number for pair in pairs}
 
     def _make_room(self) -> bool:
-        """Whether nests that had fewer numbers than were saved have become larger.
+        """Returns True if pytrees that had fewer numbers than were saved have been extended.
 
-        Each may once: later it is as the user wants it.
+        Each is extended once, because later changes are the user's.
         """
         has_grown = False
         for number, tracked in self._objects.items():
@@ -334,7 +341,7 @@ class Restoration:
         return has_grown
 
     def _number_at(self, number: int) -> Any:
-        """The number or text that was saved of an object, or, of an array with one number, another of its kind; else
+        """Returns the saved number or string of an object; for an array with one number, another of its kind; else
         None.
         """
         key, contents = self._nodes[number].key, self.saved.contents
@@ -366,9 +373,9 @@ class Restoration:
                 tracking.watch(tracked, self)
 
     def _waited_for(self) -> set[int]:
-        """Objects that lack something, and those above them, which may be what makes it.
+        """Returns objects that lack parts, and the objects above them, which may create these.
 
-        Those above have lower numbers.
+        Objects above have lower numbers.
         """
         found: set[int] = set()
         for number in sorted(self._objects, reverse=True):
@@ -377,15 +384,15 @@ class Restoration:
                 found.add(number)
         return found
 
-    # --- what has no counterpart --------------------------------------------------------------------------
+    # --- values without a counterpart ---------------------------------------------------------------------
 
     def unrestored(self) -> list[str]:
-        """Keys of the checkpoint that nothing has got."""
+        """Returns the keys of the checkpoint's values that have not been restored."""
         return [
             node.key for number, node in enumerate(self._nodes) if node.key and number not in self._restored
         ]
 
     def unsaved(self) -> list[str]:
-        """Of what is there now, keys of the values that the checkpoint does not have."""
+        """Returns the keys of the program's values that the checkpoint lacks."""
         leaves = Graph(self._root).leaves()
         return [f"{key} ({leaf.label})" for key, leaf in leaves if leaf.identity not in self._met]

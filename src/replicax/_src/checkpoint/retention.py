@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest, the best and some of each hour, by rules that do not know of one another."""
+"""The rules for which checkpoints are kept: the latest, the best, and some per hour. The rules are independent."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Record:
     """A checkpoint of a directory.
 
     Attributes:
-      path: Of it.
-      contents: What it says of itself.
+      path: Its path.
+      contents: The contents of its manifest.
     """
 
     path: str
@@ -35,17 +35,17 @@ def _is_whole(value: object, *, at_least: int) -> bool:
 @final
 @dataclass(frozen=True)
 class Retention:
-    """What is kept. A checkpoint that any of the rules wants stays.
+    """The rules. A checkpoint is kept if any rule wants it.
 
     Attributes:
-      max_to_keep: So many of the newest; None: all.
-      keep_best: So many of the best, of those that were saved with metrics.
-      best_fn: From the metrics of a checkpoint to the number by which it is judged.
+      max_to_keep: The number of latest checkpoints to keep; None for all.
+      keep_best: The number of best checkpoints to keep, of those that were saved with metrics.
+      best_fn: A function that returns a number for the metrics of a checkpoint.
       best_mode: "max" or "min".
-      every_n_hours: And one for each so many hours.
+      every_n_hours: The hours for each of which one more checkpoint is kept.
 
     Raises:
-      InvalidArgumentError: Numbers that are too small, another mode, or best ones without a ``best_fn``.
+      InvalidArgumentError: A number is too small, the mode is another one, or ``keep_best`` has no ``best_fn``.
     """
 
     max_to_keep: int | None = 5
@@ -57,27 +57,28 @@ class Retention:
     def __post_init__(self) -> None:
         if self.max_to_keep is not None and not _is_whole(self.max_to_keep, at_least=1):
             raise InvalidArgumentError(
-                f"max_to_keep is a whole number of at least 1, or None for all; got {self.max_to_keep!r}."
+                f"max_to_keep must be a whole number, at least 1, or None for all; got {self.max_to_keep!r}."
             )
         if self.best_mode not in ("max", "min"):
-            raise InvalidArgumentError(f"best_mode is 'max' or 'min'; got {self.best_mode!r}.")
+            raise InvalidArgumentError(f"best_mode must be 'max' or 'min'; got {self.best_mode!r}.")
         if self.best_fn is not None and not callable(self.best_fn):
             raise InvalidArgumentError(
-                f"best_fn is a function of the metrics, such as lambda metrics: metrics['loss']; got {self.best_fn!r}."
+                "best_fn must be a function of the metrics, such as lambda metrics: metrics['loss']; got "
+                f"{self.best_fn!r}."
             )
         if not _is_whole(self.keep_best, at_least=0) or (self.keep_best and self.best_fn is None):
             raise InvalidArgumentError(
-                f"keep_best={self.keep_best!r} needs best_fn, which says how good a checkpoint is: "
-                "best_fn=lambda metrics: metrics['accuracy']. It is a whole number, 0 or more."
+                f"keep_best={self.keep_best!r} must be a whole number, at least 0, and needs a best_fn that "
+                "rates a checkpoint: best_fn=lambda metrics: metrics['accuracy']."
             )
         hours = self.every_n_hours
         if hours is not None and not (isinstance(hours, numbers.Real) and hours > 0):
             raise InvalidArgumentError(
-                f"keep_checkpoint_every_n_hours is positive, or None; got {self.every_n_hours!r}."
+                f"keep_checkpoint_every_n_hours must be positive, or None; got {self.every_n_hours!r}."
             )
 
     def by_quality(self, records: Sequence[Record]) -> list[Record]:
-        """Those with metrics, the best first; of equal ones the newer. What has no number (NaN) comes last."""
+        """Returns the checkpoints with metrics, best first; of equal ones the newer first. NaN is last."""
         if self.best_fn is None:
             return []
         sign = 1.0 if self.best_mode == "max" else -1.0
@@ -90,10 +91,10 @@ class Retention:
         return sorted((r for r in records if r.contents.metrics is not None), key=quality, reverse=True)
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Makes sure that these can be judged, before anything is saved with them.
+        """Checks that metrics can be judged, before a checkpoint is saved with them.
 
         Raises:
-          InvalidArgumentError: ``best_fn`` raises an error, or gives no number.
+          InvalidArgumentError: ``best_fn`` raises an error, or does not return a number.
         """
         if self.best_fn is None:
             return
@@ -101,12 +102,14 @@ class Retention:
             float(self.best_fn(metrics))
         except Exception as error:
             raise InvalidArgumentError(
-                f"best_fn cannot judge the metrics {dict(metrics)!r:.200} ({type(error).__name__}: {error}). It gives a number for the "
-                "metrics of each save that has some; leave metrics out where a checkpoint is not to be judged."
+                f"best_fn cannot judge the metrics {dict(metrics)!r:.200} ({type(error).__name__}: {error}). It must "
+                "return a number for the metrics of each save; leave metrics out of a save that should not be judged."
             ) from error
 
     def _judge_earlier(self, metrics: Any) -> float:
-        """Of a checkpoint that is there, perhaps of a program that had other metrics: then no number."""
+        """Judges an existing checkpoint. Returns NaN if ``best_fn`` fails, because the checkpoint may have other
+        metrics.
+        """
         assert self.best_fn is not None
         try:
             return float(self.best_fn(metrics))
@@ -114,10 +117,10 @@ class Retention:
             return math.nan
 
     def to_remove(self, records: Sequence[Record]) -> list[Record]:
-        """Those that no rule wants.
+        """Returns the checkpoints that no rule wants.
 
         Args:
-          records: Oldest first.
+          records: All checkpoints, oldest first.
         """
         if self.max_to_keep is None:
             return []

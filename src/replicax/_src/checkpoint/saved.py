@@ -1,4 +1,4 @@
-"""A checkpoint on disk: opened, verified and read."""
+"""A checkpoint on disk: opens, verifies and reads it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SavedCheckpoint:
     """A checkpoint that has been written.
 
     Args:
-      path: Of its directory.
+      path: The path of its directory.
 
     Raises:
-      CheckpointNotFoundError: There is none.
-      CorruptCheckpointError: What it says of itself is not as it was written.
+      CheckpointNotFoundError: There is no checkpoint.
+      CorruptCheckpointError: Its manifest is damaged.
     """
 
     def __init__(self, path: str):
@@ -42,14 +42,14 @@ class SavedCheckpoint:
         except OSError as error:
             raise CorruptCheckpointError(f"{manifest!r} cannot be read ({error}).") from error
         if os.path.isdir(os.path.join(self.path, STATE)):
-            raise CorruptCheckpointError(f"{manifest!r} is missing: what else is there cannot be verified.")
+            raise CorruptCheckpointError(f"{manifest!r} is missing, so the other files cannot be verified.")
         raise CheckpointNotFoundError(
             f"There is no checkpoint at {self.path!r}. Checkpoints are directories such as 'training/ckpt-3'; "
             "rx.checkpoint.latest_checkpoint(directory) finds the newest one."
         )
 
     def problems(self) -> list[str]:
-        """What is wrong with its files: each is read."""
+        """Reads all files, and returns the problems that it found."""
         return [text for text in map(self._problem_of, self.contents.files) if text]
 
     def _problem_of(self, name: str) -> str:
@@ -61,29 +61,29 @@ class SavedCheckpoint:
         except OSError as error:
             return f"{name} cannot be read ({error})"
         if size != expected_size:
-            return f"{name} has {size} bytes, and {expected_size} were written"
+            return f"{name} has {size} bytes, but {expected_size} were written"
         return "" if crc == expected_crc else f"{name} has other bytes than were written"
 
     def verify(self) -> None:
-        """Reads all files.
+        """Reads and verifies all files.
 
         Raises:
-          CorruptCheckpointError: They are not as they were written; names them.
+          CorruptCheckpointError: Files are damaged; the message names them.
         """
         problems = self.problems()
         if problems:
             shown = "\n".join(f"  {text}" for text in problems[:10])
             more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise CorruptCheckpointError(
-                f"The checkpoint {self.path!r} is damaged, and nothing of it was restored:\n{shown}{more}\nRestore another one: "
-                "rx.CheckpointManager takes the newest that is whole."
+                f"The checkpoint {self.path!r} is damaged, and nothing of it was restored:\n{shown}{more}\nRestore "
+                "another one: rx.CheckpointManager restores the latest intact one."
             )
 
     def values(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
-        """Some of its arrays.
+        """Returns some of its arrays, verified.
 
         Raises:
-          CorruptCheckpointError: One has other bytes than were written; names it.
+          CorruptCheckpointError: An array is damaged; the message names it.
         """
         arrays = self.contents.arrays
         wanted = {key: (arrays[key].shape, arrays[key].dtype) for key in keys}
@@ -92,19 +92,19 @@ class SavedCheckpoint:
         return values
 
     def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
-        """An array that has rows, some after the others: the number of the first, and these.
+        """Yields the rows of an array block by block, with the number of each block's first row.
 
         Raises:
-          CorruptCheckpointError: It cannot be read.
+          CorruptCheckpointError: The array cannot be read.
         """
         with self._reading():
             yield from rows_in_turn(os.path.join(self.path, STATE), key)
 
     def check_rows(self, key: str) -> None:
-        """Reads such an array.
+        """Reads and verifies an array that has rows.
 
         Raises:
-          CorruptCheckpointError: It has other bytes than were written, or another shape or dtype.
+          CorruptCheckpointError: It is damaged, or has another shape or dtype.
         """
         array, crc, num_rows = self.contents.arrays[key], 0, 0
         for _, rows in self.rows(key):
@@ -116,10 +116,10 @@ class SavedCheckpoint:
             self._raise_damaged([key])
 
     def components(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
-        """Of those of some arrays that have components, these.
+        """Returns the components of those of some arrays that have components, verified.
 
         Raises:
-          CorruptCheckpointError: One has other bytes than were written; names it.
+          CorruptCheckpointError: An array is damaged; the message names it.
         """
         arrays = self.contents.arrays
         wanted = {
@@ -143,8 +143,8 @@ class SavedCheckpoint:
             yield
         except Exception as error:
             raise CorruptCheckpointError(
-                f"The checkpoint {self.path!r} cannot be read ({type(error).__name__}: {error!s:.300}). Was it deleted meanwhile, "
-                "or changed by hand?"
+                f"The checkpoint {self.path!r} cannot be read ({type(error).__name__}: {error!s:.300}). It "
+                "may have been deleted in the meantime, or changed by hand."
             ) from error
 
     def _check(self, arrays: Sequence[tuple[str, np.ndarray, int | None]]) -> None:
@@ -154,5 +154,5 @@ class SavedCheckpoint:
 
     def _raise_damaged(self, keys: Sequence[str]) -> NoReturn:
         raise CorruptCheckpointError(
-            f"The checkpoint {self.path!r} has other values than were saved for {', '.join(map(repr, keys[:5]))}."
+            f"The checkpoint {self.path!r} has damaged values for {', '.join(map(repr, keys[:5]))}."
         )

@@ -1,4 +1,4 @@
-"""What ``restore`` and ``read`` return: what was restored, and what was not."""
+"""The result of ``restore`` and ``read``: the values that were restored, and those that were not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from replicax._src.checkpoint.restoring import Restoration
 
 @final
 class LoadStatus:
-    """What became of a checkpoint that was restored. As in TensorFlow, each method returns the status.
+    """The outcome of a restore. As in TensorFlow, each method returns the status.
 
-    Values of objects that are not there yet (an optimizer that has not been built) are restored when they are made.
-    Where some are still unused when the next checkpoint is saved, and none of these methods was called, one line is
-    logged that says so.
+    Values of objects that do not exist yet (an optimizer that has not been built) are restored when these are made.
+    If some
+    are still unused at the next save, and none of these methods was called, one log line says so.
 
     Source: TensorFlow, ``tf.train.Checkpoint.restore``.
     """
@@ -25,54 +25,54 @@ class LoadStatus:
 
     @property
     def path(self) -> str | None:
-        """Of the checkpoint; None if there was none."""
+        """The path of the checkpoint; None if there was none."""
         return None if self._restored is None else self._restored.saved.path
 
     @property
     def _restoration(self) -> Restoration:
-        """What is asked about, from now on by the user."""
+        """The restoration that a check is about. Reading it records that the user has asked."""
         if self._restored is None:
             raise UnmatchedCheckpointError(
-                "Nothing is restored: the path that restore() got was None. latest_checkpoint is None where no checkpoint is: ask "
-                "that first (`if manager.latest_checkpoint:`), or use manager.restore_or_initialize()."
+                "Nothing was restored, because restore() got the path None. latest_checkpoint is None if there is no "
+                "checkpoint: test it first (`if manager.latest_checkpoint:`), or use manager.restore_or_initialize()."
             )
         self._restored.is_asked = True
         return self._restored
 
     def assert_consumed(self) -> Self:
-        """Everything in the checkpoint has been restored, and everything that is there was in it.
+        """Checks that all values of the checkpoint were restored, and that it had all values of the program.
 
         Raises:
-          UnmatchedCheckpointError: It has not; names what.
+          UnmatchedCheckpointError: Some values have no counterpart; the message names them.
         """
         unused = self._restoration.unrestored()
         if unused:
             raise UnmatchedCheckpointError(
-                f"The checkpoint {self.path!r} has values that nothing has got:\n{_listed(unused)}\nEither the program lacks what "
-                "was saved, or it is not built yet: call the model, or optimizer.build(model.trainable_variables), before. "
-                "expect_partial() says that it is meant."
+                f"The checkpoint {self.path!r} has values that were not restored:\n{_listed(unused)}\nEither the "
+                "program lacks these objects, or they are not built yet: call the model, or "
+                "optimizer.build(model.trainable_variables), first. Call expect_partial() if this is intended."
             )
         return self.assert_existing_objects_matched()
 
     def assert_existing_objects_matched(self) -> Self:
-        """Everything that is there now was in the checkpoint.
+        """Checks that the checkpoint had all values of the program.
 
         Raises:
-          UnmatchedCheckpointError: It was not; names what.
+          UnmatchedCheckpointError: It lacks some values; the message names them.
         """
         missing = self._restoration.unsaved()
         if missing:
             raise UnmatchedCheckpointError(
-                f"The checkpoint {self.path!r} does not have these, which keep the values they had:\n{_listed(missing)}\nIt was "
-                "saved of another program, or before they were made."
+                f"The checkpoint {self.path!r} does not have these, which keep their "
+                f"values:\n{_listed(missing)}\nIt was saved by another program, or before they were made."
             )
         return self
 
     def assert_nontrivial_match(self) -> Self:
-        """Something of the checkpoint has been restored.
+        """Checks that at least one value was restored.
 
         Raises:
-          UnmatchedCheckpointError: Nothing has.
+          UnmatchedCheckpointError: No value was restored.
         """
         if not self._restoration.num_restored:
             saved = _listed(self._restoration.unrestored())
@@ -81,13 +81,13 @@ class LoadStatus:
         return self
 
     def expect_partial(self) -> Self:
-        """Says that values of the checkpoint may stay unused: nothing is logged about them."""
+        """Accepts that values of the checkpoint stay unused, so that no log line reports them."""
         if self._restored is not None:
             self._restored.is_asked = True
         return self
 
     def initialize_or_restore(self, session: None = None) -> None:
-        """Does nothing: values are restored at once. For TensorFlow's sake."""
+        """Does nothing, because values are restored at once. TensorFlow programs may call it."""
         del session
 
     run_restore_ops = initialize_or_restore

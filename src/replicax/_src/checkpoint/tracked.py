@@ -1,4 +1,4 @@
-"""The words for what is saved: leaves, objects with parts, and the keys by which files know them."""
+"""The types of saved objects: leaves, and objects with parts; and the keys that files use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from replicax._src.checkpoint.errors import UntrackableError
 
 
 class Leaf(abc.ABC):
-    """Something that has a value, and nothing below it.
+    """An object that has a value and no parts.
 
     Attributes:
-      label: For people.
-      of: The object itself; what is tracked twice is saved once.
+      label: A name for messages.
+      of: The object itself. An object that is tracked twice is saved once.
     """
 
     label: str
@@ -22,16 +22,16 @@ class Leaf(abc.ABC):
 
     @property
     def identity(self) -> Hashable:
-        """What is the same wherever the object is found."""
+        """The identity of the object, equal wherever it is found."""
         return id(self.of)
 
 
 Parts = Mapping[str, Any]
-"""What an object has below it, by name; names of users are ``escaped``, and "/" stands between those of a nest."""
+"""The parts of an object, by name. Names of users are ``escaped``, and "/" separates names inside a pytree."""
 
 
 class Trackable(abc.ABC):
-    """An object of replicax that says itself what is below it."""
+    """An object of replicax that lists its parts itself."""
 
     @abc.abstractmethod
     def parts(self) -> Parts:
@@ -39,27 +39,28 @@ class Trackable(abc.ABC):
 
 
 class Growing(abc.ABC):
-    """An object of replicax that may get more parts than it has."""
+    """An object of replicax that may get more parts."""
 
     @property
     @abc.abstractmethod
     def is_growing(self) -> bool:
-        """True if it is going to have more parts."""
+        """True if it will get more parts."""
 
     @abc.abstractmethod
     def awaits(self, restoration: Any) -> None:
-        """Has a restoration advance when it has got more."""
+        """Makes a restoration continue when it gets more parts."""
 
 
 def escaped(name: str) -> str:
-    """A name as a part of a key, in which "/" and "." have meanings of their own, and nothing is no name."""
+    """Returns a name as a part of a key, in which "/", "." and the empty name are reserved."""
     return "%" if not name else name.replace("%", "%25").replace("/", "%2F").replace(".", "%2E")
 
 
 def untrackable(path: str, value: Any) -> UntrackableError:
-    """The error for what cannot be saved."""
+    """Returns the error for an object that cannot be saved."""
     return UntrackableError(
-        f"rx.Checkpoint({path}=...) got {type(value).__name__}, which it cannot save: {value!r:.120}. It saves variables, Keras "
-        "models, layers, optimizers and metrics, flax.nnx modules, nests of arrays and numbers, iterators of distributed "
-        "datasets, whatever has get_state() and set_state(state) with a state that JSON can hold, and lists and dicts of these."
+        f"rx.Checkpoint({path}=...) got {type(value).__name__}, which it cannot save: {value!r:.120}. It "
+        "saves variables, Keras models, layers, optimizers and metrics, flax.nnx modules, pytrees of arrays "
+        "and numbers, iterators of distributed datasets, objects with get_state() and set_state(state) whose "
+        "state is JSON, and lists and dicts of these."
     )

@@ -1,4 +1,4 @@
-"""Nests of arrays, numbers and strings that an attribute holds, and what has a state that JSON can hold."""
+"""Pytrees of arrays, numbers and strings that an attribute holds, and objects whose state is JSON."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PLAIN = (bool, int, float, str)
 
 @final
 class HeldTree(Trackable):
-    """A nest that an attribute holds. It is replaced when it is restored, not changed.
+    """A pytree that an attribute holds. A restore replaces it, and does not change it in place.
 
     Args:
-      holder: Has it, by name.
-      name: Of the attribute, or of the item of a nest.
-      label: For people; the name by default.
+      holder: The object that has it, by name.
+      name: The name of the attribute, or of the item of a container.
+      label: A name for messages; by default ``name``.
     """
 
     def __init__(self, holder: Any, name: Any, label: str | None = None):
@@ -38,7 +38,7 @@ class HeldTree(Trackable):
         self._new: dict[int, Any] = {}
 
     def parts(self) -> Parts:
-        """Its leaves, by their paths."""
+        """Returns its leaves, by their paths."""
         flat, _ = jax.tree_util.tree_flatten_with_path(self._holder[self._name])
         return {_name_of(path): self._leaf(i, _name_of(path), leaf) for i, (path, leaf) in enumerate(flat)}
 
@@ -51,14 +51,14 @@ class HeldTree(Trackable):
         raise untrackable(label, leaf)
 
     def grow(self, lacking: Mapping[str, Any]) -> bool:
-        """Makes room for values that a checkpoint has besides: programs begin with ``history = []`` and
-        ``best = None``.
+        """Makes room for more values of a checkpoint, because programs start with ``history = []`` and ``best =
+        None``.
 
         Args:
-          lacking: Numbers and texts, by their names; None for what is neither.
+          lacking: The saved numbers and strings, by name; None for other values.
 
         Returns:
-          Whether there is room now: lists of values have become longer, or values are in places of None.
+          True if there is room now: lists of values are longer, or values have replaced None.
         """
         if not lacking:
             return False
@@ -71,11 +71,11 @@ class HeldTree(Trackable):
         return True
 
     def give(self, number: int, leaf: Any) -> None:
-        """Gives a leaf a value; ``finish`` makes the nest of them."""
+        """Sets the value of a leaf, which ``finish`` puts into the new pytree."""
         self._new[number] = leaf
 
     def finish(self) -> None:
-        """Replaces the nest by one with the values that were given."""
+        """Replaces the pytree by one with the new values."""
         if not self._new:
             return
         leaves, tree = jax.tree_util.tree_flatten(self._holder[self._name])
@@ -89,16 +89,14 @@ def _is_growing(place: Any) -> bool:
 
 
 def _below(name: str, lacking: Mapping[str, Any]) -> dict[str, Any]:
-    """What is lacking at a place, by its names there."""
+    """Returns the lacking values at a place, by their names there."""
     start = f"{name}/" if name else ""
     below = {key.removeprefix(start): value for key, value in lacking.items() if key.startswith(start)}
     return {"": lacking[name]} if name in lacking else below
 
 
 def _grown(place: Any, lacking: Mapping[str, Any]) -> Any:
-    """A list of values with those that it lacks, a value in place of None; the same where it cannot become what was
-    saved.
-    """
+    """Returns a list extended by the values that it lacks, or a value in place of None; unchanged if it cannot fit."""
     if not lacking or any(value is None for value in lacking.values()):
         return place
     if place is None:
@@ -109,12 +107,12 @@ def _grown(place: Any, lacking: Mapping[str, Any]) -> Any:
 
 
 def _is_numeric(dtype: Any) -> bool:
-    """Whether files have such arrays: not texts, dates and Python objects, which NumPy has too."""
+    """True if files can have such arrays. They cannot have strings, dates and Python objects."""
     return jax_compat.is_typed_key(dtype) or jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
 def _name_of(path: Any) -> str:
-    """The path of a leaf: names of attributes and keys, and positions."""
+    """Returns the path of a leaf: names of attributes, keys, and positions."""
     return "/".join(escaped(jax.tree_util.keystr((entry,), simple=True)) for entry in path)
 
 
@@ -167,24 +165,24 @@ class _TreeArray(ArrayLeaf):
 
 
 class StateLeaf(Leaf):
-    """What JSON can hold: the position of an iterator, a number."""
+    """A value that is JSON: the position of an iterator, or a number."""
 
     @abc.abstractmethod
     def get(self) -> Any:
-        """The state now."""
+        """Returns the current state."""
 
     @abc.abstractmethod
     def set(self, state: Any) -> None:
-        """Goes on from a state."""
+        """Resumes from a state."""
 
     def finish(self) -> None:
-        """Called when all leaves have been given theirs."""
+        """Called when all leaves have their values."""
 
     def take(self) -> Any:
-        """The state, as JSON has it.
+        """Returns the state as JSON.
 
         Raises:
-          UntrackableError: JSON cannot hold it.
+          UntrackableError: The state is not JSON.
         """
         state = self.get()
         state = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else [state]
@@ -192,23 +190,23 @@ class StateLeaf(Leaf):
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise UntrackableError(
-                f"The state of {self.label} cannot be saved: get_state() returned what JSON cannot hold ({error}). Return numbers, "
-                "strings, lists and dicts of these, or bytes."
+                f"The state of {self.label} cannot be saved: the result of get_state() is not JSON ({error}). "
+                "Return numbers, strings, lists and dicts of these, or bytes."
             ) from error
 
     def difference(self, saved: Any) -> str:
-        """Why a state that was taken does not fit here; "" if it does."""
+        """Returns why a saved state does not fit here; "" if it does."""
         del saved
         return ""
 
     def give(self, saved: Any) -> None:
-        """Gives the state back, as it was taken."""
+        """Sets the state from its saved form."""
         self.set(base64.b64decode(saved["bytes"]) if isinstance(saved, dict) else saved[0])
 
 
 @final
 class TreeNumber(StateLeaf):
-    """A number or a text in a nest."""
+    """A number or a string in a pytree."""
 
     def __init__(self, tree: HeldTree, number: int, label: str, value: Any):
         self.of, self.label = tree, label
@@ -231,17 +229,17 @@ class TreeNumber(StateLeaf):
             try:
                 self._converted(value)
             except OverflowError:
-                return f"{value!r:.60} was saved, more than a float can be, and {self._value!r} is here"
+                return f"{value!r:.60} was saved, which is too large for a float, and {self._value!r} is here"
             return ""
-        return f"{value!r:.60} was saved, {type(value).__name__}, and {self._value!r:.60} is here, {type(self._value).__name__}"
+        return f"{value!r:.60} was saved ({type(value).__name__}), but {self._value!r:.60} is here"
 
     def set(self, state: Any) -> None:
         self._tree.give(self._number, self._converted(state))
 
     def _converted(self, state: Any) -> Any:
-        """In the type that it has here, unless that is for whole numbers, or for truths, and something else was saved.
+        """Converts to the type of the current value, unless that is an int or a bool and another kind was saved.
 
-        Programs begin with ``best = 0``, and save 0.25.
+        Programs start with ``best = 0``, and save 0.25.
         """
         here = type(self._value)
         is_kept = issubclass(here, (float, str)) or issubclass(here, bool) == isinstance(state, bool)
@@ -265,7 +263,7 @@ class _ObjectState(StateLeaf):
 
 
 def leaf_of_state(tracked: Any) -> Leaf | None:
-    """The leaf of what has ``get_state`` and ``set_state``; None for anything else."""
+    """Returns the leaf of an object with ``get_state`` and ``set_state``; None for other objects."""
     get, set_ = getattr(tracked, "get_state", None), getattr(tracked, "set_state", None)
     if isinstance(tracked, type) or not callable(get) or not callable(set_):
         return None
@@ -273,15 +271,15 @@ def leaf_of_state(tracked: Any) -> Leaf | None:
 
 
 class HostRandomState:
-    """The random state of this process's ``random`` and ``numpy.random``, which shuffle arrays in Keras: to be saved on
-    request.
+    """The random state of this process's ``random`` and ``numpy.random``, which shuffle arrays in Keras.
 
-    ``rx.Checkpoint(model=model, host_random=rx.checkpoint.HostRandomState())``. JAX's keys are arrays, and Keras's seed
-    generators belong to their layers: neither needs this.
+    Save it with ``rx.Checkpoint(model=model, host_random=rx.checkpoint.HostRandomState())``. JAX's keys are arrays,
+    and
+    Keras's seed generators belong to their layers, so neither needs this.
     """
 
     def get_state(self) -> dict[str, Any]:
-        """The state now."""
+        """Returns the current state."""
         version, numbers, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         return {
@@ -290,7 +288,7 @@ class HostRandomState:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a state."""
+        """Resumes from a state."""
         version, numbers, gauss = state["random"]
         random.setstate((version, tuple(numbers), gauss))
         kind, keys, *rest = state["numpy"]

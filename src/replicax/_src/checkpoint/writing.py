@@ -1,6 +1,6 @@
-"""Writing a checkpoint: into a directory of its own, then checksums, then the name by which it is found.
+"""Writes a checkpoint: into a temporary directory, then the checksums, then it gets its name.
 
-What is half written never has that name. Who is killed meanwhile leaves a directory that the next start removes.
+A partial checkpoint never has that name. A killed writer leaves a directory that the next start removes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _MARGIN_BYTES = 1 << 20
 @final
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint will have, on the host.
+    """Everything that a checkpoint will contain, on the host.
 
     Attributes:
       objects: The graph.
-      arrays, states: By key.
+      arrays, states: The arrays and states by key.
       number, order, time_s, metrics: See ``Contents``.
     """
 
@@ -56,10 +56,10 @@ class Snapshot:
 
 
 def new_part(path: str) -> str:
-    """Makes the directory in which a checkpoint is written.
+    """Creates the directory in which a checkpoint is written.
 
     Raises:
-      CheckpointWriteError: It cannot be made.
+      CheckpointWriteError: It cannot be created.
     """
     part = _beside(path, "part")
     try:
@@ -70,14 +70,15 @@ def new_part(path: str) -> str:
 
 
 def write(path: str, part: str, snapshot: Snapshot) -> Contents:
-    """Writes a checkpoint; it takes the place of one that was at ``path``.
+    """Writes a checkpoint, which replaces an existing one at ``path``.
 
     Args:
-      path: Where it will be.
-      part: What ``new_part`` made. It is gone afterwards, whatever happens.
+      path: The path of the checkpoint.
+      part: The directory that ``new_part`` has created. It does not exist afterwards, in any case.
+      snapshot: The contents.
 
     Raises:
-      CheckpointWriteError: The disk is full, or read-only. What was there before is as it was.
+      CheckpointWriteError: The disk is full, or read-only. An existing checkpoint is unchanged.
     """
     try:
         _check_space(path, snapshot.num_bytes)
@@ -135,13 +136,13 @@ def _described(array: HostArray) -> SavedArray:
 
 
 def checksum(array: np.ndarray, before: int = 0) -> int:
-    """The CRC-32 of an array's bytes, after others of which it is ``before``."""
+    """Returns the CRC-32 of an array's bytes, continued from ``before``."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return zlib.crc32(flat, before)  # type: ignore[arg-type]
 
 
 def file_checksum(path: str) -> tuple[int, int]:
-    """The size and the CRC-32 of a file."""
+    """Returns the size and the CRC-32 of a file."""
     size = crc = 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -154,7 +155,7 @@ def _checked_files(part: str) -> Any:
     for folder, _, names in os.walk(part):
         for name in names:
             path = os.path.join(folder, name)
-            os.utime(part)  # those who follow see that it goes on
+            os.utime(part)  # waiting processes see the progress
             yield os.path.relpath(path, part), file_checksum(path)
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -190,7 +191,7 @@ def _beside(path: str, what: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Deletes a checkpoint: first its name, so that nobody finds half of one."""
+    """Deletes a checkpoint. It removes the name first, so that no reader finds a partial one."""
     gone = _beside(path, "part")
     try:
         os.rename(path, gone)
@@ -200,9 +201,9 @@ def remove(path: str) -> None:
 
 
 def clean(directory: str) -> list[str]:
-    """Removes what writers that were killed have left in a directory; names what it has removed.
+    """Removes the leftovers of killed writers from a directory, and returns their names.
 
-    One that was killed just as it replaced a checkpoint by another one has left both: the old one gets its name back.
+    A writer that was killed while it replaced a checkpoint has left both. The old one gets its name back.
     """
     removed = []
     for name in sorted(os.listdir(directory)):
@@ -219,9 +220,7 @@ def clean(directory: str) -> list[str]:
 
 
 def _is_alive(host: str, pid: int) -> bool:
-    """Whether a writer is known to be at work: on this host, and not this process, whose own are no more when it
-    asks.
-    """
+    """True if a writer is known to be running on this host. This process has no running writers when it asks."""
     if host != socket.gethostname() or pid == os.getpid():
         return False
     try:
@@ -237,10 +236,10 @@ def _is_alive(host: str, pid: int) -> bool:
 
 
 def probe(directory: str) -> None:
-    """Makes sure that a directory exists and can be written to.
+    """Checks that a directory exists and is writable.
 
     Raises:
-      CheckpointWriteError: It cannot.
+      CheckpointWriteError: It is not.
     """
     try:
         os.makedirs(directory, exist_ok=True)
@@ -257,32 +256,33 @@ def _check_space(path: str, num_bytes: int) -> None:
     if free < num_bytes + _MARGIN_BYTES:
         raise CheckpointWriteError(
             errno.ENOSPC,
-            f"The checkpoint {path!r} needs up to {_mib(num_bytes)} and its disk has {_mib(free)} left. Nothing was written, and "
-            "the checkpoints that are there are as they were. Make room, or keep fewer (max_to_keep).",
+            f"The checkpoint {path!r} needs up to {_mib(num_bytes)}, but its disk has {_mib(free)} left. "
+            "Nothing was written, and earlier checkpoints are unchanged. Free some space, or keep fewer "
+            "checkpoints (max_to_keep).",
         )
 
 
 def write_error(path: str, error: Exception) -> CheckpointWriteError:
-    """The error for a write that failed."""
+    """Returns the error for a failed write."""
     number = error.errno if isinstance(error, OSError) and error.errno else _number_in(str(error))
     reason = {
-        errno.ENOSPC: "its disk is full. Make room, or keep fewer (max_to_keep)",
-        errno.EDQUOT: "the quota of its disk is used up. Make room, or keep fewer (max_to_keep)",
+        errno.ENOSPC: "its disk is full. Free some space, or keep fewer checkpoints (max_to_keep)",
+        errno.EDQUOT: "the quota of its disk is used up. Free some space, or keep fewer checkpoints (max_to_keep)",
         errno.EROFS: "its disk is read-only. Choose another directory",
-        errno.EACCES: "its directory may not be written to. Choose another one, or change its permissions",
-        errno.ENOENT: "its directory was deleted meanwhile. The next one makes it again",
-        errno.ENOTDIR: "what should be its directory is a file. Choose another one, or move that away",
-        errno.EEXIST: "what should be its directory is a file. Choose another one, or move that away",
-        errno.EFBIG: "a file would be larger than this process may write (ulimit -f)",
+        errno.EACCES: "its directory is not writable. Choose another one, or change its permissions",
+        errno.ENOENT: "its directory was deleted in the meantime. The next save creates it again",
+        errno.ENOTDIR: "its directory is a file. Choose another path, or move the file away",
+        errno.EEXIST: "its directory is a file. Choose another path, or move the file away",
+        errno.EFBIG: "a file would exceed the size limit of this process (ulimit -f)",
     }.get(number, f"writing failed with {type(error).__name__}: {error!s:.500}")
     return CheckpointWriteError(
         number or errno.EIO,
-        f"The checkpoint {path!r} could not be written: {reason}. The checkpoints that are there are as they were.",
+        f"The checkpoint {path!r} could not be written: {reason}. Earlier checkpoints are unchanged.",
     )
 
 
 def _number_in(text: str) -> int:
-    """The number of the error of the system that tensorstore tells in words."""
+    """Returns the errno for an error of tensorstore, which has only text."""
     words = {
         "RESOURCE_EXHAUSTED": errno.ENOSPC,
         "No space left": errno.ENOSPC,

@@ -1,4 +1,4 @@
-"""Cross-device operations: how values of several devices become one, and the seam users may replace."""
+"""Cross-device operations: combine the values of several devices into one. Users may replace them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from replicax._src.values import DistributedValues
 
 
 class CrossDeviceOps:
-    """How a strategy reduces and broadcasts. Subclass it to do so in your own way.
+    """The way in which a strategy reduces and broadcasts. Subclass it to change that.
 
-    A subclass overrides the three ``*_implementation`` methods (or some of them), written with jax.numpy on
-    ``per_replica_value.values``, a tuple of one array per replica. They are called where values are reduced:
-    in ``Strategy.reduce``, and, traced, wherever replicas reduce gradients or call ``all_reduce``.
+    A subclass overrides some of the three ``*_implementation`` methods. They use jax.numpy on
+    ``per_replica_value.values``,
+    a tuple of one array per replica. ``Strategy.reduce`` calls them, and so do, traced, replicas that reduce
+    gradients or
+    call ``all_reduce``.
 
     Source: tf.distribute.CrossDeviceOps.
     """
@@ -41,7 +43,7 @@ class CrossDeviceOps:
         Args:
           reduce_op: SUM or MEAN.
           per_replica_value: A DistributedValues of [...] per replica.
-          destinations: Where the result is wanted; in one program it is everywhere.
+          destinations: The devices that need the result; in one program all devices get it.
 
         Returns:
           [...], the sum or mean over replicas.
@@ -62,13 +64,13 @@ class CrossDeviceOps:
         return list(self.batch_reduce_implementation(op, pairs, options or CommunicationOptions()))
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
-        """Makes one array known to all replicas."""
+        """Copies one array to all replicas."""
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """To override: reduces one value."""
+        """Reduces one value. Subclasses may override it."""
         del destinations, options
         components = [in_replica.reducible(v, reduce_op) for v in _components(per_replica_value)]
         total = functools.reduce(jnp.add, components)
@@ -80,27 +82,30 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """To override: reduces several values; by default each by itself."""
+        """Reduces several values, by default one by one. Subclasses may override it."""
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """To override: by default the array itself, which a program sees on every device."""
+        """Broadcasts an array. By default it returns the array, because a program has it on every device. Subclasses
+        may override
+        it.
+        """
         del destinations
         return tensor
 
     def sum_in_replica(
         self, communicator: Communicator, values: Sequence[Any], options: CommunicationOptions | None
     ) -> list[Any]:
-        """The sums over replicas of a replica's arrays, in a program."""
+        """Returns the sums over replicas of a replica's arrays, in a program."""
         pairs = [(Gathered(communicator.components(v)), None) for v in values]
         return self.batch_reduce(ReduceOp.SUM, pairs, options)
 
 
 class Gathered(DistributedValues):
-    """All replicas' components in one place, where they can be computed with."""
+    """The components of all replicas in one place, where arithmetic on them works."""
 
     __slots__ = ("_components",)
 
@@ -109,7 +114,7 @@ class Gathered(DistributedValues):
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The components of a per-replica value, brought from their devices to the default one."""
+        """Copies the components of a per-replica value from their devices to the default one."""
         if not isinstance(value, DistributedValues) or isinstance(value, cls):
             return value
         values = value.values
@@ -131,7 +136,7 @@ class _AllReduce(CrossDeviceOps):
     """Reduces with XLA's all-reduce.
 
     Args:
-      num_packs: How many buffers the values of one call are joined into; 0 lets replicax choose.
+      num_packs: The number of buffers into which the values of one call are packed; 0 lets replicax choose.
     """
 
     def __init__(self, num_packs: int = 1):
@@ -158,15 +163,17 @@ class NcclAllReduce(_AllReduce):
 
 @final
 class HierarchicalCopyAllReduce(_AllReduce):
-    """Accepted for TensorFlow's sake: XLA chooses the way that fits the machine. The numbers are the same."""
+    """All-reduce by XLA, which chooses the algorithm. The class exists for TensorFlow programs; the results are the
+    same.
+    """
 
 
 @final
 class ReductionToOneDevice(CrossDeviceOps):
-    """Brings all components to one place, adds them there, and sends the result back.
+    """Copies all components to one place, adds them there, and sends the result back.
 
     Args:
-      reduce_to_device: Accepted for TensorFlow's sake: in one program every device adds.
+      reduce_to_device: It is ignored, because in one program every device adds. TensorFlow programs may pass it.
       accumulation_fn: A function of a list of arrays that returns their sum; addition by default.
     """
 
@@ -197,7 +204,7 @@ def reduce_in_replica(
     value: Any,
     options: CommunicationOptions | None,
 ) -> Any:
-    """``all_reduce`` through a strategy's cross-device operations."""
+    """Returns ``all_reduce`` of a value, through a strategy's cross-device operations."""
     reduced = in_replica.all_reduce(_Through(ops, communicator), op, value, options)
     return jax.tree_util.tree_map(reduced_p.bind, reduced)
 
@@ -224,5 +231,5 @@ class _Through(Communicator):
         return self._inner.components(value)
 
 
-# Those whose reductions are XLA's own all-reduce: nothing of a user's has to be called.
+# Classes whose reductions are XLA's own all-reduce, so that no method of a user must be called.
 ALL_REDUCES = frozenset({NcclAllReduce, HierarchicalCopyAllReduce})

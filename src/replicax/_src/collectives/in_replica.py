@@ -1,6 +1,7 @@
-"""Collectives on this replica's own arrays, as JAX primitives over the replica axis.
+"""Collectives on a replica's own arrays, as JAX primitives over the replica axis.
 
-``Communicator`` is the seam: ``TracedCommunicator`` runs in programs, ``OneReplica`` where there are no others.
+Code uses the ``Communicator`` interface: ``TracedCommunicator`` runs in programs, ``OneReplica`` for a single
+replica.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.tracing.capture import Capture
 from replicax._src.values import cut, largest_shape, pad
 
-# On CPUs each array of an all-reduce costs 10 to 20 µs in one process, and 100 µs to 3 ms between processes, whatever its
-# size. Larger arrays are reduced by themselves: joining them, or cutting them, costs more in copies than it saves.
+# On CPUs each array of an all-reduce costs 10 to 20 µs in one process, and 100 µs to 3 ms between processes, whatever
+# its
+# size. Larger arrays are reduced on their own: joining or splitting them costs more in copies than it saves.
 _ALONE_BYTES, _SHARED_ALONE_BYTES = 256 * 1024, 2 * 1024 * 1024
 _DEFAULT_PACK_BYTES = 4 * 1024 * 1024
-# With more arrays than this, the compiler does not learn where in a buffer each begins; see ``_hidden_starts``.
+# With more arrays than this, the compiler must not know where each begins in a buffer; see ``_hidden_starts``.
 _MANY_ARRAYS = 16
 
 
 class IndexedSlices:
-    """Rows of a larger array: ``values[i]`` belongs to row ``indices[i]``; rows named twice add up.
+    """Rows of a larger array: ``values[i]`` belongs to row ``indices[i]``, and repeated rows add up.
 
     Args:
       values: [n, ...].
       indices: [n] int.
-      dense_shape: Shape of the larger array, or None.
+      dense_shape: The shape of the larger array, or None.
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
@@ -44,7 +46,7 @@ class IndexedSlices:
         self.dense_shape = None if dense_shape is None else tuple(int(d) for d in dense_shape)
 
     def to_dense(self) -> jax.Array:
-        """The larger array, zero elsewhere.
+        """Returns the larger array, which is zero elsewhere.
 
         Raises:
           ReductionError: ``dense_shape`` is not known.
@@ -66,34 +68,34 @@ jax.tree_util.register_pytree_node(
 
 
 class Communicator(abc.ABC):
-    """What replicas can do together with arrays of their own."""
+    """Collectives of a replica: the operations on its own arrays that need the other replicas."""
 
     @property
     @abc.abstractmethod
     def num_replicas(self) -> int:
-        """R."""
+        """The number of replicas R."""
 
     @abc.abstractmethod
     def replica_id(self) -> Any:
-        """This replica's index, a scalar int32."""
+        """Returns this replica's index, a scalar int32."""
 
     @abc.abstractmethod
     def sum(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        """The sums over replicas of arrays of equal shapes."""
+        """Returns the sums over replicas of arrays of equal shapes."""
 
     @abc.abstractmethod
     def components(self, value: Any) -> list[Any]:
-        """Every replica's array, in replica order; their shapes may differ."""
+        """Returns every replica's array, in replica order; their shapes may differ."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which arrays travel in a common buffer.
+    """The choice of arrays that are packed into a common buffer.
 
     Attributes:
-      bytes_per_pack: Of a buffer, at most.
-      alone_bytes: Arrays of at least so many travel as they are; None: those that do not fit into a buffer.
-      hides_starts: The compiler is kept from knowing where in a buffer each array begins.
+      bytes_per_pack: The most bytes of a buffer.
+      alone_bytes: The size from which arrays are sent unpacked; None to do so only for those that do not fit.
+      hides_starts: True to hide from the compiler where each array begins in a buffer.
     """
 
     bytes_per_pack: int
@@ -102,9 +104,9 @@ class Packing:
 
     @classmethod
     def on(cls, topology: Topology, options: CommunicationOptions | None = None) -> Packing | None:
-        """What the options say, or those of the strategy, or what suits the devices; None: XLA's own way."""
+        """Returns the packing of the options, the strategy's, or the devices' default. None leaves it to XLA."""
         if topology.num_logical_devices > 1:
-            return None  # what is divided would have to be gathered first
+            return None  # sharded arrays would have to be gathered first
         bytes_per_pack = (options.bytes_per_pack if options else 0) or topology.bytes_per_pack
         if bytes_per_pack:
             return cls(bytes_per_pack, hides_starts=topology.is_cpu)
@@ -114,7 +116,7 @@ class Packing:
         return cls(_DEFAULT_PACK_BYTES, alone_bytes, hides_starts=True)
 
     def packs(self, values: Sequence[jax.Array]) -> list[list[int]]:
-        """Indices of the values that travel together, which have one dtype."""
+        """Returns the indices of the values in each buffer. All values in a buffer have one dtype."""
         packs: list[list[int]] = []
         open_packs: dict[Any, tuple[list[int], int]] = {}
         for i, value in enumerate(values):
@@ -139,7 +141,7 @@ class TracedCommunicator(Communicator):
         assert capture.num_replicas is not None
         self._capture = capture
         self._topology = topology
-        # XLA's partitioner fails at collectives over an axis of size 1 if their operands are divided (jax 0.10).
+        # XLA's partitioner fails for collectives over an axis of size 1 if their operands are sharded (jax 0.10).
         self._is_alone = topology.num_replicas == 1 and topology.num_logical_devices > 1
 
     @property
@@ -168,7 +170,7 @@ class TracedCommunicator(Communicator):
 
 @final
 class OneReplica(Communicator):
-    """A replica that has no others."""
+    """A single replica."""
 
     @property
     def num_replicas(self) -> int:
@@ -218,7 +220,7 @@ def _sum_pack(members: Sequence[Any], *, hides_starts: bool) -> list[Any]:
 
 
 def _hidden_starts(starts: Sequence[int], total: Any) -> list[Any]:
-    """The same numbers as values that XLA cannot fold into its kernels.
+    """Returns the same numbers as values that XLA cannot fold into its kernels.
 
     An update that reads one array of the buffer is one kernel. With the start as a constant no two arrays can share a
     kernel, even if their shapes are equal: a transformer of 24 layers compiled 1,012 kernels instead of 254, which cost
@@ -244,7 +246,7 @@ def _is_slices(value: Any) -> bool:
 def all_reduce(
     communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None = None
 ) -> Any:
-    """Combines a nest of per-replica arrays into one that every replica gets."""
+    """Combines a pytree of per-replica arrays into one that every replica gets."""
     with jax.named_scope("all_reduce"):
         return _all_reduce(communicator, op, value, options)
 
@@ -273,7 +275,7 @@ def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlic
 
 
 def reducible(value: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
-    """``value`` as an array that can be summed; for a mean, in a dtype that the sum of small integers fits in.
+    """Returns ``value`` as an array that can be summed; for a mean, in a dtype in which sums of small integers fit.
 
     Raises:
       ReductionError: It is not numeric, or it is bool.
@@ -293,16 +295,16 @@ def reducible(value: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
 
 
 def mean_of_sum(total: Any, count: Any) -> Any:
-    """A sum divided by a count; integers become the default floating type."""
+    """Divides a sum by a count. Integers become the default floating type."""
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         total = total.astype(jnp.result_type(float))
-    if total.dtype.itemsize < 4:  # half precision counts neither to 257 (bfloat16) nor to 65536 (float16)
+    if total.dtype.itemsize < 4:  # half precision cannot represent 257 (bfloat16) or 65536 (float16)
         return (total.astype(jnp.float32) / count).astype(total.dtype)
     return total / jnp.asarray(count, total.dtype)
 
 
 def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
-    """Concatenates a nest of per-replica arrays along ``axis``, in replica order, on every replica."""
+    """Concatenates a pytree of per-replica arrays along ``axis``, in replica order, on every replica."""
 
     def gather(leaf: Any) -> Any:
         if _is_slices(leaf):
@@ -314,18 +316,18 @@ def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
 
 
 def concatenate(components: Sequence[Any], axis: Any) -> Any:
-    """The replicas' arrays joined along ``axis``.
+    """Joins the replicas' arrays along ``axis``.
 
     Raises:
-      ReductionError: Scalars, a bad axis, or other dims that differ.
+      ReductionError: The values are scalars, the axis is invalid, or other dims differ.
     """
     rank = components[0].ndim
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise ReductionError(f"gather's axis must be an int, got {axis!r}.")
+        raise ReductionError(f"The axis of gather must be an int, got {axis!r}.")
     if rank == 0:
         raise ReductionError("Cannot gather scalars: give each at least one dim, e.g. value[None].")
     if not -rank <= axis < rank:
-        raise ReductionError(f"gather's axis is {axis}; the values have {rank} dim(s).")
+        raise ReductionError(f"The axis of gather is {axis}, but the values have {rank} dim(s).")
     axis %= rank
     for dim in range(rank):
         sizes = [c.shape[dim] for c in components]
@@ -338,14 +340,14 @@ def concatenate(components: Sequence[Any], axis: Any) -> Any:
 
 
 def first_replicas(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
-    """The first replica's arrays, on every replica."""
+    """Returns the first replica's arrays, on every replica."""
     return first_of(communicator.replica_id() == 0, values, communicator.sum)
 
 
 def first_of(
     is_first: Any, values: Sequence[Any], add: Callable[[Sequence[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """The same, where ``add`` sums arrays over replicas."""
+    """Returns the first replica's arrays, where ``add`` sums arrays over replicas."""
     masked = []
     for value in values:
         value = jnp.asarray(value)

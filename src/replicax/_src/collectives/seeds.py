@@ -1,8 +1,9 @@
 """Random streams: one reproducible stream per replica, derived from one shared seed.
 
-Replica r sees the seed's first word shifted by r * 0x9E3779B9 (the golden ratio in 32 bits, whose multiples
-spread evenly); replica 0 sees the seed itself, so that one replica draws what one device draws. What is stored
-is the shared seed: a checkpoint and another number of replicas need nothing more.
+Replica r gets the seed with its first word shifted by r * 0x9E3779B9 (the golden ratio in 32 bits, whose multiples
+spread evenly). Replica 0 gets the seed itself, so that a single replica draws the numbers of a single device. Only
+the
+shared seed is stored, so a checkpoint works with any number of replicas.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def _shift(replica_id: Any, seed: Any) -> Any:
 
 
 def seed_of_replica(seed: Any, replica_id: Any) -> Any:
-    """The state [2] uint32 that a replica draws from, given the shared one."""
+    """Returns the state [2] uint32 that a replica draws from, given the shared one."""
     return seed_shift_p.bind(seed + _shift(replica_id, seed))
 
 
 def shared_seed(seed: Any, replica_id: Any) -> Any:
-    """The shared state, given a replica's."""
+    """Returns the shared state, given a replica's."""
     return seed_unshift_p.bind(seed - _shift(replica_id, seed), seed)

@@ -1,1 +1,1 @@
-"""``replicax migrate``: a table of names, and the rewriting of modules and notebooks by it."""
+"""``replicax migrate``: a table of names, and the rewriting of modules and notebooks with it."""

@@ -1,4 +1,4 @@
-"""Arguments of a call as source texts: bound to the parameters of a row, and in the forms that templates take."""
+"""Arguments of a call as source texts: binds them to the parameters of a row, and converts them for templates."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Arguments: TypeAlias = Mapping[str, "str | tuple[str, ...]"]
 
 
 class BindError(ValueError):
-    """A call that a row does not cover. The message says why, as a mark shows it."""
+    """A row does not cover this call. A mark shows the message as the reason."""
 
 
 @final
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a function of TensorFlow. ``default`` is its source text; None if it is required."""
+    """A parameter of a TensorFlow function. ``default`` is its source text; None if it is required."""
 
     name: str
     default: str | None = None
@@ -31,7 +31,7 @@ class Parameter:
 def bound_to(
     parameters: Sequence[Parameter], positional: Sequence[str], keywords: Mapping[str, str]
 ) -> Iterator[tuple[str, str | tuple[str, ...]]]:
-    """Pairs of parameter and what the call gives for it, as Python binds a call."""
+    """Yields each parameter with its argument, bound as Python binds a call."""
     places = [parameter for parameter in parameters if parameter.kind == "positional"]
     rest = next((parameter for parameter in parameters if parameter.kind == "variadic"), None)
     texts = (*positional, *keywords.values())
@@ -59,29 +59,29 @@ def bound_to(
             raise BindError(f"the argument {parameter.name} is missing")
 
 
-# The forms.
+# Forms of arguments.
 
 
 def _number(text: str) -> str:
-    """The argument, which holds no texts."""
+    """Returns the argument. Raises if it contains strings."""
     if holds_text(text):
-        raise BindError("JAX has no arrays of texts")
+        raise BindError("JAX has no arrays of strings")
     return text
 
 
 def holds_text(text: str) -> bool:
-    """True for a text, or a list of some."""
+    """True for a string, or a list with one."""
     node = parsed(text)
     items = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     return any(isinstance(item, ast.JoinedStr) or _is_text(item) for item in items)
 
 
 def _scalar(text: str) -> str:
-    """A number that is written out."""
+    """Returns the argument. Raises unless it is a literal number."""
     node = parsed(text)
     node = node.operand if isinstance(node, ast.UnaryOp) else node
     if not isinstance(node, ast.Constant) or _is_text(node):
-        raise BindError("it cannot be read whether this is one number")
+        raise BindError("it is not clear that this is one number")
     return text
 
 
@@ -90,22 +90,22 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _array(text: str) -> str:
-    """An array; functions of ``jax.numpy`` take no lists."""
+    """Returns an array. Functions of ``jax.numpy`` take no lists."""
     is_list = isinstance(parsed(text), ast.List | ast.Tuple | ast.ListComp)
     return f"jnp.asarray({_number(text)})" if is_list else text
 
 
 def _axes(text: str) -> str:
-    """Axes as a tuple; TensorFlow also takes a list, or a range."""
+    """Returns axes as a tuple. TensorFlow also takes a list, or a range."""
     if made := _RANGE.fullmatch(text):
         return f"tuple(range({made[1]}))"
     return _tuple(_elements(text)) if isinstance(parsed(text), ast.List) else text
 
 
 def _text(text: str) -> str:
-    """The argument, which is a literal string."""
+    """Returns the argument. Raises unless it is a literal string."""
     if not (_is_text(parsed(text)) or isinstance(parsed(text), ast.JoinedStr)):
-        raise BindError("it is no literal string")
+        raise BindError("it is not a literal string")
     return text
 
 
@@ -114,7 +114,7 @@ def _lower(text: str) -> str:
 
 
 def _spatial(text: str, *, is_first: bool = False) -> str:
-    """Sizes or strides without those of the batch and of the channels, which TensorFlow writes too."""
+    """Returns sizes or strides without those of the batch and the channels, which TensorFlow also has."""
     node = parsed(text)
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return text
@@ -127,19 +127,19 @@ def _spatial(text: str, *, is_first: bool = False) -> str:
 
 
 def _pair(text: str, *, is_first: bool = False) -> str:
-    """As ``_spatial``, of two dimensions."""
+    """Returns the same as ``_spatial``, for two dimensions."""
     spatial = _spatial(text, is_first=is_first)
     return spatial if isinstance(parsed(spatial), ast.Tuple) else f"({spatial}, {spatial})"
 
 
 def _sections(text: str) -> str:
-    """The number of equal parts, or where parts begin, of TensorFlow's number or sizes."""
+    """Returns the number of equal parts, or where parts begin, from TensorFlow's number or sizes."""
     try:
         value = ast.literal_eval(text)
     except ValueError:
         if _NUMBER_OF.match(text):
             return text
-        raise BindError("it cannot be read whether this is a number of parts or a list of sizes") from None
+        raise BindError("it is not clear if this is a number of parts or a list of sizes") from None
     if isinstance(value, int):
         return text
     if not all(isinstance(size, int) and size >= 0 for size in value):
@@ -148,14 +148,14 @@ def _sections(text: str) -> str:
 
 
 def _sizes(text: str) -> str:
-    """Sizes, of which none is -1 for all that is left."""
+    """Returns sizes. Raises if one is -1, which stands for the rest."""
     if isinstance(parsed(text), ast.List | ast.Tuple) and any(e.strip() == "-1" for e in _elements(text)):
         raise BindError("JAX takes no size of -1")
     return text
 
 
 def _count(text: str) -> str:
-    """The length of a list."""
+    """Returns the length of a list."""
     node = parsed(text)
     if isinstance(node, ast.BinOp) and isinstance(node.left, ast.List) and len(node.left.elts) == 1:
         return ast.unparse(node.right)
@@ -163,7 +163,7 @@ def _count(text: str) -> str:
 
 
 def _device(text: str) -> str:
-    """A device of JAX, of a name such as "/GPU:0"."""
+    """Returns an expression for a device of JAX, from a name such as "/GPU:0"."""
     node = parsed(text)
     named = _DEVICE.fullmatch(node.value) if _is_text(node) else None  # type: ignore[attr-defined]
     if named is None:
@@ -183,20 +183,20 @@ FORMS: Final[Mapping[str, Callable[[str], str]]] = MappingProxyType(
         "text": _text,
         "spatial": _spatial,
         "pair": _pair,
-        "spatial_first": functools.partial(_spatial, is_first=True),  # of channels that come first
+        "spatial_first": functools.partial(_spatial, is_first=True),  # for channels that come first
         "pair_first": functools.partial(_pair, is_first=True),
         "scalar": _scalar,
         "sections": _sections,
         "count": _count,
         "sizes": _sizes,
         "device": _device,
-        "braces": str,  # of *inputs: a text with one {} for each of them
+        "braces": str,  # for *inputs: a string with one {} for each of them
     }
 )
 
 
 def _elements(text: str) -> list[str]:
-    """The source texts of a list or a tuple."""
+    """Returns the source texts of the elements of a list or a tuple."""
     node = parsed(text)
     assert isinstance(node, ast.List | ast.Tuple)
     return [ast.unparse(element) for element in node.elts]
@@ -210,7 +210,7 @@ def _tuple(elements: Sequence[str]) -> str:
 
 
 def same_source(text: Any, other: str) -> bool:
-    """True for two texts of the same expression, whatever their quotes and spaces."""
+    """True if two texts are the same expression, whatever their quotes and spaces."""
     try:
         return isinstance(text, str) and ast.dump(parsed(text)) == ast.dump(parsed(other))
     except SyntaxError:
@@ -218,7 +218,7 @@ def same_source(text: Any, other: str) -> bool:
 
 
 def is_simple(node: ast.expr) -> bool:
-    """True for what may be evaluated twice."""
+    """True for an expression that may be evaluated twice."""
     if isinstance(node, ast.UnaryOp):
         return is_simple(node.operand)
     if isinstance(node, ast.Subscript):

@@ -1,6 +1,6 @@
-"""What each name in a program is bound to: TensorFlow's by dotted name, the program's own by definition.
+"""Finds what each name in a program is bound to: names of TensorFlow by dotted name, the program's own by definition.
 
-Never by text.
+It never compares text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Function: TypeAlias = cst.FunctionDef | cst.Lambda
 Chain: TypeAlias = cst.Name | cst.Attribute
 Import: TypeAlias = cst.Import | cst.ImportFrom
 
-# Below which a plain name is bound, not read.
+# Nodes below which a plain name is bound, and not read.
 _TARGETS: Final = (cst.AssignTarget, cst.FunctionDef, cst.ClassDef, cst.Param, cst.AsName)
 _STATEMENTS: Final = (
     cst.Import, cst.ImportFrom, cst.With, cst.For, cst.While, cst.If, cst.Return, cst.AugAssign
@@ -33,7 +33,7 @@ _STATEMENTS: Final = (
 _WITHOUT_NAMES: Final = frozenset(
     {cst.SimpleWhitespace, cst.ParenthesizedWhitespace, cst.TrailingWhitespace, cst.EmptyLine, cst.Comma}
 )
-# How a dotted name begins -> how the table writes it. The first that fits counts.
+# The beginning of a dotted name -> its form in the table. The first match counts.
 _PREFIXES: Final = (
     ("tensorflow.compat.v2", "tf"),
     ("tensorflow._api.v2.v2", "tf"),
@@ -46,7 +46,7 @@ _PREFIXES: Final = (
 
 
 def canonical(dotted: str) -> str | None:
-    """Returns a name of TensorFlow or Keras as the table writes it; None for one of another package.
+    """Returns a name of TensorFlow or Keras in the form of the table; None for a name of another package.
 
     >>> canonical("tensorflow.compat.v2.reduce_mean"), canonical("keras.layers.Dense"), canonical("numpy.mean")
     ('tf.reduce_mean', 'tf.keras.layers.Dense', None)
@@ -58,7 +58,7 @@ def canonical(dotted: str) -> str | None:
 
 
 def parts_of(node: cst.BaseExpression) -> list[cst.Name]:
-    """Returns the names of ``a.b.c``, the first one first; none for what is not a chain of names."""
+    """Returns the names of ``a.b.c``, the first one first; none for another expression."""
     names: list[cst.Name] = []
     while isinstance(node, cst.Attribute):
         names.append(node.attr)
@@ -78,10 +78,11 @@ class Bound:
 
     Attributes:
       name: The name in the program.
-      dotted: What the import names, in full.
+      dotted: The full name that the import names.
       statement: The import.
-      alias: The part of it that binds the name; None for ``import *``.
-      origin: Where that comes from: ``tensorflow`` for ``from app import tf``, if ``app`` is a module of the program
+      alias: The part of the import that binds the name; None for ``import *``.
+      origin: The full name of its origin: ``tensorflow`` for ``from app import tf``, if ``app`` is a module of the
+        program
         that imports it.
     """
 
@@ -93,12 +94,12 @@ class Bound:
 
     @property
     def is_handed_on(self) -> bool:
-        """True for what another module of the program imports, and this one has from it."""
+        """True if another module of the program imports the name, and this module imports it from there."""
         return self.origin != self.dotted
 
 
 def bound_by(statement: Import, package: str = "") -> Iterator[Bound]:
-    """Yields the names that an import binds; ``package`` is that of the file, for relative imports."""
+    """Yields the names that an import binds. ``package`` is the package of the file, for relative imports."""
     module = ""
     if isinstance(statement, cst.ImportFrom):
         module = text_of(statement.module) if statement.module else ""
@@ -125,7 +126,7 @@ def bound_by(statement: Import, package: str = "") -> Iterator[Bound]:
 @final
 @dataclass(frozen=True)
 class Definition:
-    """A function or class of the program, and where it is."""
+    """A function or class of the program, and its module."""
 
     source: Source
     node: Function | cst.ClassDef
@@ -133,24 +134,25 @@ class Definition:
 
 @final
 class Source(cst.CSTVisitor):
-    """One parsed module: its tree, and the facts that the passes ask for.
+    """One parsed module: its tree, and the facts that the passes need.
 
     Attributes:
-      path: Of the file.
-      module: Its dotted name, as far as its folders are packages.
+      path: The path of the file.
+      module: Its dotted name, for the folders that are packages.
       tree: The parsed text.
       code: The text.
       chains: The outermost ``a.b.c`` that are read, in order.
-      attributes: All ``x.y`` that are read or assigned, the inner ones of a chain too.
+      attributes: All ``x.y`` that are read or assigned, including the inner ones of a chain.
       calls: All calls, in order.
       functions: All functions and lambdas.
       classes: All classes.
-      strings: All literal strings but f-strings.
-      bounds: What imports bind, in any scope.
-      loops: ``for``, in comprehensions too.
-      statements: Of these types that passes look at: imports, with, for, while, if, return, augmented assignments.
+      strings: All literal strings except f-strings.
+      bounds: The names that imports bind, in any scope.
+      loops: All ``for``, including those in comprehensions.
+      statements: The statements that passes use: imports, with, for, while, if, return, augmented assignments.
       parents: Node -> the node around it.
-      owners: Chain, call, statement or function -> the innermost function whose body it is in; None for the module's.
+      owners: Chain, call, statement or function -> the innermost function whose body contains it; None in the
+        module's body.
     """
 
     def __init__(self, path: Path, text: bytes | str, module: str = "") -> None:
@@ -194,7 +196,7 @@ class Source(cst.CSTVisitor):
         self.program = Program([self])
 
     def follow_imports(self) -> None:
-        """Finds out where imported names come from. The other modules of the program are known now."""
+        """Finds the origins of imported names. Call it once the other modules of the program are known."""
         self._resolved.clear()
         self.bounds = [replace(bound, origin=self.program.origin(bound.dotted)) for bound in self.bounds]
         self._bounds_of.clear()
@@ -206,14 +208,16 @@ class Source(cst.CSTVisitor):
         return self._bounds_of.get(statement, ())
 
     def exported(self, name: str) -> Bound | None:
-        """Returns the import by which the module itself has a name, which other modules may import from it."""
+        """Returns the import that gives the module itself a name, which other modules may import from it."""
         for bound in self.bounds:
             if self.owners[bound.statement] is None and bound.name == name:
                 return bound
         return self._by_star(name)
 
     def _by_star(self, name: str) -> Bound | None:
-        """The import of TensorFlow, or of Keras, that ``import *`` of a module of the program brings."""
+        """Returns the import of TensorFlow or Keras behind a name that ``import *`` of a module of the program
+        brings.
+        """
         for star in self.bounds:
             module = self.program.module(star.dotted) if star.alias is None else None
             if module is None or module is self or name.startswith("_") or self.owners[star.statement]:
@@ -225,7 +229,9 @@ class Source(cst.CSTVisitor):
         return None
 
     def assigned(self, name: str) -> str | None:
-        """Returns the full name of what the module assigns to a name: ``tensorflow.keras`` of ``keras = tf.keras``."""
+        """Returns the full name of the value that the module assigns to a name: ``tensorflow.keras`` for ``keras =
+        tf.keras``.
+        """
         for chain in self.chains:
             statement = self.parents[chain]
             if not isinstance(statement, cst.Assign) or self.owners[chain] is not None:
@@ -234,7 +240,7 @@ class Source(cst.CSTVisitor):
                 return self.full_name(chain)
         return None
 
-    # The walk.
+    # The walk over the tree.
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         parent = self._around[-1] if self._around else node
@@ -271,7 +277,7 @@ class Source(cst.CSTVisitor):
         if attribute == "body" and isinstance(original_node, cst.FunctionDef | cst.Lambda):
             self._bodies.pop()
 
-    # What names are bound to.
+    # Bindings of names.
 
     def line_of(self, node: cst.CSTNode) -> int:
         """Returns the line on which a node begins."""
@@ -297,11 +303,11 @@ class Source(cst.CSTVisitor):
         return scope
 
     def is_bound(self, node: cst.CSTNode) -> bool:
-        """Returns True for a name that is read as a variable; False for an attribute, a keyword, part of an import."""
+        """True for a name that is read as a variable; False for an attribute, a keyword, or part of an import."""
         return node in self._scopes
 
     def names_assigned(self) -> set[str]:
-        """Returns the names that the module binds in any scope, other than by imports."""
+        """Returns the names that the module binds in any scope, except by imports."""
         scopes = {scope for scope in self._scopes.values() if scope is not None}
         return {
             assignment.name
@@ -311,11 +317,13 @@ class Source(cst.CSTVisitor):
         }
 
     def binding(self, name: cst.Name) -> Bound | None:
-        """Returns the import that binds a name, the first one if there are several; None where something else does."""
+        """Returns the import that binds a name, the first one if there are several; None if it is bound in another
+        way.
+        """
         return min(self.bindings(name), key=lambda bound: self.line_of(bound.statement), default=None)
 
     def bindings(self, name: cst.Name) -> list[Bound]:
-        """Returns all imports that bind a name, as those of ``try`` and ``except ImportError``."""
+        """Returns all imports that bind a name, such as those of ``try`` and ``except ImportError``."""
         found: list[Bound] = []
         for assignment in self.scope_of(name)[name.value]:
             if isinstance(assignment, ImportAssignment) and isinstance(assignment.node, Import):
@@ -373,11 +381,11 @@ class Source(cst.CSTVisitor):
         return None
 
     def full_name(self, node: cst.BaseExpression) -> str | None:
-        """Returns what a chain is bound to by an import, ``tensorflow.reduce_mean`` say, through plain assignments
-        too.
+        """Returns the full name that imports and plain assignments bind a chain to, such as
+        ``tensorflow.reduce_mean``.
         """
         if node not in self._resolved:
-            self._resolved[node] = None  # `x = x.y` ends here
+            self._resolved[node] = None  # ends the recursion for `x = x.y`
             self._resolved[node] = self._full_name(node)
         return self._resolved[node]
 
@@ -398,12 +406,12 @@ class Source(cst.CSTVisitor):
         bound = self.binding(parts[0]) if parts and self.is_bound(parts[0]) else None
         if (
             bound is None or bound.alias is None or bound.is_handed_on
-        ):  # what is handed on, a module imports itself
+        ):  # the module will import such a name itself
             return None
         return self.program.handed_on_by(".".join([bound.dotted, *(part.value for part in parts[1:])]))
 
     def is_assigned_elsewhere(self, node: cst.BaseExpression) -> bool:
-        """Returns True for ``module.square`` where that module has ``square = tf.square``."""
+        """True for ``module.square`` if that module has ``square = tf.square``."""
         parts = parts_of(node)
         bound = self.binding(parts[0]) if parts and self.is_bound(parts[0]) else None
         if bound is None or bound.alias is None:
@@ -411,7 +419,7 @@ class Source(cst.CSTVisitor):
         return self.program.is_assigned(".".join([bound.dotted, *(part.value for part in parts[1:])]))
 
     def dotted(self, node: cst.BaseExpression) -> str | None:
-        """Returns the name of the table that a chain is bound to: ``tf.reduce_mean``; None for everything else."""
+        """Returns a chain's name in the table, such as ``tf.reduce_mean``; None for other chains."""
         name = self.full_name(node)
         return canonical(name) if name else None
 
@@ -422,14 +430,16 @@ class Source(cst.CSTVisitor):
         return self._definition(node, 6)
 
     def definitions(self, node: cst.BaseExpression) -> list[Definition]:
-        """Returns all that an expression may name, as of a function that both branches of an ``if`` define."""
+        """Returns all definitions that an expression may name, such as a function that both branches of an ``if``
+        define.
+        """
         found = self.definition(node)
         if found is None or not isinstance(node, cst.Name) or found.source is not self:
             return [found] if found else []
         return list(self._defined(node)) or [found]
 
     def _defined(self, name: cst.Name) -> Iterator[Definition]:
-        """The functions and classes that a name has in its scope."""
+        """Yields the functions and classes that have a name in its scope."""
         for assignment in self.scope_of(name)[name.value]:
             if isinstance(assignment, Assignment) and isinstance(
                 assignment.node, cst.FunctionDef | cst.ClassDef
@@ -462,7 +472,7 @@ class Source(cst.CSTVisitor):
         return None if self.scope_of(node)[node.value] else self.by_star(node.value)
 
     def by_star(self, name: str) -> Definition | None:
-        """Returns the function or class of the program that ``import *`` brings."""
+        """Returns the function or class of the program behind a name that ``import *`` brings."""
         for star in self.bounds:
             module = self.program.module(star.dotted) if star.alias is None else None
             if module is not None and module is not self:
@@ -472,7 +482,7 @@ class Source(cst.CSTVisitor):
         return None
 
     def _member(self, node: cst.Attribute, depth: int) -> Definition | None:
-        """Of ``self.step``, and of ``trainer.step`` where the class of ``trainer`` is known."""
+        """Returns the member for ``self.step``, or for ``trainer.step`` if the class of ``trainer`` is known."""
         if isinstance(node.value, cst.Name) and node.value.value in ("self", "cls"):
             around = self.class_around(node)
             owner = Definition(self, around) if around else None
@@ -512,7 +522,7 @@ class Source(cst.CSTVisitor):
                     yield statement.value
 
     def bases(self, class_: cst.ClassDef, depth: int = 6) -> Iterator[str]:
-        """Yields the names of the table among the bases of a class, and among the bases of those."""
+        """Yields the names of the table among the bases of a class, and among their bases."""
         for base in class_.bases:
             name = self.dotted(base.value)
             if name:
@@ -524,7 +534,7 @@ class Source(cst.CSTVisitor):
 
 @final
 class Program:
-    """All modules that are given at once: names lead from one to the other."""
+    """All modules that are given at once. Names lead from one to another."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
@@ -535,7 +545,7 @@ class Program:
             parts = source.module.split(".")
             for start in range(
                 len(parts)
-            ):  # a package may lie in a folder from which it is imported by a shorter name
+            ):  # a package may be in a folder from which a shorter name imports it
                 self._modules.setdefault(".".join(parts[start:]), []).append(source)
         for source in sources:
             source.program = self
@@ -543,7 +553,7 @@ class Program:
             source.follow_imports()
 
     def origin(self, dotted: str) -> str:
-        """Returns where a name comes from: ``tensorflow.nn`` for ``app.tf.nn``, if the module ``app`` imports it."""
+        """Returns the origin of a name: ``tensorflow.nn`` for ``app.tf.nn``, if the module ``app`` imports it."""
         if dotted not in self._origins:
             self._origins[dotted] = dotted  # a circle of imports ends here
             self._origins[dotted] = self._origin(dotted)
@@ -558,7 +568,7 @@ class Program:
         return self.origin(f"{above}{rest}") if above and canonical(above) else dotted
 
     def _through(self, dotted: str) -> tuple[Source | None, str, str]:
-        """The module of the program that a dotted name leads through, the name in it, and what follows."""
+        """Returns the module of the program that a dotted name leads through, the name in it, and the rest."""
         parts = dotted.split(".")
         if self.module(dotted) is None:
             for length in range(len(parts) - 1, 0, -1):
@@ -568,17 +578,17 @@ class Program:
         return None, "", ""
 
     def handed_on_by(self, dotted: str) -> Bound | None:
-        """Returns the import of a module of the program from which another one has a name."""
+        """Returns the import of a module of the program from which another module has a name."""
         module, name, _ = self._through(dotted)
         return module.exported(name) if module else None
 
     def is_assigned(self, dotted: str) -> bool:
-        """Returns True for a name that a module of the program assigns what TensorFlow has."""
+        """True for a name to which a module of the program assigns a TensorFlow object."""
         module, name, _ = self._through(dotted)
         return module is not None and module.exported(name) is None and module.assigned(name) is not None
 
     def module(self, dotted: str) -> Source | None:
-        """Returns the module that an import names, if it is one of the program's, and the only one of that name."""
+        """Returns the module that an import names, if the program has exactly one of that name."""
         found = self._modules.get(dotted, [])
         return found[0] if len(found) == 1 else None
 
@@ -609,7 +619,7 @@ class Program:
         return None
 
     def imported_by(self, source: Source) -> Iterator[Source]:
-        """Yields the modules of the program that a module imports once it imports names of TensorFlow directly."""
+        """Yields the modules of the program that a module imports, if it imports TensorFlow's names directly."""
         for bound in source.bounds:
             if bound.is_handed_on and canonical(bound.origin):
                 continue
@@ -619,7 +629,7 @@ class Program:
                     yield found
 
     def all_below(self, source: Source) -> set[Source]:
-        """Returns a module and those of the program that it imports, directly or not."""
+        """Returns a module and the modules of the program that it imports, directly or indirectly."""
         found, waiting = {source}, [source]
         while waiting:
             new = set(self.imported_by(waiting.pop())) - found

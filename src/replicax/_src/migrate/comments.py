@@ -1,4 +1,4 @@
-"""Marks as comments: written above statements, found there again, and silenced by ``ok``."""
+"""Marks as comments: writes them above statements, finds them again, and drops those that ``ok`` silences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIGN: Final = "# replicax migrate:"
 _MORE: Final = "#   "
 _WIDTH: Final = 110
 
-# Statements, and parts of them, above which a comment can stand.
+# Statements, and parts of them, that can have a comment above them.
 Commented: TypeAlias = (
     cst.SimpleStatementLine | cst.FunctionDef | cst.ClassDef | cst.With | cst.For | cst.While | cst.If | cst.Try
     | cst.TryStar | cst.Match | cst.Decorator | cst.Else | cst.ExceptHandler | cst.Finally
@@ -26,14 +26,14 @@ Commented: TypeAlias = (
 @final
 @dataclass(frozen=True)
 class Mark:
-    """Something that a person has to look at.
+    """A place that a person has to check.
 
     Attributes:
       rule: A word that groups marks.
-      what: What was met, without a full stop.
-      write: What to write instead; may be empty.
-      line: Where.
-      is_new: False if the comment stood there before.
+      what: The problem, without a full stop.
+      write: The code to write instead; may be empty.
+      line: The line.
+      is_new: False if the comment was there before.
     """
 
     rule: str
@@ -73,11 +73,11 @@ class Comments:
         wanted.append(mark)
 
     def is_ok(self, statement: cst.CSTNode) -> bool:
-        """Returns True if the user has looked at a statement."""
+        """True if the user has marked a statement as ok."""
         return "ok" in self._texts(statement)
 
     def marks(self) -> tuple[Mark, ...]:
-        """Returns all marks by line: new ones, and those that stand."""
+        """Returns all marks by line: new ones, and existing ones."""
         wanted = [mark for marks in self._wanted.values() for mark in marks]
         earlier = [Mark("standing", text.rstrip("."), "", line, is_new=False) for line, text in self._earlier]
         return tuple(sorted([*wanted, *earlier], key=lambda mark: mark.line))
@@ -104,7 +104,7 @@ class Comments:
         return [cst.EmptyLine(comment=cst.Comment(line)) for line in lines]
 
     def _texts(self, statement: cst.CSTNode) -> list[str]:
-        """The marks that stand above a statement or behind it."""
+        """Returns the marks above a statement or behind it."""
         if not isinstance(statement, Commented):
             return []
         lines = list(statement.leading_lines)
@@ -119,7 +119,7 @@ class Comments:
 
 
 def _standing(code: str) -> Iterable[tuple[int, str]]:
-    """Yields line and text of the marks in a program; the text is "ok" where the user has looked."""
+    """Yields line and text of the marks in a program. The text is "ok" if the user has written that."""
     found: list[tuple[int, str]] = []
     is_open = False
     for number, line in enumerate(code.splitlines(), 1):

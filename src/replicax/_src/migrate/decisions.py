@@ -1,4 +1,4 @@
-"""What becomes of each name of one module. Nothing changes yet: imports depend on all uses."""
+"""Decides what each name of a module becomes. Nothing changes yet, because imports depend on all uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from replicax._src.migrate.table import ROOTS, Row
 from replicax._src.migrate.templates import PLACEHOLDER, simplified
 from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, uses_of
 
-# Names that change in a dataset, too: those of distribution, and Keras, whose layers run there with TensorFlow.
+# Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 
@@ -30,7 +30,7 @@ ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 @final
 @dataclass(frozen=True)
 class Change:
-    """A name that became another one."""
+    """A name that was replaced."""
 
     line: int
     old: str
@@ -48,7 +48,7 @@ class Filling:
 
 
 def decide(source: Source, reach: Reach) -> Decisions:
-    """Returns the decisions for a module. Its arrays are those of ``keras.ops`` if it uses Keras, now or afterwards."""
+    """Returns the decisions for a module. Its arrays are those of ``keras.ops`` if it uses Keras now or afterwards."""
     imported = [canonical(bound.origin) for bound in source.bounds]
     if not any(is_below(name, "tf.keras") for name in (*imported, *map(source.dotted, source.chains))):
         decisions = Decisions(source, reach, uses_keras=False)
@@ -64,20 +64,20 @@ class Decisions:
     Args:
       source: The module.
       reach: The contexts of all functions of the program.
-      uses_keras: Arrays are those of ``keras.ops``; of ``jax.numpy`` otherwise.
+      uses_keras: True if arrays are those of ``keras.ops``; False if they are those of ``jax.numpy``.
 
     Attributes:
       comments: The marks.
       names: Chain -> the name that replaces it, beginning with one of ``ROOTS``.
-      fillings: Call or attribute -> what it becomes.
-      removed: Statements that go.
-      texts: Keywords, methods and paths of files -> what Keras 3 calls them.
-      wraps: Expression -> the template around it, in which {self} is what becomes of the expression itself.
-      dropped: Arguments that go.
-      taped: Tapes outside of steps, with the function that takes the place of their statements.
-      freed: Names whose assignment goes.
-      used: The imports that are used as they are; those of other modules, too.
-      changes: For the report.
+      fillings: Call or attribute -> its replacement.
+      removed: The statements to remove.
+      texts: Keywords, methods and paths of files -> their names in Keras 3.
+      wraps: Expression -> the template around it, in which {self} is the replacement of the expression itself.
+      dropped: The arguments to remove.
+      taped: Tapes outside of steps, with the function that replaces their statements.
+      freed: The names whose assignment is removed.
+      used: The imports that are still used, including those of other modules.
+      changes: The changes, for the report.
     """
 
     def __init__(self, source: Source, reach: Reach, *, uses_keras: bool) -> None:
@@ -130,7 +130,7 @@ class Decisions:
     # Names of TensorFlow.
 
     def _decide_name(self, chain: Chain, name: str) -> None:
-        """Decides for one name: it changes, or its import is still used."""
+        """Decides for one name: either it changes, or its import is still used."""
         found = table.find(name)
         if self._in_data(chain) and not is_below(name, *_ALSO_IN_DATA):
             if found and found.rows[0].kind != "keep":
@@ -151,7 +151,7 @@ class Decisions:
             if in_data:
                 return self._rename(chain, name, in_data)
             if in_data is not None:
-                what = "a dataset calls this model, and Keras on JAX runs no model there"
+                what = "a dataset calls this model, and Keras on JAX cannot run a model there"
                 self._mark(
                     chain,
                     "both",
@@ -164,7 +164,7 @@ class Decisions:
         return self._decide_value(chain, name, rows or found.rows, found.rest)
 
     def _is_kept_alias(self, chain: Chain, name: str) -> bool:
-        """True for ``square = tf.square`` if a dataset uses ``square``; calls elsewhere change where they stand."""
+        """True for ``square = tf.square`` if a dataset uses ``square``. Calls elsewhere are changed one by one."""
         statement = self._source.parents[chain]
         if not isinstance(statement, cst.Assign) or is_below(name, *_ALSO_IN_DATA):
             return False
@@ -188,7 +188,7 @@ class Decisions:
             self._mark(owner, "both", what, "write it twice, and replace tf in the one for the step")
 
     def _decide_value(self, chain: Chain, name: str, rows: Sequence[Row], rest: str) -> None:
-        """Decides for a name that is not called, or is called and has a row without arguments."""
+        """Decides for a name that is not called, or that is called and has a row without arguments."""
         row = rows[0]
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "change":
             return self._keep_or_remove(chain, name, row)
@@ -237,7 +237,7 @@ class Decisions:
         self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:
-        """Leaves what changes with its import, or with the assignment of its first name."""
+        """Keeps a name that changes with its import, or with the assignment of its first name; otherwise renames it."""
         first, *rest = parts_of(chain)
         base = self._source.dotted(first)
         moved = moved_name(base) if base else None
@@ -296,11 +296,11 @@ class Decisions:
         return (self._source.full_name(chain) or "").startswith("keras.")
 
     def _is_loop(self, call: cst.CSTNode) -> bool:
-        """True in ``for i in tf.range(n)``: a Python loop, which is unrolled where it is traced."""
+        """True in ``for i in tf.range(n)``: a Python loop, which is unrolled at tracing."""
         loop = self._source.parents[call]
         return isinstance(loop, cst.For | cst.CompFor) and loop.iter is call
 
-    # Methods and attributes of objects whose class is not known.
+    # Methods and attributes of objects whose class is unknown.
 
     def _decide_method(self, node: cst.Call | cst.Attribute) -> None:
         attribute = node.func if isinstance(node, cst.Call) else node
@@ -319,7 +319,7 @@ class Decisions:
         if self._source.definition(attribute) or not (
             isinstance(node, cst.Call) or name.count(".") > 1 or is_optimizer(self._source, node.value)
         ):
-            return  # the program's own, or an attribute such as `args.lr`
+            return  # it is the program's own, or an attribute such as `args.lr`
         for row in found.rows:
             if row.is_call != isinstance(node, cst.Call):
                 continue
@@ -335,7 +335,7 @@ class Decisions:
             return
 
     def _is_of_another_package(self, attribute: cst.Attribute) -> bool:
-        """True for ``torch.numpy`` and for what a call of another package makes: ``torch.ones(2).numpy()``."""
+        """True for ``torch.numpy`` and for the result of a call of another package: ``torch.ones(2).numpy()``."""
         owner: cst.BaseExpression = attribute
         while isinstance(owner, cst.Attribute | cst.Call | cst.Subscript):
             if self._source.full_name(owner) and not self._source.dotted(owner):
@@ -343,14 +343,14 @@ class Decisions:
             owner = owner.func if isinstance(owner, cst.Call) else owner.value
         return bool(self._source.full_name(attribute))
 
-    # What Keras 3 renamed.
+    # Names that Keras 3 has changed.
 
     def _write(self, node: cst.BaseExpression, text: str) -> None:
         self.texts[node] = text
         self.changes.append(Change(self._source.line_of(node), self._source.tree.code_for_node(node), text))
 
     def _write_suffixes(self) -> None:
-        """Gives files of Keras the names that Keras 3 wants."""
+        """Gives Keras files the names that Keras 3 requires."""
         for found in suffixed_calls(self._source, uses_keras=self.uses_keras):
             suffix = found.suffixes[0]
             if found.text:
@@ -363,7 +363,9 @@ class Decisions:
                 self._mark(other, "suffix", what, "write that name here, too")
 
     def _loop_over_arrays(self) -> None:
-        """Loops over datasets get arrays of NumPy: jax.numpy takes no tensors of TensorFlow, which keras.ops does."""
+        """Makes loops over datasets get NumPy arrays, because jax.numpy takes no tensors of TensorFlow. keras.ops
+        does.
+        """
         for loop in self._source.loops:
             dataset = loop.iter
             if isinstance(dataset, cst.Call) and self._source.full_name(dataset.func) is None:
@@ -378,7 +380,7 @@ class Decisions:
                 self.changes.append(Change(self._source.line_of(loop), "", "{self}.as_numpy_iterator()"))
 
     def _drop(self) -> None:
-        """Marks what Keras 3 has not, and leaves out arguments that mean nothing."""
+        """Marks names that Keras 3 does not have, and removes arguments that have no effect."""
         for found in find_dropped(self._source):
             if found.argument is None:
                 self._mark(found.node, "keras", found.what, found.write)
@@ -387,10 +389,10 @@ class Decisions:
                 text = self._source.tree.code_for_node(found.argument).rstrip(", \n")
                 self.changes.append(Change(self._source.line_of(found.argument), text, ""))
 
-    # Where TensorFlow stays.
+    # Places where TensorFlow stays.
 
     def _is_kept(self, call: cst.Call) -> bool:
-        """True for a call that stays TensorFlow's, with what is in its arguments."""
+        """True for a call that stays TensorFlow's, including its arguments."""
         name = self._source.dotted(call.func)
         if name is None:
             return self._reach.is_dataset(self._source, call)

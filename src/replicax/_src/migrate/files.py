@@ -1,4 +1,4 @@
-"""The files of a program: found, parsed together, rewritten, and what became of each."""
+"""The files of a program: finds, parses and rewrites them together, and records the outcome of each."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class _Part:
 
     @property
     def offset(self) -> int:
-        """From where its lines are counted."""
+        """The number at which its lines start."""
         return self.written.offset if self.written else 0
 
 
 @final
 @dataclass
 class File:
-    """One file of the program, and what became of it.
+    """One file of the program, and its outcome.
 
     Attributes:
-      path: As the user names it.
+      path: The path as the user gave it.
       root: The directory, or the file's directory, that the user gave.
       old, new: The contents.
-      changes, marks: For the report.
-      failure: Why the file was left alone; empty if it was not.
+      changes, marks: The changes and marks, for the report.
+      failure: The reason why the file was left unchanged; empty if it was not.
     """
 
     path: Path
@@ -66,13 +66,13 @@ class File:
     _line_after: dict[int, int] | None = field(default=None, repr=False)
 
     def place(self, line: int) -> str:
-        """Returns where a line of the old file is in the new one, as the report names it."""
+        """Returns the place in the new file of a line of the old one, in the form of the report."""
         if self.notebook is None:
             return f"{self.path}:{self._now(line)}"
         return f"{self.path}: {self.notebook.place(self._now(line), self._code)}"
 
     def _now(self, line: int) -> int:
-        """The line in the new text."""
+        """Returns the line in the new text."""
         if self._line_after is None:
             self._line_after = {
                 offset + before: offset + after
@@ -82,7 +82,7 @@ class File:
         return self._line_after.get(line, line)
 
     def diff(self) -> Iterator[str]:
-        """Yields the lines of a unified diff; of a notebook, cell by cell."""
+        """Yields the lines of a unified diff; for a notebook, cell by cell."""
         if self.notebook is not None:
             for number, old, new in self.notebook.changed(self._code):
                 yield from _diff(f"{self.path} (cell {number})", old, new)
@@ -91,11 +91,11 @@ class File:
 
 
 def find_files(paths: Sequence[Path]) -> list[File]:
-    """Returns the programs and notebooks below the paths, each once; links to directories are not followed.
+    """Returns the programs and notebooks below the paths, each once. Links to directories are not followed.
 
     Raises:
       FileNotFoundError: There is no such path.
-      ValueError: A path is no program, or a directory has none.
+      ValueError: A path is not a program, or a directory has none.
     """
     found: dict[Path, File] = {}
     for path in paths:
@@ -112,7 +112,7 @@ def find_files(paths: Sequence[Path]) -> list[File]:
             for file in below:
                 found.setdefault(file.resolve(), File(file, path))
         elif not path.exists():
-            raise FileNotFoundError(f"there is no {path}")
+            raise FileNotFoundError(f"{path} does not exist")
         elif path.suffix not in SUFFIXES:
             raise ValueError(f"{path} is neither a Python file nor a notebook")
         else:
@@ -125,7 +125,7 @@ def _leave_out(folders: list[str]) -> None:
 
 
 def migrate(files: Sequence[File]) -> None:
-    """Fills in what becomes of the files. Nothing is written."""
+    """Computes the new contents of the files. Nothing is written."""
     parsed = [(file, part) for file in files for part in _parse(file)]
     program = Program([part.source for _, part in parsed])
     reach = Reach(program)
@@ -154,7 +154,7 @@ def migrate(files: Sequence[File]) -> None:
 
 
 def _take(file: File, part: _Part, result: Rewritten) -> None:
-    """Takes what became of one module of a file."""
+    """Stores the new contents of one module of a file."""
     new = result.code.decode(part.source.tree.encoding)
     if part.written is not None:
         assert file.notebook is not None
@@ -172,7 +172,7 @@ def _take(file: File, part: _Part, result: Rewritten) -> None:
 
 @contextlib.contextmanager
 def _told_of(file: File) -> Iterator[None]:
-    """A failure is this file's: the others are done."""
+    """Records a failure for this file, so that the others continue."""
     try:
         yield
     except Exception as error:
@@ -187,7 +187,9 @@ def _parse(file: File) -> list[_Part]:
             file.notebook = Notebook(file.old.decode("utf-8"))
             file._code = code = file.notebook.code
             if file.notebook.unparsed:
-                file.failure = f"{', '.join(file.notebook.unparsed)} cannot be read as Python of its own, and stays as it is"
+                file.failure = (
+                    f"{', '.join(file.notebook.unparsed)} is no Python module on its own, and is left alone"
+                )
         parts = [_Part(Source(file.path, code, _module_name(file)))]
         for written in file.notebook.written if file.notebook else ():
             path = file.path.with_name(f"{written.name}.py")
@@ -203,7 +205,7 @@ def _parse(file: File) -> list[_Part]:
 
 
 def _module_name(file: File) -> str:
-    """The dotted name of a file below the directory that was given, and above it as far as that is in a package."""
+    """Returns the dotted name of a file below the given directory, with the packages above it."""
     path = file.path.resolve().with_suffix("")
     root = file.root.resolve()
     parts = list(path.relative_to(root).parts) if path.is_relative_to(root) else [path.name]
@@ -215,7 +217,7 @@ def _module_name(file: File) -> str:
 
 
 def _lines_after(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Pairs of a line of the old text and where it is in the new one."""
+    """Yields each line number of the old text with its number in the new one."""
     for _, start, end, begin, stop in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         for line in range(start, end):
             yield line + 1, min(begin + line - start, max(begin, stop - 1)) + 1
@@ -233,7 +235,7 @@ def _diff(name: str, old: str, new: str) -> Iterator[str]:
 
 
 def write(targets: Iterable[tuple[Path, bytes]]) -> None:
-    """Writes files one after the other, each as a whole; a link stays one, and what it leads to changes."""
+    """Writes files one after another, each atomically. A link stays a link, and its target changes."""
     for path, content in targets:
         path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)

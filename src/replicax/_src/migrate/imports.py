@@ -1,4 +1,4 @@
-"""Imports of a module: the ones that go, move or come, and the variable KERAS_BACKEND before Keras is imported."""
+"""Imports of a module: those to remove, move or add, and the variable KERAS_BACKEND before Keras is imported."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import libcst as cst
 from replicax._src.migrate import table
 from replicax._src.migrate.bindings import Bound, Import, Source, bound_by, canonical, parts_of, text_of
 
-# Names below these mean the same in every context, so that imports of them move.
+# Names below these mean the same in every context, so their imports move.
 MOVED: Final = ("tf.distribute", "tf.keras")
 _BACKEND: Final = 'os.environ.setdefault("KERAS_BACKEND", "jax")'
 
 
 def is_below(name: str | None, *prefixes: str) -> bool:
-    """Returns True for ``tf.keras`` and what is in it, if ``tf.keras`` is a prefix."""
+    """True for ``tf.keras`` and the names in it, if ``tf.keras`` is a prefix."""
     return name is not None and any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
 def moved_name(dotted: str) -> str | None:
-    """Returns the full name by which an import of a name of the table imports it now; None if it cannot.
+    """Returns the full name that an import of a name of the table imports now; None if it cannot move.
 
     >>> moved_name("tf.keras.layers"), moved_name("tf.float32")
     ('keras.layers', None)
@@ -38,7 +38,7 @@ def moved_name(dotted: str) -> str | None:
 
 
 def _of_root(root: str) -> Bound:
-    """What the import of a root binds."""
+    """Returns the name that the import of a root binds."""
     (line,) = cst.parse_module(table.ROOTS[root]).body
     assert isinstance(line, cst.SimpleStatementLine)
     (statement,) = line.body
@@ -53,14 +53,14 @@ class Imports:
 
     Args:
       source: The module.
-      roots: Names of ``table.ROOTS`` that it uses from now on.
-      used: Imports that are still used.
-      freed: Names whose assignment goes.
-      needs_backend: It is to set KERAS_BACKEND.
-      before_random: The first statement of the module that draws random numbers; their generator is made before it.
+      roots: The names of ``table.ROOTS`` that it uses now.
+      used: The imports that are still used.
+      freed: The names whose assignment is removed.
+      needs_backend: True if it must set KERAS_BACKEND.
+      before_random: The first statement of the module that draws random numbers. Their generator is made before it.
 
     Attributes:
-      local: Root -> the name that the module has for it.
+      local: Root -> its name in the module.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Imports:
         return (moved_name(name) if name else None) or bound.origin
 
     def _bind(self, root: str, assigned: set[str]) -> None:
-        """Chooses the name for a root: an existing import's, else the usual name, else one that is free."""
+        """Chooses the name for a root: that of an existing import, else the usual name, else a free one."""
         wanted = _of_root(root)
         taken = set(assigned)
         for bound, now in self._now:
@@ -125,7 +125,7 @@ class Imports:
         self._new.append(statement if name == wanted.name else f"{statement.partition(' as ')[0]} as {name}")
 
     def _is_above_uses(self, statement: cst.CSTNode) -> bool:
-        """True for an import of the module that stands above what it runs of TensorFlow."""
+        """True for an import of the module that comes before its uses of TensorFlow."""
         source = self._source
         uses = (chain for chain in source.chains if source.owners[chain] is None and source.dotted(chain))
         first = min(map(source.line_of, uses), default=None)
@@ -141,7 +141,7 @@ class Imports:
         ]
 
     def _is_first(self, statement: cst.CSTNode) -> bool:
-        """True for the docstring and imports of ``__future__``, before which nothing may stand."""
+        """True for the docstring and imports of ``__future__``, before which no other statement may be."""
         if not isinstance(statement, cst.SimpleStatementLine):
             return False
         first = statement.body[0]
@@ -150,7 +150,7 @@ class Imports:
         return isinstance(first, cst.Expr) and isinstance(first.value, cst.BaseString)
 
     def _needs_backend(self, bound: Bound) -> bool:
-        """TensorFlow imports Keras, and so may a module of the program."""
+        """True for TensorFlow, which imports Keras, and for modules of the program, which may import it."""
         package = bound.origin.partition(".")[0]
         if package in ("keras", "replicax") or package.startswith(("tensorflow", "tf_")):
             return True
@@ -158,8 +158,10 @@ class Imports:
         return any(self._source.program.module(name) for name in modules)
 
     def apply(self, statement: cst.CSTNode, updated: cst.BaseStatement) -> list[cst.BaseStatement]:
-        """Returns the statements that take the place of one, with the imports that come beside it."""
-        above = _leading(statement)  # goes above the first line; marks, which come behind, stay at theirs
+        """Returns the statements that replace one, with the new imports beside it."""
+        above = _leading(
+            statement
+        )  # goes above the first line; marks, which follow it, stay with their lines
         marked = updated.with_changes(leading_lines=_leading(updated)[len(above) :])
         result: list[cst.BaseStatement] = [marked]
         if isinstance(statement, cst.SimpleStatementLine) and isinstance(marked, cst.SimpleStatementLine):
@@ -192,7 +194,7 @@ class Imports:
     def _edited(
         self, statement: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> Iterable[cst.SimpleStatementLine]:
-        """A line of imports, without those that go, and with those that move."""
+        """Returns a line of imports without removed ones, and with moved ones."""
         imports = [small for small in statement.body if isinstance(small, Import)]
         if not any(
             canonical(bound.origin) or self._by_star(small)
@@ -219,7 +221,7 @@ class Imports:
         direct: list[Import] = []
         moved: list[
             tuple[cst.ImportAlias, str, str]
-        ] = []  # with the module to import it from, and the name there
+        ] = []  # with the module to import from, and the name there
         for bound in self._source.bounds_of(statement):
             name = canonical(bound.origin)
             target = moved_name(name) if name else None
@@ -253,12 +255,14 @@ class Imports:
         return result
 
     def _by_star(self, statement: Import) -> list[Bound]:
-        """The used names of TensorFlow that ``import *`` brings; the module that they come from may drop them."""
+        """Returns the used names of TensorFlow that ``import *`` brings, because the module of their origin may drop
+        them.
+        """
         used = {bound for bound in self._used if bound.statement is statement and bound.name != "*"}
         return sorted((b for b in used if b.alias is None), key=lambda bound: bound.name)
 
     def _direct(self, bound: Bound) -> Import:
-        """The import of what another module of the program handed on."""
+        """Returns the direct import of a name that another module of the program imported."""
         name = canonical(bound.origin)
         target = (moved_name(name) if name else None) or bound.origin
         package, _, last = target.rpartition(".")
@@ -279,7 +283,7 @@ def _with_names(statement: Import, aliases: Sequence[cst.ImportAlias]) -> Import
 
 
 def _renamed(alias: cst.ImportAlias, name: str) -> cst.ImportAlias:
-    """The same binding from another place."""
+    """Returns the same binding, imported from another place."""
     bound = text_of(alias.asname.name) if alias.asname else text_of(alias.name)
     if bound == name:
         return alias.with_changes(name=cst.Name(name), asname=None)
@@ -303,18 +307,18 @@ def _line(text: str) -> cst.SimpleStatementLine:
 
 
 def _trailing(line: cst.BaseStatement) -> cst.TrailingWhitespace:
-    """What is behind a line, which may be a comment."""
+    """Returns the whitespace behind a line, which may have a comment."""
     assert isinstance(line, cst.SimpleStatementLine)
     return line.trailing_whitespace
 
 
 def _leading(line: Any) -> Sequence[cst.EmptyLine]:
-    """The empty lines and comments above a statement."""
+    """Returns the empty lines and comments above a statement."""
     return line.leading_lines
 
 
 def _spaced(lines: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-    """The same with an empty line before them."""
+    """Returns the lines with an empty line above them."""
     if not lines:
         return []
     above = [cst.EmptyLine(indent=False), *_leading(lines[0])]

@@ -1,4 +1,5 @@
-"""What Keras 3 renamed, whatever it runs on: arguments, methods, and files, which end in ``.keras`` or ``.weights.h5``.
+"""Names that Keras 3 has changed on every backend: arguments, methods, and files, which end in ``.keras`` or
+``.weights.h5``.
 
 Names below ``tf.keras``, and methods of objects such as ``metric.reset_states()``, are rows of the table.
 """
@@ -16,10 +17,10 @@ import libcst as cst
 from replicax._src.migrate.bindings import Source, parts_of, text_of
 from replicax._src.migrate.imports import is_below
 
-# Names of the table -> keywords of calls of these, and of what is below them.
+# Names of the table -> keywords in calls of these, and of the names below them.
 _OF_OPTIMIZERS: Final = {"lr": "learning_rate"}
 _KEYWORDS: Final = MappingProxyType({"tf.keras.optimizers": _OF_OPTIMIZERS, "tf.optimizers": _OF_OPTIMIZERS})
-# Methods of any object -> keywords that it has only in Keras 2.
+# Methods of any object -> keywords that exist only in Keras 2.
 _KEYWORDS_OF_METHODS: Final = MappingProxyType(
     {"compile": {"experimental_steps_per_execution": "steps_per_execution"}}
 )
@@ -40,11 +41,11 @@ _CHECKPOINT: Final = "tf.keras.callbacks.ModelCheckpoint"
 @final
 @dataclass(frozen=True)
 class Renamed:
-    """A keyword or a method's name, or the path of a file, that has another one in Keras 3.
+    """A keyword, a method's name, or the path of a file, that differs in Keras 3.
 
     Attributes:
-      node: It.
-      text: What it becomes.
+      node: The node.
+      text: Its replacement.
     """
 
     node: cst.BaseExpression
@@ -52,7 +53,7 @@ class Renamed:
 
 
 def renamed(source: Source) -> Iterator[Renamed]:
-    """Yields the keywords and the methods of the program's own classes that have another name in Keras 3."""
+    """Yields the keywords, and the methods of the program's own classes, that have another name in Keras 3."""
     for call in source.calls:
         name = source.dotted(call.func)
         keywords = {
@@ -83,7 +84,7 @@ def _is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
 
 
 def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:
-    """Returns True for ``model.optimizer``, and for what is made as an optimizer of Keras: its ``lr`` is renamed."""
+    """True for ``model.optimizer``, and for an object made as an optimizer of Keras. Its ``lr`` is renamed."""
     if isinstance(node, cst.Attribute) and node.attr.value == "optimizer":
         return True
     made = (value.func for value in source.values(node) if isinstance(value, cst.Call))
@@ -91,12 +92,12 @@ def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:
 
 
 def data_model(source: Source, call: cst.Call, is_data: Callable[[cst.CSTNode], bool]) -> str | None:
-    """Returns what is made in place of a model of Keras that only functions of datasets call.
+    """Returns the replacement for a Keras model that only functions of datasets call.
 
-    Keras on JAX makes arrays of JAX of what a model gets, and a dataset's graph has none.
+    Keras on JAX converts a model's inputs to JAX arrays, which cannot be in a dataset's graph.
 
     Returns:
-      The name to call; "" where datasets call the model and none takes its place; None of any other call.
+      The name to call; "" if datasets call the model and there is no replacement; None for any other call.
     """
     name = source.dotted(call.func)
     statement = source.parents[call]
@@ -134,12 +135,12 @@ class Suffixed:
     """A call that gives a model or weights a file.
 
     Attributes:
-      call: It.
+      call: The call.
       path: The literal or the expression that changes.
-      text: What a literal becomes; "" for an expression.
-      template: What an expression becomes, with {self} for what it was.
-      suffixes: One of these the path ends with then.
-      others: Where else the program names the same file.
+      text: The replacement of a literal; "" for an expression.
+      template: The replacement of an expression, with {self} for the expression itself.
+      suffixes: The path must end with one of these.
+      others: Other places where the program names the same file.
     """
 
     call: cst.Call
@@ -151,9 +152,9 @@ class Suffixed:
 
 
 def suffixed_calls(source: Source, *, uses_keras: bool) -> Iterator[Suffixed]:
-    """Yields the calls that give a model or weights a file's name, unless the name is right already.
+    """Yields the calls that give a model or weights a file name, unless the name is right already.
 
-    In a file that names nothing of Keras they are those of models that another file makes.
+    In a file without names of Keras, these are calls on models that another file makes.
     """
     given: list[tuple[cst.Call, cst.BaseExpression, tuple[str, ...]]] = []
     for call in source.calls:
@@ -181,7 +182,7 @@ def suffixed_calls(source: Source, *, uses_keras: bool) -> Iterator[Suffixed]:
 
 
 def _is_given_suffix(source: Source, path: cst.BaseExpression, depth: int = 5) -> bool:
-    """True for what ``rx.keras.model_path`` or ``weights_path`` gives, and names of it."""
+    """True for the result of ``rx.keras.model_path`` or ``weights_path``, and for names of it."""
     if isinstance(path, cst.Call):
         return source.full_name(path.func) in ("replicax.keras.model_path", "replicax.keras.weights_path")
     if depth == 0 or not isinstance(path, cst.Name) or not source.is_bound(path):
@@ -193,7 +194,7 @@ def _is_given_suffix(source: Source, path: cst.BaseExpression, depth: int = 5) -
 def _other_uses(
     source: Source, path: cst.BaseExpression, paths: Set[cst.BaseExpression]
 ) -> Iterator[cst.CSTNode]:
-    """Calls that look at files, such as ``os.path.exists``, and get the same name or the same text."""
+    """Yields calls that look at files, such as ``os.path.exists``, with the same name or the same text."""
     for call in source.calls:
         function = source.full_name(call.func) or text_of(call.func)
         if not _LOOKS_AT_FILES.fullmatch(function):
@@ -226,7 +227,7 @@ def _argument(call: cst.Call, name: str, place: int | None = 0) -> cst.BaseExpre
 
 
 def is_of_keras(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
-    """Returns True for what is made by Keras, a class below one of Keras, or a function that returns such."""
+    """True for an object made by Keras, by a class below one of Keras, or by a function that returns such an object."""
     if depth == 0:
         return False
     if isinstance(node, cst.Call):
@@ -249,7 +250,7 @@ def is_of_keras(source: Source, node: cst.BaseExpression, depth: int = 5) -> boo
 
 
 def is_of_keras_by_use(source: Source, node: cst.BaseExpression) -> bool:
-    """Returns True for what a program compiles, or fits for a number of epochs."""
+    """True for an object that a program compiles, or fits for a number of epochs."""
     text = text_of(node)
     for call in source.calls:
         function = call.func
@@ -263,7 +264,8 @@ def is_of_keras_by_use(source: Source, node: cst.BaseExpression) -> bool:
 
 
 def _ending(source: Source, path: cst.BaseExpression, depth: int = 5) -> cst.SimpleString | None:
-    """The literal with which a path ends: of ``"x"``, ``a + "x"``, ``os.path.join(a, "x")``, ``"x".format(a)``, a
+    """Returns the literal with which a path ends, in ``"x"``, ``a + "x"``, ``os.path.join(a, "x")``,
+    ``"x".format(a)``, or a
     name.
     """
     if isinstance(path, cst.SimpleString):
@@ -291,8 +293,9 @@ def _ending(source: Source, path: cst.BaseExpression, depth: int = 5) -> cst.Sim
 def _with_suffix(
     source: Source, path: cst.BaseExpression, ending: cst.SimpleString, suffix: str
 ) -> tuple[cst.BaseExpression, str, str]:
-    """What changes, its text and its template: the literal, if it is part of the path; else the path, with a suffix
-    added.
+    """Returns the node to change, its text and its template: the literal if it is part of the path, else the path
+    plus a
+    suffix.
     """
     is_part = ending is path or path in source.around(ending)
     if not is_part:

@@ -1,4 +1,4 @@
-"""Names and arguments of Keras 2 that Keras 3 has not: marked, or removed where they mean nothing.
+"""Names and arguments of Keras 2 that Keras 3 does not have: marked, or removed if they have no effect.
 
 Reads ``keras_dropped.toml``.
 """
@@ -24,13 +24,13 @@ TABLE: Final = Path(__file__).with_name("keras_dropped.toml")
 @final
 @dataclass(frozen=True)
 class Dropped:
-    """Something that Keras 3 has not.
+    """A name or argument that Keras 3 does not have.
 
     Attributes:
       node: The name, or the call.
-      what: What it is, as a mark says it; "" if an argument goes.
-      write: What to write.
-      argument: It goes.
+      what: The text of the mark; "" if an argument is removed.
+      write: The code to write instead.
+      argument: The argument to remove.
     """
 
     node: cst.CSTNode
@@ -49,7 +49,7 @@ def _names() -> list[str]:
 
 
 def find_dropped(source: Source) -> Iterator[Dropped]:
-    """Yields the names, calls and arguments of a module that Keras 3 has not."""
+    """Yields the names, calls and arguments of a module that Keras 3 does not have."""
     for chain in source.chains:
         name = source.dotted(chain)
         path = _path(name) if name else None
@@ -68,7 +68,7 @@ def find_dropped(source: Source) -> Iterator[Dropped]:
 
 
 def _path(name: str) -> str | None:
-    """The name in Keras 3, without ``keras.`` in front."""
+    """Returns the name in Keras 3, without ``keras.`` in front."""
     found = table.find(name)
     row = found.rows[0] if found else None
     target = row.bare(keras=True) if row and row.kind == "change" and not row.is_call else None
@@ -100,7 +100,7 @@ def _of_method(source: Source, call: cst.Call) -> Iterator[Dropped]:
     marked, removed = known["methods"].get(method, ()), known["removed"].get(f".{method}", ())
     if removed and not is_of_keras(source, call.func.value):
         marked, removed = (*marked, *removed), ()
-        if method == "save":  # of anything
+        if method == "save":  # any object may have this method
             return
     yield from _of_keywords(call, marked, removed)
 

@@ -1,4 +1,4 @@
-"""What the command cannot know, one rule each. The rules see the program as it was before anything changed."""
+"""Rules for places that the command cannot decide. The rules see the program before any change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.tapes import is_tape
 from replicax._src.migrate.values import is_integer
 
-# Why the command does not decide, by rule. Marks of a row of the table have the row's name for a rule.
+# The reason why the command does not decide, by rule. Marks of a row of the table use the row's name as the rule.
 RULES: Final = {
     "unknown": "The table has no row for the name.",
     "argument": "The function that takes its place has no such argument, or the arguments cannot be read.",
@@ -24,16 +24,16 @@ RULES: Final = {
     "mean": "Gradients are summed over replicas, and a replica's mean does not know the global batch.",
     "integers": "Results of integers have another dtype.",
     "side effect": "run traces a function once and compiles it: Python code in it runs once, not in each step.",
-    "scope": "A variable that is made outside of strategy.scope() belongs to no strategy.",
+    "scope": "A variable made outside of strategy.scope() belongs to no strategy.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
     "tape": "A tape records functions that are traced.",
-    "condition": "AutoGraph made graph operations of if and while. JAX traces Python as it is.",
-    "suffix": "Keras 3 reads from a file's name what is in it: .keras, or .weights.h5 for weights alone.",
+    "condition": "AutoGraph made graph operations of if and while, but JAX traces Python as it is.",
+    "suffix": "Keras 3 reads the contents of a file from its name: .keras, or .weights.h5 for weights alone.",
     "keras": "Keras 3 has left out this name or argument of Keras 2.",
-    "star": "The names that import * binds cannot be followed.",
+    "star": "The names that import * binds are unknown.",
     "standing": "The comment was there before.",
 }
-# Functions of TensorFlow whose results are Python values here, or that only ask about the program.
+# TensorFlow functions whose results are Python values here, or that only ask about the program.
 _PYTHON_VALUES: Final = re.compile(
     r"tf\.(shape|rank|executing_eagerly|is_tensor|inside_function|io\.|distribute\.|config\.|train\.|keras\.|version\.|"
     r"test\.|data\.|nest\.|compat\.|dtypes|as_dtype|debugging|is_symbolic_tensor|get_static_value|function)"
@@ -103,7 +103,7 @@ class Marker:
                 )
 
     def _mean_of_losses(self) -> Iterator[Found]:
-        """A mean over the rows of one replica whose gradient is taken, or that a name calls a loss."""
+        """Finds a mean over the rows of one replica whose gradient is taken, or whose name contains "loss"."""
         for call in self._source.calls:
             is_mean = self._source.dotted(call.func) in ("tf.reduce_mean", "tf.math.reduce_mean")
             if not is_mean or self._source.owners[call] not in self._reach.replica or len(call.args) != 1:
@@ -132,7 +132,7 @@ class Marker:
                 )
 
     def _keras_loss(self) -> Iterator[Found]:
-        """A loss object that takes the mean itself, called in a replica function."""
+        """Finds a loss object that takes the mean itself, called in a replica function."""
         for call in self._source.calls:
             if self._source.owners[call] not in self._reach.replica:
                 continue
@@ -152,7 +152,9 @@ class Marker:
                     )
 
     def _side_effect(self) -> Iterator[Found]:
-        """Where TensorFlow ran a replica function eagerly: in a tf.function its side effects were once, too."""
+        """Finds side effects where TensorFlow ran a replica function eagerly. In a tf.function they happened once,
+        too.
+        """
         eager = (self._reach.replica | self._reach.taped) - self._reach.traced
         for call in self._source.calls:
             if self._source.owners[call] not in eager:
@@ -192,7 +194,7 @@ class Marker:
         return bool(scope[name.value]) and all(a.scope is not scope for a in scope[name.value])
 
     def _scope(self) -> Iterator[Found]:
-        """A variable of a module that is read in a replica function, and made outside of every scope."""
+        """Finds a module's variable that a replica function reads, and that is made outside of every scope."""
         in_replica = {
             text_of(chain).partition(".")[0]
             for chain in self._source.chains
@@ -252,7 +254,7 @@ class Marker:
                 yield statement.test, "condition", what, f"write {write}, or Python values"
 
     def _calls_of_tensorflow(self, test: cst.BaseExpression, owner: Function | None) -> Iterator[str]:
-        """The functions of TensorFlow that a condition calls, or whose results its names are."""
+        """Yields the TensorFlow functions that a condition calls, or whose results its names are."""
         for call in self._source.calls:
             if call is test or test in self._source.around(call):
                 yield self._source.dotted(call.func) or ""

@@ -1,4 +1,4 @@
-"""Notebooks as modules: cells joined, and lines for IPython masked, so that names keep their meaning across cells.
+"""Notebooks as modules: joins cells and masks lines for IPython, so that names keep their meaning across cells.
 
 A cell that writes a Python file, ``%%writefile train.py``, is a module of its own.
 """
@@ -14,22 +14,22 @@ from typing import Any, Final, final
 import libcst as cst
 
 _CELL: Final = "__replicax_cell__"
-_BEHIND_CELLS: Final = 1_000_000  # lines: more than the cells of a notebook have
+_BEHIND_CELLS: Final = 1_000_000  # lines; more than the cells of a notebook have
 _MASK: Final = "__replicax_mask_{}__"
 _MASKED: Final = re.compile(r"^[ \t]*__replicax_mask_(\d+)__[ \t]*$", re.M)
 _MASKED_BEFORE: Final = re.compile(r"^([ \t]*)__replicax_mask_(\d+)__; ", re.M)
 _FOR_IPYTHON: Final = re.compile(r"[ \t]*([!%?]|[\w, \t]+=[ \t]*[!%]|[\w.]+\?{1,2}[ \t]*$)")
-# Magics of a line whose rest is Python.
+# Line magics whose rest is Python.
 _BEFORE_PYTHON: Final = re.compile(
     r"([ \t]*)(%(?:time|timeit|prun|memit)(?:[ \t]+-\w+(?:[ \t]+\d+)?)*[ \t]+)(?=\S)"
 )
 _WRITES: Final = re.compile(r"%%(?:writefile|file)[ \t]+(-a[ \t]+|--append[ \t]+)?(?:\./)?([\w./-]+)\.py\s*$")
-# Magics of a whole cell that is Python.
+# Cell magics of Python cells.
 _PYTHON_CELLS: Final = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
 class NotebookError(ValueError):
-    """A file is not a notebook of format 4 in Python."""
+    """The file is not a notebook of format 4 in Python."""
 
 
 @final
@@ -38,11 +38,11 @@ class Written:
     """A Python file that a cell writes.
 
     Attributes:
-      name: Of its module, dotted.
+      name: The dotted name of its module.
       code: Its text.
-      offset: Its lines are counted from here on, behind those of the cells.
-      number: Of the cell.
-      mask: Which mask stands for the cell.
+      offset: The number at which its lines start, after those of the cells.
+      number: The number of the cell.
+      mask: The number of the mask that replaces the cell.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Notebook:
     """A notebook and its code as modules.
 
     Attributes:
-      code: All code cells, one after the other.
+      code: All code cells, one after another.
       written: The files that cells write.
-      unparsed: Places of cells that are not Python, or are no whole module; they are left alone.
+      unparsed: The places of cells that are not Python, or not a whole module. They are left unchanged.
     """
 
     def __init__(self, text: str) -> None:
@@ -81,7 +81,7 @@ class Notebook:
         self._leave_earlier_versions("\n".join(sources))
 
     def place(self, line: int, code: str) -> str:
-        """Returns where a line of ``code``, as it is now, is in the notebook."""
+        """Returns the place in the notebook of a line of the current ``code``."""
         for written in reversed(self.written):
             if line > written.offset:
                 return f"cell {written.number}, line {line - written.offset + 1}"
@@ -90,18 +90,18 @@ class Notebook:
         return f"cell {len(starts) + 1}, line {line - (starts[-1] if starts else 0)}"
 
     def write(self, written: Written, code: str) -> None:
-        """Changes the file that a cell writes."""
+        """Replaces the file that a cell writes."""
         header = self._masked[written.mask].partition("\n")[0]
         self._masked[written.mask] = f"{header}\n{code}"
 
     def changed(self, code: str) -> Iterator[tuple[int, str, str]]:
-        """Yields number, old and new source of the cells that are other ones in ``code``."""
+        """Yields the number, old and new source of the cells that differ in ``code``."""
         for number, (cell, new) in enumerate(zip(self._cells, self._split(code), strict=True), 1):
             if new != _source(cell):
                 yield number, _source(cell), new
 
     def text(self, code: str) -> str:
-        """Returns the file with the cells of ``code``; all else stays, its outputs too."""
+        """Returns the file with the cells of ``code``. Everything else stays, including outputs."""
         document = json.loads(self._text)
         cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
         for cell, new in zip(cells, self._split(code), strict=True):
@@ -123,7 +123,7 @@ class Notebook:
         ]
 
     def _mask(self, source: str, number: int) -> str:
-        """The cell with a name in place of each line that is for IPython, or in place of all of it."""
+        """Returns the cell with a name in place of each line for IPython, or in place of the whole cell."""
         if _parses(source):
             return source
         lines = source.split("\n")
@@ -151,7 +151,7 @@ class Notebook:
         return self._masked_as(source, "")
 
     def _add_written(self, source: str, name: str, number: int, *, appends: bool) -> None:
-        """Adds the file that a cell writes, if it is Python; a magic stands in its first line."""
+        """Adds the file that a cell writes, if it is Python. The first line is a magic."""
         code = source.partition("\n")[2]
         if appends or not source.startswith("%%") or not _parses(code):
             self.unparsed.append(f"cell {number}")
@@ -161,7 +161,9 @@ class Notebook:
         self.written.append(Written(name, code, offset, number, len(self._masked)))
 
     def _leave_earlier_versions(self, text: str) -> None:
-        """Of a module that cells write several times, only the last can be followed where it is imported."""
+        """Drops earlier versions of an imported module that cells write several times, because only the last can be
+        followed.
+        """
         for place, written in reversed(list(enumerate(self.written))):
             is_written_again = any(later.name == written.name for later in self.written[place + 1 :])
             if is_written_again and re.search(rf"\b(import|from)\s+{re.escape(written.name)}\b", text):

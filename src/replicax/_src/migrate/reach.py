@@ -1,4 +1,4 @@
-"""Which functions run in a step and which in a dataset: a call graph over all modules that are given.
+"""Finds which functions run in a step and which in a dataset, by a call graph over all given modules.
 
 A function that is in neither runs on the host, as does the body of a module.
 """
@@ -13,12 +13,12 @@ import libcst as cst
 from replicax._src.migrate.bindings import Definition, Function, Program, Source, text_of
 from replicax._src.migrate.tapes import Taped, find_taped, is_tape, nodes_below
 
-# Methods of a dataset whose functions run in TensorFlow's graph of it.
+# Dataset methods whose functions run in TensorFlow's graph.
 _DATASET_METHODS: Final = frozenset(
     {"map", "filter", "interleave", "flat_map", "scan", "take_while", "from_generator", "group_by_window"}
     | {"reduce", "bucket_by_sequence_length", "parallel_interleave", "map_and_batch", "rejection_resample"}
 )
-# Functions that get a function that makes a dataset.
+# Functions that take a function that makes a dataset.
 _DATASET_MAKERS: Final = frozenset(
     {
         "distribute_datasets_from_function",
@@ -32,7 +32,7 @@ _DATASET_MAKERS: Final = frozenset(
 _STEP_METHODS: Final = frozenset(
     {"run", "experimental_run_v2", "call_for_each_replica", "merge_call", "schedule", "value_and_grad"}
 )
-# What makes a function of TensorFlow of a function, and what of replicax or JAX a step.
+# Decorators of TensorFlow, replicax and JAX that make a step of a function.
 STEP_DECORATORS: Final = frozenset(
     {"tf.function", "tf.custom_gradient", "tf.recompute_grad", "tf.autograph.experimental.do_not_convert"}
 )
@@ -44,15 +44,15 @@ _CALLBACKS: Final = ("tf.keras.callbacks.", "tf.keras.utils.")
 
 @final
 class Reach:
-    """The functions of a program by what runs them.
+    """The functions of a program, by their context.
 
     Attributes:
       step: Functions that run in a step: of ``strategy.run``, ``tf.function``, Keras, a coordinator.
       data: Functions that run in a dataset or make one.
-      traced: Those of ``step`` that TensorFlow traced, too; it ran the others eagerly.
-      replica: Those of ``step`` that ``strategy.run`` or a coordinator's function runs.
-      differentiated: Calls whose result is part of what a tape takes the gradient of.
-      taped: Those of ``step`` that a tape outside of steps records.
+      traced: Functions of ``step`` that TensorFlow traced, too; it ran the others eagerly.
+      replica: Functions of ``step`` that ``strategy.run`` or a coordinator's function runs.
+      differentiated: Calls whose result is part of a tape's gradient target.
+      taped: Functions of ``step`` that a tape outside of steps records.
     """
 
     def __init__(self, program: Program) -> None:
@@ -102,7 +102,7 @@ class Reach:
         return self._taped[source]
 
     def is_step(self, source: Source, node: cst.CSTNode) -> bool:
-        """Returns True for a name, call or statement that runs in a step."""
+        """True for a name, call or statement that runs in a step."""
         return source.owners[node] in self.step or any(node in taped.nodes for taped in self._taped[source])
 
     def _find_taped(self, source: Source) -> list[Taped]:
@@ -111,7 +111,7 @@ class Reach:
         return list(find_taped(source, outside))
 
     def _in_taped(self, source: Source) -> Iterator[Function]:
-        """The functions that the statements of a tape name."""
+        """Yields the functions that the statements of a tape name."""
         for taped in self._taped[source]:
             for chain in source.chains:
                 found = source.definition(chain) if chain in taped.nodes else None
@@ -128,7 +128,7 @@ class Reach:
     def _calls_in(
         self, source: Source, node: cst.BaseExpression, owner: Function | None, depth: int
     ) -> Iterator[cst.Call]:
-        """The calls of an expression, and of what its names are assigned in the function."""
+        """Yields the calls in an expression, and in the values that its names have in the function."""
         if depth == 0:
             return
         for part in nodes_below(node):
@@ -152,13 +152,13 @@ class Reach:
                 yield statement.value
 
     def is_data(self, source: Source, node: cst.CSTNode) -> bool:
-        """Returns True for a name, call or statement in a function that runs in a dataset, or in its decorators."""
+        """True for a name, call or statement in a function that runs in a dataset, or in its decorators."""
         decorator = next((outer for outer in source.around(node) if isinstance(outer, cst.Decorator)), None)
         owner = source.owners[node] if decorator is None else source.parents[decorator]
         return owner in self.data
 
     def is_dataset(self, source: Source, node: cst.BaseExpression, depth: int = 8) -> bool:
-        """Returns True for an expression that is a dataset for certain: it comes from a call of tf.data."""
+        """True for an expression that is certainly a dataset, because it comes from a call of tf.data."""
         if depth == 0:
             return False
         if isinstance(node, cst.Call):
@@ -177,7 +177,7 @@ class Reach:
         return False
 
     def _may_be_dataset(self, source: Source, call: cst.Call) -> bool:
-        """False for ``pool.map``, ``jax.lax.map`` and the like, whose origin is known and is no dataset."""
+        """False for ``pool.map``, ``jax.lax.map`` and similar calls, whose origin is known and is not a dataset."""
         if not isinstance(call.func, cst.Attribute):
             return False
         node: cst.BaseExpression = call.func.value
@@ -208,7 +208,7 @@ class Reach:
             yield from functions
 
     def _compiled(self, source: Source, call: cst.Call) -> Iterator[Function]:
-        """The losses and metrics that are functions, in ``model.compile(optimizer, loss, metrics=[…])``."""
+        """Yields the losses and metrics that are functions, in ``model.compile(optimizer, loss, metrics=[…])``."""
         for place, argument in enumerate(call.args):
             name = (
                 argument.keyword.value
@@ -231,7 +231,7 @@ class Reach:
         )
 
     def _methods_of_keras(self, source: Source) -> Iterator[Function]:
-        """Methods of layers, models, losses and metrics, but for those that Keras calls outside of a step."""
+        """Yields methods of layers, models, losses and metrics, except those that Keras calls outside of a step."""
         for class_ in source.classes:
             bases = [base for base in source.bases(class_) if base.startswith(_STEP_BASES)]
             if not bases or all(base.startswith(_CALLBACKS) for base in bases):
@@ -241,7 +241,7 @@ class Reach:
                     yield statement
 
     def _functions(self, source: Source, node: cst.BaseExpression, depth: int = 6) -> Iterator[Function]:
-        """The functions that an expression stands for: by name, lambda, partial, or what a function returns."""
+        """Yields the functions that an expression stands for: a name, a lambda, a partial, or a function's result."""
         if depth == 0:
             return
         if isinstance(node, cst.Call):
@@ -275,7 +275,7 @@ class Reach:
                     yield member.node
 
     def _find_callers(self) -> dict[cst.CSTNode, list[tuple[Source, cst.Call]]]:
-        """The calls of each function of the program; those of a class are of its ``__init__``."""
+        """Returns the calls of each function of the program. Calls of a class count for its ``__init__``."""
         callers: dict[cst.CSTNode, list[tuple[Source, cst.Call]]] = {}
         for source in self._program.sources:
             for call in source.calls:
@@ -287,7 +287,7 @@ class Reach:
         return callers
 
     def _given(self, source: Source, name: cst.Name, depth: int) -> Iterator[Function]:
-        """The functions that calls give for a parameter."""
+        """Yields the functions that calls pass for a parameter."""
         parameter = source.parameter_of(name)
         if parameter is None:
             return
@@ -307,7 +307,7 @@ class Reach:
                 yield from self._functions(made.source, statement.value, depth - 1)
 
     def _collect_edges(self, source: Source) -> None:
-        """A function reaches each function that it names, except those that it only gives to a dataset."""
+        """Connects a function to each function that it names, except those that it only passes to a dataset."""
         for chain in source.chains:
             owner = source.owners[chain]
             if owner is None or chain in self._data_arguments or source.dotted(chain):

@@ -1,4 +1,4 @@
-"""The report of a migration: Markdown, or JSON where the file's name ends so."""
+"""The report of a migration: Markdown, or JSON if the file's name ends with ``.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out the decisions for one module. Comments and layout stay."""
+"""Applies the decisions to one module. Comments and layout stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replicax._src.migrate.table import Row
 from replicax._src.migrate.tapes import Taped
 from replicax._src.migrate.templates import fill
 
-# What needs parentheses below these, if it is no atom.
+# Nodes below which an expression needs parentheses if it is not an atom.
 _TIGHT: Final = (
     cst.Attribute | cst.Subscript | cst.Call | cst.UnaryOperation | cst.BinaryOperation | cst.BooleanOperation
     | cst.Comparison | cst.ComparisonTarget | cst.Await | cst.StarredElement | cst.IfExp
@@ -34,7 +34,7 @@ _PLAIN: Final = re.compile(r"([\w.]+)\(((?:(?:\w+=)?\{\w+\}(?:, )?)*)\)")
 
 @final
 class Rewriter(cst.CSTTransformer):
-    """Carries out decisions."""
+    """Applies decisions to the tree of a module."""
 
     def __init__(self, source: Source, decisions: Decisions, imports: Imports) -> None:
         super().__init__()
@@ -42,9 +42,7 @@ class Rewriter(cst.CSTTransformer):
         self._top = set(source.tree.body)
         self._taped = {s: taped for taped in decisions.taped for s in taped.statements}
         self._moved: dict[Taped, list[Any]] = {}
-        self._lifted: list[
-            str
-        ] = []  # comments in expressions that were replaced: they go above the statement
+        self._lifted: list[str] = []  # comments in replaced expressions, which move above the statement
         changed = [
             *decisions.names,
             *decisions.fillings,
@@ -107,7 +105,7 @@ class Rewriter(cst.CSTTransformer):
         return cst.FlattenSentinel(statements) if statements else cst.RemoveFromParent()
 
     def _moved_out(self, original: cst.CSTNode, updated: Any) -> list[Any]:
-        """What stays of a statement that a function takes: its call, in place of the last one."""
+        """Returns the rest of a statement that moves into a function: its call, in place of the last statement."""
         taped = self._taped[original]
         self._moved.setdefault(taped, []).append(updated)
         if original is not taped.statements[-1]:
@@ -119,7 +117,7 @@ class Rewriter(cst.CSTTransformer):
         return [cst.parse_statement(line).with_changes(leading_lines=first.leading_lines)]
 
     def _with_functions(self, taped: list[Taped], statements: list[Any]) -> list[Any]:
-        """The statements of the module with the functions above them."""
+        """Returns the statements of the module with the new functions above them."""
         blank = [cst.EmptyLine(indent=False)] * 2
         above = list(itertools.dropwhile(lambda line: line.comment is None, statements[0].leading_lines))
         functions = []
@@ -136,7 +134,7 @@ class Rewriter(cst.CSTTransformer):
         return [*functions, statements[0].with_changes(leading_lines=[*blank, *above]), *statements[1:]]
 
     def _indent_of(self, taped: Taped) -> str | None:
-        """The indent that the body of its ``with`` has."""
+        """Returns the indent of the body of a tape's ``with``."""
         body = getattr(taped.statements[0], "body", None)
         return body.indent if isinstance(body, cst.IndentedBlock) else None
 
@@ -147,7 +145,7 @@ class Rewriter(cst.CSTTransformer):
         self._lifted += [
             c.value for old in gone for c in m.findall(old, m.Comment()) if isinstance(c, cst.Comment)
         ]
-        if stays:  # what closes the brackets stays as it is
+        if stays:  # the text before the closing bracket stays
             last = updated.args[-1]
             stays[-1] = stays[-1].with_changes(
                 comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
@@ -155,11 +153,13 @@ class Rewriter(cst.CSTTransformer):
         return updated.with_changes(args=stays)
 
     def _localized(self, template: str) -> str:
-        """The template with the names that the module has for its roots."""
+        """Returns the template with the module's names for its roots."""
         return ROOT.sub(lambda match: self._imports.local[match[1]], template + ".").removesuffix(".")
 
     def _placed(self, original: cst.CSTNode, new: cst.BaseExpression) -> cst.BaseExpression:
-        """The expression with the parentheses that it needs, and with quotes other than an f-string's around it."""
+        """Returns the expression with necessary parentheses, and with other quotes than those of an f-string around
+        it.
+        """
         parent = self._source.parents[original]
         old = original.lpar if isinstance(original, cst.BaseExpression) else ()
         if (isinstance(parent, _TIGHT) and not isinstance(new, _ATOM) and not new.lpar) or (
@@ -199,7 +199,7 @@ class Rewriter(cst.CSTTransformer):
         return cst.parse_expression(fill(template, texts))
 
     def _by_parameter(self, row: Row, arguments: Sequence[cst.Arg]) -> dict[str, list[cst.Arg]]:
-        """The arguments of a call that binds, by the parameters of its row."""
+        """Returns the arguments of a call that binds, by the parameters of its row."""
         places = [p.name for p in row.parameters or () if p.kind == "positional"]
         rest = next((p.name for p in row.parameters or () if p.kind == "variadic"), "")
         found: dict[str, list[cst.Arg]] = {}
@@ -215,7 +215,7 @@ class Rewriter(cst.CSTTransformer):
     def _same_layout(
         self, original: Any, updated: cst.Call, plain: re.Match[str], given: Mapping[str, cst.Arg]
     ) -> cst.Call | None:
-        """The call with another function and other keywords, in the same lines; None if its order is another one."""
+        """Returns the call with another function and other keywords in the same lines; None if the order differs."""
         wanted = []
         for part in filter(None, plain[2].split(", ")):
             keyword, _, placeholder = part.rpartition("=")
@@ -270,13 +270,13 @@ class Rewritten:
 def rewrite(
     source: Source, decisions: Decisions, used: Set[Bound] = frozenset(), *, needs_backend: bool = False
 ) -> Rewritten:
-    """Carries out decisions.
+    """Applies decisions.
 
     Args:
       source: The module.
-      decisions: For this module.
-      used: Imports that other modules use.
-      needs_backend: It is run first, by a program that uses Keras: it is to set KERAS_BACKEND.
+      decisions: The decisions for this module.
+      used: The imports that other modules use.
+      needs_backend: True if the module is the start of a program that uses Keras, so that it must set KERAS_BACKEND.
     """
     imports = Imports(
         source,

@@ -1,8 +1,8 @@
-"""The table of names: what each name of TensorFlow becomes. Reads ``names.toml``; knows nothing of modules or libcst.
+"""The table of names: the replacement of each name of TensorFlow. Reads ``names.toml``, without modules or libcst.
 
 The command, the messages at run time, the page on migrating and the tests all read this one table.
 
-What takes the place of a name is a template: see ``templates``.
+The replacement of a name is a template: see ``templates``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replicax._src.migrate.templates import PLACEHOLDER, as_names, dotted, given
 
 TABLE: Final = Path(__file__).with_name("names.toml")
 
-# A name that templates begin with -> the line that binds it.
+# A name that templates begin with -> the import that binds it.
 ROOTS: Final = MappingProxyType(
     {
         "rx": "import replicax as rx",
@@ -38,7 +38,7 @@ ROOTS: Final = MappingProxyType(
 )
 # The root that no import binds: the generator of a module's random numbers.
 RANDOM: Final = "seed_generator"
-# Arguments that every function of TensorFlow has and that mean nothing here.
+# Arguments that every function of TensorFlow has and that have no effect here.
 IGNORED: Final = frozenset({"name"})
 
 Kind = Literal["change", "keep", "mark", "remove"]
@@ -47,22 +47,23 @@ Kind = Literal["change", "keep", "mark", "remove"]
 @final
 @dataclass(frozen=True)
 class Row:
-    """What one name becomes.
+    """The replacement of one name.
 
     Attributes:
       name: The dotted name, such as ``tf.reduce_mean``; ``.numpy`` for a method or an attribute of any object.
-      also: Other names of the same thing, such as ``tf.math.reduce_mean``.
-      parameters: Of a function; None where the name itself is what changes, wherever it stands.
-      kind: "change"; "keep": stays TensorFlow's; "mark": cannot be known; "remove": the statement goes.
-      with_keras, without_keras: The template in a file that uses Keras, and in one that does not; empty where there is
+      also: Other names of the same object, such as ``tf.math.reduce_mean``.
+      parameters: The parameters of a function; None if the name itself is replaced, wherever it is.
+      kind: "change"; "keep": it stays TensorFlow's; "mark": the command cannot decide; "remove": the statement is
+        removed.
+      with_keras, without_keras: The template in a file that uses Keras, and in one that does not; empty if there is
         none.
-      in_step: The template inside a step, where it is another one.
+      in_step: The template inside a step, if it differs.
       note: A remark for the page.
       why, write: The text of the mark. A row that changes or keeps its name, and has a ``why``, is marked in steps.
-      when: Source texts of arguments: the row is for calls that give these.
-      ignore: Parameters that mean nothing here. One that the template takes no notice of is marked.
+      when: Source texts of arguments: the row is for calls with these.
+      ignore: Parameters that have no effect here. Other parameters that the template does not use are marked.
       examples: Expressions of TensorFlow that tests run.
-      resolve_only: Why the row has no example that runs everywhere.
+      resolve_only: The reason why the row has no example that runs everywhere.
       section: The heading of the page.
     """
 
@@ -108,9 +109,7 @@ class Row:
         return re.sub(r"\bxp\.", "ops." if keras else "jnp.", chosen)
 
     def bare(self, *, keras: bool) -> str | None:
-        """Returns the name for a use without a call, such as ``map(tf.square, xs)``; None if no name takes its
-        place.
-        """
+        """Returns the name for a use without a call, such as ``map(tf.square, xs)``; None if there is no such name."""
         template = self.template(keras=keras)
         if self.parameters is None:
             return template or None
@@ -130,15 +129,15 @@ class Row:
         keras: bool,
         step: bool = False,
     ) -> Bound:
-        """Returns what a call becomes.
+        """Returns the replacement of a call.
 
-        Arguments equal to their default, and those without meaning, are left out.
+        Arguments equal to their default, and those without effect, are left out.
 
         Args:
-          positional: Source texts.
-          keywords: Source texts by keyword.
-          keras: The file uses Keras.
-          step: The call is in a step.
+          positional: The source texts of positional arguments.
+          keywords: The source texts of keyword arguments.
+          keras: True if the file uses Keras.
+          step: True if the call is in a step.
 
         Raises:
           BindError: The row is not for this call.
@@ -167,7 +166,7 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Bound:
-    """A call and a row: what happens, the template, and the arguments by parameter, which ``fill`` takes."""
+    """A call and a row: the action, the template, and the arguments by parameter, for ``fill``."""
 
     action: Kind
     template: str
@@ -187,7 +186,7 @@ class Section:
 @final
 @dataclass(frozen=True)
 class Found:
-    """The rows for a dotted name, in the order in which they are tried, and what of the name they leave over."""
+    """The rows for a dotted name, in the order in which they are tried, and the rest of the name."""
 
     rows: tuple[Row, ...]
     rest: str
@@ -221,7 +220,7 @@ def _by_name() -> Mapping[str, tuple[Row, ...]]:
 
 
 def find(name: str) -> Found | None:
-    """Returns the rows of a name, or of the longest name above it that is no function; None if there is none.
+    """Returns the rows of a name, or of the longest prefix that is not a function; None if there is none.
 
     ``tf.compat.v2.x`` is ``tf.x``. Methods are found as ``.numpy``.
     """
@@ -238,9 +237,10 @@ def find(name: str) -> Found | None:
 
 
 def target_of(name: str, *, keras: bool) -> str | None:
-    """Returns what a message tells to write for a name of TensorFlow, such as ``keras.ops.mean``; None if unknown.
+    """Returns the replacement that a message suggests for a name of TensorFlow, such as ``keras.ops.mean``; None if
+    unknown.
 
-    Where it is no single name, the expression with TensorFlow's names of the arguments.
+    If it is not a single name, it is an expression with TensorFlow's names of the arguments.
     """
     found = find(name)
     if found is None:
@@ -306,7 +306,7 @@ def _row(entry: Mapping[str, Any], section: str) -> Row:
 
 
 def _parameters(signature: str) -> Iterator[Parameter]:
-    """The parameters of ``tf.name(a, b=None, *rest, c=1)``."""
+    """Yields the parameters of ``tf.name(a, b=None, *rest, c=1)``."""
     arguments = ast.parse(f"def f({signature.partition('(')[2][:-1]}): ...").body[0].args  # type: ignore[attr-defined]
     places = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(places) - len(arguments.defaults)) + arguments.defaults

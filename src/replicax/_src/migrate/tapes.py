@@ -1,4 +1,4 @@
-"""Tapes outside of steps: the statements around them that become a function, which replicax can trace."""
+"""Tapes outside of steps: finds the statements around them that become a function, which replicax can trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replicax._src.migrate.bindings import Source, parts_of, text_of
 
 _TAPE: Final = "tf.GradientTape"
 _NAME: Final = "traced_step"
-# What Python code does that happens once where it is traced, or needs a value that is not known then.
+# Python code whose effect happens once, at tracing, or that needs a value that is unknown then.
 _NOT_TRACED: Final = re.compile(
     r"(numpy\.random|random|time|os|sys|logging|tensorflow\.(summary|train|io|print|saved_model))\..*"
     r"|(print|float|int|bool|open|input|super|locals|globals|eval|exec|next)"
@@ -50,12 +50,12 @@ class Taped:
     """Statements that become a function.
 
     Attributes:
-      statements: Beside each other; the first is the ``with`` of a tape.
-      name: Of the function.
-      parameters: What the statements read of the names around them.
-      results: What they assign and others read.
-      returns: The last one is a ``return``.
-      above: The statement of the module above which the function stands.
+      statements: Adjacent statements; the first is the ``with`` of a tape.
+      name: The name of the function.
+      parameters: The outer names that the statements read.
+      results: The names that they assign and that others read.
+      returns: True if the last statement is a ``return``.
+      above: The statement of the module above which the function goes.
       nodes: All nodes of the statements.
     """
 
@@ -69,7 +69,7 @@ class Taped:
 
 
 def is_tape(source: Source, statement: cst.CSTNode) -> bool:
-    """Returns True for ``with tf.GradientTape() as tape:``, with other tapes too."""
+    """True for ``with tf.GradientTape() as tape:``, also with several tapes."""
     if not isinstance(statement, cst.With):
         return False
     calls = [item.item.func for item in statement.items if isinstance(item.item, cst.Call)]
@@ -77,13 +77,13 @@ def is_tape(source: Source, statement: cst.CSTNode) -> bool:
 
 
 def find_taped(source: Source, tapes: Sequence[cst.With]) -> Iterator[Taped]:
-    """Yields what becomes a function, for those of the tapes that are outside of steps and can be moved into one."""
+    """Yields the functions for those of the tapes that are outside of steps and can move into one."""
     taken = source.names_assigned() | {bound.name for bound in source.bounds}
     inside: set[cst.CSTNode] = set()
     blocks = [_Block(source, tape) for tape in tapes]
     for block in blocks:
         if block.tape in inside or any(block.tape in other.nodes for other in blocks if other is not block):
-            continue  # it goes with the one around it, or stays with it
+            continue  # it moves or stays with the tape around it
         number, name = 1, _NAME
         while name in taken:
             number += 1
@@ -101,7 +101,7 @@ class _Cannot(Exception):
 
 @final
 class _Block:
-    """The statements of one tape: its ``with``, and those after it that take gradients from it or apply them."""
+    """The statements of one tape: its ``with``, and the following ones that take gradients from it or apply them."""
 
     def __init__(self, source: Source, tape: cst.With) -> None:
         self._source, self.tape = source, tape
@@ -110,10 +110,10 @@ class _Block:
         self.nodes = frozenset(node for statement in self.statements for node in nodes_below(statement))
 
     def taped(self, name: str, others: Sequence[_Block]) -> Taped | None:
-        """Returns the function that takes the place of the statements; None if none can."""
+        """Returns the function that replaces the statements; None if that is impossible."""
         try:
             if isinstance(self._source.scope_of(self._first), ClassScope):
-                raise _Cannot  # names are attributes of the class
+                raise _Cannot  # its names are attributes of the class
             self._check()
             parameters, results = self._names()
             self._check_tapes(others)
@@ -141,7 +141,7 @@ class _Block:
         return tuple(body[start : end + 1])
 
     def _check_tapes(self, others: Sequence[_Block]) -> None:
-        """The tapes are read here, or where another one has the name."""
+        """Raises if the tapes are read elsewhere, unless another tape has the name there."""
         own = self._source.scope_of(self._first)
         for name in self.tapes:
             shared = self.nodes.union(*(other.nodes for other in others if name in other.tapes))
@@ -150,7 +150,7 @@ class _Block:
 
     @property
     def returns(self) -> bool:
-        """The last statement is a ``return``, which nothing follows."""
+        """True if the last statement is a ``return``, which no statement follows."""
         return _return_of(self.statements[-1]) is not None
 
     @property
@@ -185,14 +185,14 @@ class _Block:
                     raise _Cannot
 
     def _is_used_as_tape(self, name: cst.Name) -> bool:
-        """True for ``tape.gradient``, ``as tape`` and ``del tape``; False where the tape itself is passed on."""
+        """True for ``tape.gradient``, ``as tape`` and ``del tape``; False if the tape itself is passed on."""
         around = (self._source.parents[name], *self._source.around(self._source.parents[name]))
         if isinstance(around[0], cst.Attribute | cst.AsName | cst.Del):
             return True
         return isinstance(around[0], cst.Element) and isinstance(around[2], cst.Del)
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the function takes and what it returns."""
+        """Returns the parameters of the function, and its results."""
         source = self._source
         own = source.scope_of(self._first)
         first_write: dict[str, int] = {}
@@ -212,7 +212,7 @@ class _Block:
         return tuple(given), tuple(n for n in assigned if self._is_read_elsewhere(n, own, self.nodes))
 
     def _is_variable(self, name: str) -> bool:
-        """True for a name that the function takes as an argument; False for one that it finds in the module."""
+        """True for a name that becomes a parameter of the function; False for one that it finds in the module."""
         assignments = [a for a in self._source.scope_of(self._first)[name] if isinstance(a, Assignment)]
         if not assignments:
             return False  # a builtin, or unknown
@@ -222,7 +222,7 @@ class _Block:
                 return False
             if isinstance(assignment.node, cst.FunctionDef | cst.ClassDef):
                 if not is_of_module:
-                    raise _Cannot  # another function each time
+                    raise _Cannot  # it is another function each time
                 return False
         if all(assignment.node in self.nodes for assignment in assignments):
             raise _Cannot  # read before it is written
@@ -250,7 +250,7 @@ def nodes_below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _in_order(statements: Sequence[cst.CSTNode]) -> Iterator[cst.CSTNode]:
-    """The simple statements and the heads of compound ones, in the order in which they run."""
+    """Yields the simple statements and the heads of compound ones, in the order in which they run."""
     for statement in statements:
         for node in nodes_below(statement):
             if isinstance(node, cst.BaseSmallStatement | cst.With | cst.For):
@@ -270,7 +270,7 @@ def _written(node: cst.CSTNode) -> list[str]:
 
 
 def _read(node: cst.CSTNode) -> Iterator[cst.Name]:
-    """The names that a statement reads; of a compound one, its head."""
+    """Yields the names that a statement reads; for a compound one, those of its head."""
     if isinstance(node, cst.With):
         parts: list[cst.CSTNode] = [item.item for item in node.items]
     elif isinstance(node, cst.For):
@@ -286,7 +286,7 @@ def _read(node: cst.CSTNode) -> Iterator[cst.Name]:
 
 
 def _names(node: cst.CSTNode) -> Iterator[cst.Name]:
-    """The names that are no attributes and no keywords."""
+    """Yields the names that are not attributes or keywords."""
     if isinstance(node, cst.Name):
         yield node
     elif isinstance(node, cst.Attribute | cst.Arg):

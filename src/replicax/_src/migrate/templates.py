@@ -1,10 +1,9 @@
-"""Templates: what takes the place of an expression of TensorFlow, with its arguments.
+"""Templates: the replacements of TensorFlow expressions, with their arguments.
 
 A template is an expression with placeholders: ``xp.mean({input_tensor:array}, axis={axis|0})``.
 
-- ``{axis}`` is the argument as written. An argument of a call in the template whose placeholder was not given is left
-  out.
-- ``{axis|0}`` is ``0`` where the argument was not given.
+- ``{axis}`` is the argument as written. If it was not given, the template's call leaves out that argument.
+- ``{axis|0}`` is ``0`` if the argument was not given.
 - ``{axis:axes}`` is the argument in another form: see ``FORMS``.
 - ``{*inputs}`` are all arguments of ``*inputs``. ``{self}`` is the object, in a row of a method.
 - ``xp`` is ``keras.ops`` in a file that uses Keras, ``jax.numpy`` otherwise; ``table.ROOTS`` has the other names.
@@ -32,12 +31,12 @@ PLACEHOLDER: Final = re.compile(r"\{(\*?)(\w+)(?::(\w+))?(?:\|([^{}]*))?\}")
 
 
 def fill(template: str, arguments: Arguments) -> str:
-    """Returns the source text of a template for arguments as ``Row.bind`` gives them."""
+    """Returns the source text of a template, given the arguments from ``Row.bind``."""
     source, placeholders = as_names(template)
     tree = ast.parse(source, mode="eval").body
 
     def has_value(node: ast.AST) -> bool:
-        """True for an argument that stays. A call below it leaves out its own."""
+        """True for an argument that stays. A call below it leaves out its own arguments."""
         if isinstance(node, ast.Name) and node.id in placeholders:
             return placeholders[node.id].has_value(arguments)
         if isinstance(node, ast.Call):
@@ -45,7 +44,9 @@ def fill(template: str, arguments: Arguments) -> str:
         return all(map(has_value, ast.iter_child_nodes(node)))
 
     def render(node: ast.AST, *, closed: bool) -> str:
-        """The text of a node; ``closed``: it stands between brackets or commas, and needs no brackets of its own."""
+        """Returns the text of a node. ``closed`` is true between brackets or commas, where it needs no brackets of
+        its own.
+        """
         start, end = _span(source, node)
         if isinstance(node, ast.Name) and node.id in placeholders:
             return placeholders[node.id].text(arguments, closed=closed)
@@ -97,7 +98,7 @@ class _Placeholder:
 
 
 def as_names(template: str) -> tuple[str, dict[str, _Placeholder]]:
-    """The template as Python: each placeholder is a name."""
+    """Returns the template as Python source, with each placeholder as a name."""
     placeholders: dict[str, _Placeholder] = {}
 
     def named(match: re.Match[str]) -> str:
@@ -110,10 +111,10 @@ def as_names(template: str) -> tuple[str, dict[str, _Placeholder]]:
 
 
 def simplified(template: str, arguments: Arguments) -> str:
-    """The template with forms and defaults only where they change something.
+    """Returns the template with forms and defaults only where they change the text.
 
     Raises:
-      BindError: A form does not fit its argument, or an argument that is no name is taken twice.
+      BindError: A form does not fit its argument, or an argument that is not a name is used twice.
     """
     places = [match[2] for match in PLACEHOLDER.finditer(template)]
 
@@ -127,7 +128,7 @@ def simplified(template: str, arguments: Arguments) -> str:
                 raise BindError("the arguments are not written out")
             return match[0]
         if places.count(parameter) > 1 and not is_simple(parsed(given)):
-            raise BindError(f"{parameter} is taken twice, and is more than a name")
+            raise BindError(f"{parameter} is used twice, and is not a plain name")
         changed = form and FORMS[form](given) != given
         return "{" + parameter + (f":{form}" if changed else "") + "}"
 
@@ -135,12 +136,12 @@ def simplified(template: str, arguments: Arguments) -> str:
 
 
 def given_name(parameter: str) -> str:
-    """Returns the name that stands for an argument in a template that is read as Python."""
+    """Returns the name of an argument in a template that is read as Python."""
     return f"__given_{parameter}"
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below a node that have a place in the source."""
+    """Yields the nodes below a node that have a position in the source."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr | ast.keyword | ast.arg):
             yield child
@@ -149,12 +150,12 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _span(source: str, node: Any) -> tuple[int, int]:
-    """Templates have one line of ASCII characters."""
+    """Returns the start and the end of a node. Templates have one line of ASCII characters."""
     return node.col_offset, node.end_col_offset
 
 
 def dotted(node: ast.AST) -> str | None:
-    """Returns ``a.b.c`` of a chain of names; None of anything else, a placeholder too."""
+    """Returns ``a.b.c`` for a chain of names; None for other nodes, also for a placeholder."""
     if isinstance(node, ast.Attribute):
         left = dotted(node.value)
         return left and f"{left}.{node.attr}"

@@ -1,6 +1,6 @@
-"""Code of TensorFlow that a program still has: the error that names its line and what to write there.
+"""TensorFlow code that a program still has: builds the error that names its line and its replacement.
 
-TensorFlow is never imported: its functions, objects and frames are known by their modules.
+TensorFlow is never imported: its functions, objects and frames are recognised by their modules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_tensorflow(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """True for a tensor, a variable, a tape, or another object of TensorFlow; dtypes and shapes are none."""
+    """True for a tensor, a variable, a tape, or another object of TensorFlow, but not for dtypes and shapes."""
     return _is_of_tensorflow(type(value).__module__) and type(value).__name__ not in _PLAIN
 
 
@@ -53,7 +53,7 @@ def _is_of_tensorflow(module: Any) -> bool:
 
 
 def _home_of(value: Any) -> Any:
-    """The module of a function or class, or the name of a module."""
+    """Returns the module of a function or class, or the name of a module."""
     if isinstance(value, types.ModuleType):
         return value.__name__
     return getattr(value, "__module__", None) if callable(value) and not is_object(value) else None
@@ -63,7 +63,7 @@ def _home_of(value: Any) -> Any:
 
 
 def name_of(value: Any) -> str:
-    """``tf.reduce_mean``, the public name of a function or class of TensorFlow, or of an object's class."""
+    """Returns the public name of a TensorFlow function or class, or of an object's class: ``tf.reduce_mean``."""
     if not is_object(value):
         return f"tf.{_exported(value) or getattr(value, '__name__', '')}"
     if getattr(value, "python_function", None) is not None:
@@ -74,12 +74,12 @@ def name_of(value: Any) -> str:
 
 
 def python_function_of(value: Any) -> Any:
-    """The Python function of a ``tf.function``; anything else as it is."""
+    """Returns the Python function of a ``tf.function``; other values unchanged."""
     return value.python_function if is_object(value) and name_of(value) == "tf.function" else value
 
 
 def _exported(value: Any) -> str | None:
-    """The shortest of the names under which TensorFlow exports a function or class."""
+    """Returns the shortest name under which TensorFlow exports a function or class."""
     while value is not None:
         names = getattr(value, "__dict__", {}).get("_tf_api_names")
         if names:
@@ -89,14 +89,14 @@ def _exported(value: Any) -> str | None:
 
 
 def named_by(path: tuple[str, ...], root: Any) -> tuple[str, Any] | None:
-    """What of TensorFlow an expression such as ``tf.nn.relu`` or ``self.counter.assign`` means.
+    """Returns the TensorFlow object that an expression such as ``tf.nn.relu`` or ``self.counter.assign`` means.
 
     Args:
       path: The names of the expression.
-      root: The object of the first.
+      root: The object of the first name.
 
     Returns:
-      Its public name, and the module, function or object of TensorFlow; None if it is of something else.
+      Its public name, and the module, function or object of TensorFlow; None if it is not TensorFlow's.
     """
     value, module = root, ""
     for i, name in enumerate(("", *path[1:])):
@@ -107,7 +107,7 @@ def named_by(path: tuple[str, ...], root: Any) -> tuple[str, Any] | None:
             rest = path[i + 1 :]
             for each in rest:
                 value = member_of(value, each)
-            if value is _MISSING or not is_tensorflow(value):  # tf.keras, say
+            if value is _MISSING or not is_tensorflow(value):  # for example tf.keras
                 return None
             return f"tf{module}" + "".join(f".{each}" for each in rest), value
         if is_tensorflow(value):
@@ -116,14 +116,14 @@ def named_by(path: tuple[str, ...], root: Any) -> tuple[str, Any] | None:
 
 
 def member_of(value: Any, name: str) -> Any:
-    """An attribute as it is stored, without running code of a class or importing what a module lacks."""
+    """Returns an attribute as it is stored, without running code of a class or importing what a module lacks."""
     if isinstance(value, types.ModuleType):
         return vars(value).get(name, sys.modules.get(f"{value.__name__}.{name}", _MISSING))
     return inspect.getattr_static(value, name, _MISSING)
 
 
 def dotted(node: ast.AST) -> tuple[str, ...]:
-    """``("a", "b")`` of the expression ``a.b``; of other expressions nothing."""
+    """Returns ``("a", "b")`` for the expression ``a.b``; an empty tuple for other expressions."""
     if isinstance(node, ast.Attribute):
         above = dotted(node.value)
         return (*above, node.attr) if above else ()
@@ -131,7 +131,7 @@ def dotted(node: ast.AST) -> tuple[str, ...]:
 
 
 def advice(names: list[str], uses_keras: bool) -> str:
-    """What to write in place of some names."""
+    """Returns the advice on replacements of some names."""
     from replicax._src.migrate.table import find, target_of  # reads a file of many names
 
     sentences = []
@@ -159,18 +159,18 @@ def uses_keras(scope: dict[str, Any]) -> bool:
     return any(isinstance(home, str) and home.partition(".")[0] == "keras" for home in homes)
 
 
-# --- errors that TensorFlow's code leads to -----------------------------------------------------------
+# --- errors that TensorFlow's code causes -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def explained(*, is_in_trace: bool = True) -> Iterator[None]:
-    """Replaces the errors of code of TensorFlow in a function that is being traced.
+    """Returns a context that replaces the errors of TensorFlow code in a function that is being traced.
 
     Args:
-      is_in_trace: All code inside is traced. If not, only JAX's errors count: others may come from tf.data.
+      is_in_trace: True if all code inside is traced. If not, only JAX's errors count: others may come from tf.data.
 
     Raises:
-      UnsupportedError: In their place.
+      UnsupportedError: It replaces these errors.
     """
     try:
         yield
@@ -197,10 +197,11 @@ def _error_of(error: Exception, is_in_trace: bool) -> UnsupportedError | None:
 
 
 def _error_at(traceback: types.TracebackType | None, *, is_of_conversion: bool) -> UnsupportedError | None:
-    """The error for what a function did at the end of a traceback; None if TensorFlow has no part in it.
+    """Returns the error for the end of a traceback; None if TensorFlow has no part in it.
 
     Args:
-      is_of_conversion: Something wanted an array of NumPy: Keras may have taken TensorFlow's frames away.
+      traceback: The traceback.
+      is_of_conversion: True if the failing code needed a NumPy array. Keras may have removed TensorFlow's frames.
     """
     frames = list(_frames_of(traceback))
     users = [i for i, entry in enumerate(frames) if is_user_code(entry.tb_frame.f_code.co_filename)]
@@ -218,18 +219,17 @@ def _error_at(traceback: types.TracebackType | None, *, is_of_conversion: bool) 
     shown = shortened(text)
     names = [name for name, _ in found]
     error = UnsupportedError(
-        f"At {code.co_filename}:{line} in {code.co_name}, `{shown}` uses TensorFlow, which cannot compute "
-        "with the arrays and variables of a function that JAX traces. "
-        f"{advice(names, uses_keras(frame.f_globals))}"
+        f"At {code.co_filename}:{line} in {code.co_name}, `{shown}` uses TensorFlow, which cannot compute with the "
+        f"arrays and variables of a function that JAX traces. {advice(names, uses_keras(frame.f_globals))}"
     )
-    to_user = None  # the frames of TensorFlow are left out
+    to_user = None  # without the frames of TensorFlow
     for each in reversed(frames[: users[-1] + 1]):
         to_user = types.TracebackType(to_user, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return error.with_traceback(to_user)
 
 
 def shortened(text: str) -> str:
-    """Source text as messages show it."""
+    """Returns a source text in the form of messages."""
     text = " ".join(text.split())
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
 
@@ -239,14 +239,14 @@ def _package_of(frame: types.FrameType) -> str:
 
 
 def _frames_of(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    """The entries of a traceback, from the outermost on."""
+    """Yields the entries of a traceback, from the outermost on."""
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next
 
 
 def _expression(frame: types.FrameType, instruction: int, line: int) -> str:
-    """The source of the expression that a frame is at; of its line where Python does not know."""
+    """Returns the source of the expression that a frame executes, or of its line if Python does not know."""
     code = frame.f_code
     lines = linecache.getlines(code.co_filename, frame.f_globals)
     positions = next((p for i, p in enumerate(code.co_positions()) if 2 * i == instruction), (None,) * 4)
@@ -260,7 +260,7 @@ def _expression(frame: types.FrameType, instruction: int, line: int) -> str:
 
 
 def _names_in(text: str, frame: types.FrameType) -> Iterator[tuple[str, Any]]:
-    """What of TensorFlow an expression names, as ``named_by`` gives it."""
+    """Yields the TensorFlow objects that an expression names, as ``named_by`` returns them."""
     for path in paths_in(text):
         root = frame.f_locals.get(path[0], frame.f_globals.get(path[0], _MISSING))
         if found := named_by(path, root):
@@ -269,10 +269,10 @@ def _names_in(text: str, frame: types.FrameType) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def paths_in(text: str) -> tuple[tuple[str, ...], ...]:
-    """The dotted names in an expression."""
+    """Returns the dotted names in an expression."""
     try:
         waiting: list[ast.AST] = [ast.parse(f"(\n{text}\n)", mode="eval").body]
-    except SyntaxError:  # the line of a statement
+    except SyntaxError:  # it is a statement
         return ()
     found = []
     while waiting:
@@ -291,7 +291,7 @@ def check_not_in_tensorflow(call: str) -> None:
     """Raises if a public call is made in a ``tf.function``, or while a ``tf.GradientTape`` records.
 
     Raises:
-      UnsupportedError: It is. AutoGraph lets it through as it is.
+      UnsupportedError: The call is made there. AutoGraph does not change this error.
     """
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None:
@@ -302,17 +302,16 @@ def check_not_in_tensorflow(call: str) -> None:
     is_recording = getattr(sys.modules.get("tensorflow.python.eager.record"), "could_possibly_record", None)
     if is_recording is not None and is_recording():
         raise UnsupportedError(
-            f"{call} was called while a tf.GradientTape records, which sees nothing of a program of JAX. Open an "
-            "rx.GradientTape inside the function that strategy.run or rx.function runs, or use "
-            "rx.value_and_grad."
+            f"{call} was called while a tf.GradientTape records, which cannot record JAX programs. Open an "
+            "rx.GradientTape inside the function that strategy.run or rx.function runs, or use rx.value_and_grad."
         )
 
 
 def check_no_function_of_tensorflow(call: str, function: Any) -> None:
-    """Raises if a function that is to be traced is TensorFlow's own, or one that a SavedModel holds.
+    """Raises if a function that is to be traced is TensorFlow's own, or belongs to a SavedModel.
 
     Raises:
-      UnsupportedError: It is. A ``tf.function`` of Python code is none: its code is traced.
+      UnsupportedError: It is. A ``tf.function`` of Python code is allowed, because its code is traced.
     """
     if "tensorflow" not in sys.modules or not is_tensorflow(function):
         return
@@ -320,23 +319,23 @@ def check_no_function_of_tensorflow(call: str, function: Any) -> None:
         return
     name = name_of(function)
     raise UnsupportedError(
-        f"{call} was given {name}, which TensorFlow runs: it cannot compute with arrays of JAX. "
+        f"{call} was given {name}, which TensorFlow runs, so it cannot compute with arrays of JAX. "
         f"{advice([name], uses_keras=True)} A function of a SavedModel runs outside of steps, on values of tf.data or "
         "NumPy."
     )
 
 
 def in_tf_function(what: str) -> UnsupportedError:
-    """The error for something that was done in a ``tf.function``, or with one."""
+    """Returns the error for an action in or with a ``tf.function``."""
     function = _tf_function_on_the_stack()
     code = getattr(function, "__code__", None)
     place = f" {code.co_name}, at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     error = UnsupportedError(
-        f"{what} in the tf.function{place}. TensorFlow traces it, and can take neither the values nor the "
-        "variables of JAX into its graph. Write @rx.function in place of @tf.function, which makes one program "
+        f"{what} in the tf.function{place}. TensorFlow traces it, and its graph cannot hold the values or "
+        "variables of JAX. Write @rx.function in place of @tf.function, which makes one program "
         "of the code and of the strategy.run in it."
     )
-    # TensorFlow 2.21 would raise a StagingError in its place.
+    # TensorFlow 2.21 would raise a StagingError instead.
     error.ag_pass_through = True  # type: ignore[attr-defined]
     return error
 
@@ -353,5 +352,5 @@ def _tf_function_on_the_stack() -> Any:
 
 
 def is_converted_by_tf_function() -> bool:
-    """True while a ``tf.function`` looks at the arguments that it was called with."""
+    """True while a ``tf.function`` examines the arguments of a call."""
     return "tensorflow" in sys.modules and _tf_function_on_the_stack() is not None

@@ -1,4 +1,4 @@
-"""What can be read of values: shapes, which are Python's, and integers."""
+"""Facts about values that the source shows: shapes, which are Python's, and integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import libcst as cst
 from replicax._src.migrate.bindings import Source
 
 _SHAPE: Final = ("tf.shape", "tf.compat.v1.shape")
-# Names of rows -> what they become for shapes, which stay known while a function is traced.
+# Names of rows -> their replacements for shapes, which stay known while a function is traced.
 OF_SHAPES: Final = MappingProxyType(
     {
         "tf.concat": "np.concatenate({values}, axis={axis})",
@@ -33,7 +33,7 @@ _INTEGER_TYPES: Final = ("tf.int8", "tf.int16", "tf.int32", "tf.int64", "tf.uint
 
 
 def is_shape(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
-    """Returns True for a shape, a part of one, or a list with a size out of one."""
+    """True for a shape, a part of one, or a list with a size from one."""
     if depth == 0:
         return False
     if isinstance(node, cst.Call):
@@ -48,7 +48,7 @@ def is_shape(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
 
 
 def is_calculated_with(source: Source, node: cst.CSTNode) -> bool:
-    """Returns True for a shape that stands in arithmetic or a comparison as a whole, by a name too."""
+    """True for a full shape in arithmetic or a comparison, also by a name."""
     parent = source.parents[node]
     if isinstance(
         parent,
@@ -64,7 +64,7 @@ def is_calculated_with(source: Source, node: cst.CSTNode) -> bool:
 
 
 def uses_of(source: Source, statement: cst.Assign) -> Iterator[cst.Name]:
-    """Yields where a name that a statement assigns is read, in its scope and those below it."""
+    """Yields the reads of a name that a statement assigns, in its scope and those below it."""
     names = [target.target for target in statement.targets if isinstance(target.target, cst.Name)]
     for name in names:
         for assignment in source.scope_of(name)[name.value]:
@@ -74,7 +74,7 @@ def uses_of(source: Source, statement: cst.Assign) -> Iterator[cst.Name]:
 
 
 def is_integer(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
-    """Returns True for an array of integers, where that can be read."""
+    """True for an array of integers, if the source shows that."""
     if depth == 0:
         return False
     if isinstance(node, cst.List | cst.Tuple) and node.elements:

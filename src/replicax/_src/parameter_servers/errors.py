@@ -1,7 +1,4 @@
-"""What goes wrong with parameter servers, workers and scheduled functions.
-
-``docs/reference/errors.md`` has an entry for each.
-"""
+"""Errors of parameter servers, workers and scheduled functions. ``docs/reference/errors.md`` has an entry for each."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ class UnavailableError(ReplicaxError, RuntimeError):
     """A parameter server or a worker died, is stopped, or cannot be reached.
 
     Attributes:
-      task: Its name: ``"ps 0"``.
-      is_silent: True if it did not answer in time: it may be stopped or cut off, and go on later.
+      task: The name of the task: ``"ps 0"``.
+      is_silent: True if it did not answer in time. It may only be paused or cut off, and resume later.
     """
 
     def __init__(self, message: str, task: str = "", *, is_silent: bool = False):
@@ -27,14 +24,14 @@ class UnavailableError(ReplicaxError, RuntimeError):
 
 
 class UnauthenticatedError(ReplicaxError, PermissionError):
-    """A task of the cluster was asked without the right token or certificate."""
+    """A task of the cluster got a request without the right token or certificate."""
 
 
 class RemoteError(ReplicaxError, RuntimeError):
-    """A task failed at what it was asked to do; the text has its own error.
+    """A task failed to execute a request; the message has its own error.
 
     Attributes:
-      type: The name of the class of the error there.
+      type: The name of the class of the task's error.
       task: The name of the task: ``"worker 1"``.
     """
 
@@ -45,11 +42,11 @@ class RemoteError(ReplicaxError, RuntimeError):
 
 
 class MessageError(ReplicaxError, ValueError):
-    """Bytes from another task that are no message: truncated, too large, of another version."""
+    """Another task sent bytes that are not a message: truncated, too large, or of another version."""
 
 
 class StaleCoordinatorError(ReplicaxError, RuntimeError):
-    """Another coordinator has taken over the tasks of the cluster since."""
+    """Another coordinator has taken over the tasks of the cluster."""
 
 
 class SnapshotError(ReplicaxError, RuntimeError):
@@ -57,10 +54,10 @@ class SnapshotError(ReplicaxError, RuntimeError):
 
 
 class UnknownProgramError(ReplicaxError, KeyError):
-    """A task does not have a program (any more): it is to be sent again.
+    """A task does not have a program, and it must be sent again.
 
     Attributes:
-      digest: Of the program.
+      digest: The digest of the program.
     """
 
     def __init__(self, message: str, digest: str = ""):
@@ -72,32 +69,32 @@ class UnknownProgramError(ReplicaxError, KeyError):
 
 
 class CancelledError(ReplicaxError, RuntimeError):
-    """A scheduled function did not run, or may have run in part, because another one failed."""
+    """A scheduled function did not run, or ran only in part, because another one failed."""
 
 
 class ClosureInputError(ReplicaxError, RuntimeError):
-    """What a scheduled function takes, a dataset say, could not be made on a worker."""
+    """A dataset or value that a scheduled function takes could not be made on a worker."""
 
 
 class WaitTimeoutError(ReplicaxError, TimeoutError):
-    """``join``, ``fetch`` or another wait for scheduled functions lasted as long as it was allowed to."""
+    """A wait for scheduled functions, such as ``join`` or ``fetch``, has exceeded its limit."""
 
 
 class ClosureAbortedError(ReplicaxError, RuntimeError):
-    """What a scheduled function takes went with the worker that had it, and is being made again."""
+    """A resource of a scheduled function was lost with its worker, and is being made again."""
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An error as it stands in an answer."""
+    """Returns an error as an answer describes it."""
     details = {name: getattr(error, name) for name in ("digest", "task") if getattr(error, name, "")}
     line = user_line_of(error)
-    if line != UNKNOWN:  # of a dataset's function, say
+    if line != UNKNOWN:  # for example in a dataset's function
         details["line"] = line
     return {"type": type(error).__name__, "text": str(error) or repr(error), "details": details}
 
 
 def of_answer(fields: Mapping[str, Any], task: str) -> ReplicaxError:
-    """The error that the answer of ``task`` tells of."""
+    """Returns the error that an answer of ``task`` describes."""
     kind, text = fields["type"], fields["text"]
     if kind == UnknownProgramError.__name__:
         return UnknownProgramError(text, fields["details"]["digest"])

@@ -1,1 +1,1 @@
-"""What replicax says in the traces of JAX's profiler."""
+"""The names that replicax adds to traces of JAX's profiler."""

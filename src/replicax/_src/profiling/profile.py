@@ -17,51 +17,53 @@ from replicax._src.tracing import profile_names as names
 
 @final
 class Profile:
-    """A trace that is being made, or has been.
+    """A running or finished trace.
 
     Attributes:
-      logdir: Where this process's files are: in a cluster each process has a folder of its own.
+      logdir: The folder of this process's files. In a cluster each process has a folder of its own.
     """
 
     def __init__(self, logdir: str, of_trace: names.Names):
         self.logdir, self._names = logdir, of_trace
 
     def step(self, number: int, name: str = "step") -> contextlib.AbstractContextManager[None]:
-        """Around one step: programs that are started inside are parts of it, not steps of their own.
+        """Returns a context for one step. Programs that run inside are parts of it, and not steps of their own.
 
         Args:
-          number: Of the step.
-          name: Of steps of this kind.
+          number: The number of the step.
+          name: The name of steps of this kind.
         """
         return self._names.step(name, whole_number("number", number, least=0))
 
 
 @contextlib.contextmanager
 def profile(logdir: str | os.PathLike[str], *, python: bool = False, **options: Any) -> Iterator[Profile]:
-    """Inside, JAX's profiler records what this process does: for TensorBoard's profile page, XProf or Perfetto.
+    """Records a trace of this process with JAX's profiler, for TensorBoard's profile page, XProf or Perfetto.
 
-    Begin it after a few steps, for compiling would fill it, and end it after some more. When it ends it waits for
-    nothing: fetch the last result inside, or its steps are missing. In the trace
+    Use it in ``with``. Start it after a few steps, so that the trace does not consist of compilation, and end it a
+    few steps later. It does not wait for running steps at the end, so fetch the last result inside, or its steps
+    are missing. In the trace
 
-    - each program that ``run``, ``rx.function``, ``run_steps`` and Keras's ``fit`` start is a step, with the function's
-      name and a number (``StepTraceAnnotation``); ``with profile.step(n):`` makes one of several;
-    - ``replica 0`` and so on say on which device each replica is;
-    - operations of a replica function have ``replica`` in their names, and those of collectives what they are for:
+    - each program that ``run``, ``rx.function``, ``run_steps`` and Keras's ``fit`` start is a step, with the
+      function's name and a number (``StepTraceAnnotation``); ``with profile.step(n):`` joins several into one;
+    - ``replica 0`` and so on show the device of each replica;
+    - operations of a replica function have ``replica`` in their names, and collectives have their purpose:
       ``all_reduce``, ``all_gather``, ``sum_gradients``, ``share_variables``, ``sum_together``.
 
-    Of a cluster every process may call it, or only some; with parameter servers the steps are in the workers.
+    In a cluster all processes may call it, or only some. With parameter servers the steps are in the workers'
+    traces.
 
     Args:
-      logdir: A folder, made if need be.
-      python: Whether calls of Python functions are recorded too, which takes time and space.
-      **options: Of ``jax.profiler.trace``: ``create_perfetto_trace=True``, say.
+      logdir: A folder. It is created if necessary.
+      python: True to record calls of Python functions too, which takes time and space.
+      **options: Options of ``jax.profiler.trace``, such as ``create_perfetto_trace=True``.
 
     Yields:
       A ``Profile``.
 
     Raises:
-      ContextError: There is one already.
-      InvalidArgumentError: `logdir` is no path.
+      ContextError: A trace is already running.
+      InvalidArgumentError: ``logdir`` is not a path.
     """
     if names.current is not None:
         raise ContextError(

@@ -1,6 +1,6 @@
-"""``Acceptor``: accepts connections, and has each met on a thread of its own. Limits unauthenticated peers.
+"""``Acceptor``: accepts connections, and serves each on a thread of its own. Limits unauthenticated peers.
 
-There are at most 256 of these; the oldest is dropped for the next one, so they cannot keep others out.
+There are at most 256 unauthenticated peers. The oldest is dropped for the next one, so they cannot lock others out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from replicax._src.wire.sockets import shut_down
 
 MOST_UNAUTHENTICATED: Final = 256
 HANDSHAKE_S: Final = 5.0
-"""The longest time that a peer may take to authenticate. Whoever meets it ends it then."""
+"""The longest time that a peer may take to authenticate. The function that meets it enforces the limit."""
 _PAUSE_S: Final = 0.1
-"""Before the next connection is accepted, when the process could not: it has no descriptor left, say."""
+"""The pause after a failure to accept, for example when the process has no file descriptor left."""
 
 Meet = Callable[[socket.socket, str], None]
-"""Meets a peer, whose ``host:port`` it gets, and closes the connection in the end."""
+"""Meets a peer, given its ``host:port``, and closes the connection at the end."""
 
 
 @final
@@ -29,13 +29,13 @@ class Acceptor:
 
     Args:
       listening: The socket; the acceptor owns it.
-      meet: Called on a thread of its own for each connection.
+      meet: A function that is called on a thread of its own for each connection.
     """
 
     def __init__(self, listening: socket.socket, meet: Meet):
         self._listening, self._meet = listening, meet
         self._lock = threading.Lock()
-        self._unauthenticated: dict[socket.socket, None] = {}  # in the order in which they came
+        self._unauthenticated: dict[socket.socket, None] = {}  # in the order of arrival
         self._is_closed = False
 
     @property
@@ -43,11 +43,11 @@ class Acceptor:
         return len(self._unauthenticated)
 
     def start(self) -> None:
-        """Begins to accept."""
+        """Starts to accept."""
         threading.Thread(target=self._accept, name="replicax listener", daemon=True).start()
 
     def close(self) -> None:
-        """Accepts no more connections, and ends those of peers that are not authenticated."""
+        """Stops accepting connections, and closes those of unauthenticated peers."""
         self._is_closed = True
         shut_down(self._listening)  # wakes the thread that accepts
         self._listening.close()
@@ -56,7 +56,7 @@ class Acceptor:
                 shut_down(connection)
 
     def authenticated(self, connection: socket.socket) -> None:
-        """A peer is authenticated, or gone. Also called when ``meet`` returns."""
+        """Records that a peer is authenticated, or has left. Also called when ``meet`` returns."""
         with self._lock:
             self._unauthenticated.pop(connection, None)
 
@@ -70,7 +70,7 @@ class Acceptor:
                 if self._is_closed:
                     return
                 if has_failed:
-                    self._drop_oldest()  # which gives its descriptor back
+                    self._drop_oldest()  # which frees its file descriptor
                 has_failed = True
                 time.sleep(_PAUSE_S)
                 continue
@@ -85,7 +85,7 @@ class Acceptor:
             )
             try:
                 thread.start()
-            except RuntimeError:  # there are too many threads
+            except RuntimeError:  # the process has too many threads
                 self.authenticated(connection)
                 connection.close()
 

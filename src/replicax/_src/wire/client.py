@@ -26,14 +26,15 @@ def connect(
     """Connects to a listener, and authenticates both ends.
 
     Args:
-      deadline: On the clock of ``time.monotonic``.
-      certified_as: The name in the listener's certificate; that of the host by default.
+      host, port: The address of the listener.
+      deadline: The deadline on the clock of ``time.monotonic``.
+      certified_as: The name in the listener's certificate; by default the host.
 
     Raises:
       TokenError: One end does not know the token of the other one.
       WireError: Another program answers, or another version of replicax, or the answer was damaged.
-      TimeoutError: Nobody answered in time.
-      OSError: Nobody listens there, or TLS failed.
+      TimeoutError: No listener answered in time.
+      OSError: The address has no listener, or TLS failed.
     """
     connection = _connected(host, port, deadline)
     try:
@@ -54,7 +55,7 @@ def connect(
 
 
 def _connected(host: str, port: int, deadline: float) -> socket.socket:
-    """Connects to the first address of the host that answers. All addresses share the time."""
+    """Connects to the first address of the host that answers. The deadline covers all addresses."""
     failure: OSError | None = None
     for *_, address in _addresses(host, port, deadline):
         try:

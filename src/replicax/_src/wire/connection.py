@@ -1,7 +1,7 @@
-"""``Connection``: one end of a connection whose peer has been authenticated. It sends and receives frames.
+"""``Connection``: one end of a connection whose peer is authenticated. It sends and receives frames.
 
-One thread may send while another one receives. All waits have a deadline. After any error the connection is of no more
-use; ``cancel`` ends it from any thread.
+One thread may send while another one receives. All waits have a deadline. After any error the connection is unusable.
+``cancel`` ends it from any thread.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ from replicax._src.wire.streams import Stream
 
 _BUFFER_BYTES: Final = 128 * 1024
 _FIRST_BYTES: Final = 16 * 1024
-"""What is read at once when a frame begins: enough for a small one, and little of a large one, which is copied."""
+"""The size of the first read of a frame: enough for a small frame, and only a small part of a large one, as it is
+copied.
+"""
 _LAST_WORDS_S: Final = 2.0
 _RELEASE_S: Final = 1.0
 _LONGEST_REASON: Final = 16 * 1024
 
 
 Room = Callable[[memoryview, int], memoryview]
-"""Gives memory for a body, by the head of the frame and the number of bytes."""
+"""Returns memory for a body, given the head of the frame and the number of bytes."""
 
 
 def no_room(head: memoryview, num_bytes: int) -> memoryview:
-    """Refuses a body, on connections on which none travels."""
-    raise ForeignPeerError(f"a body of {num_bytes} bytes was announced where none travels")
+    """Refuses a body, on connections that carry none."""
+    raise ForeignPeerError(
+        f"a body of {num_bytes} bytes was announced on a connection that carries no bodies"
+    )
 
 
 @final
@@ -54,12 +58,12 @@ class Connection:
 
     Args:
       connection: The socket. The new object owns it.
-      stream: What travels over the socket.
-      peer: Its address, for people.
+      stream: The bytes over the socket.
+      peer: The peer's address, for messages.
       is_checked: True if bodies have checksums.
 
     Attributes:
-      peer: Its address, for people.
+      peer: The peer's address, for messages.
       bytes_in, bytes_out: The bytes of all frames.
     """
 
@@ -69,23 +73,23 @@ class Connection:
         self._is_checked = is_checked
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
-        self._header: Header | None = None  # of the next frame, once it is known
+        self._header: Header | None = None  # the header of the next frame, once it has arrived
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self.peer = peer
         self.bytes_in = self.bytes_out = 0
 
     def send(self, frames: Sequence[tuple[Kind, bytes, Sequence[Part]]], deadline: float) -> None:
-        """Sends frames, each its kind, head and body, in one write where the system takes them at once.
+        """Sends frames in one write, if the system accepts them at once. Each is given as kind, head and body.
 
         Raises:
-          TimeoutError: The peer did not take them in time.
+          TimeoutError: The peer did not read them in time.
           OSError: The connection has ended.
         """
         parts: list[Part] = []
         for kind, head, body in frames:
             parts += frame_parts(kind, head, body, is_checked=self._is_checked)
         num_bytes = sum(map(len, parts))
-        if len(parts) > 1 and num_bytes <= _FIRST_BYTES:  # many buffers cost more than the copy
+        if len(parts) > 1 and num_bytes <= _FIRST_BYTES:  # many buffers cost more than a copy
             parts = [b"".join(parts)]
         _acquire(self._sending, deadline)
         try:
@@ -98,16 +102,17 @@ class Connection:
         """Waits for the next message.
 
         Args:
-          room: Asked for memory when a frame has a body.
+          deadline: The deadline on the clock of ``time.monotonic``.
+          room: Called for memory if a frame has a body.
 
         Returns:
-          The head of the frame, valid until the next one is received. None for a frame with a body, of which ``room``
-          has had the head.
+          The head of the frame, valid until the next one is received. None for a frame with a body, whose head
+          ``room`` got.
 
         Raises:
-          PeerEndedError: The peer has ended the connection; it may say why.
-          WireError: What came is damaged, or no frame.
-          TimeoutError: Nothing came in time.
+          PeerEndedError: The peer has ended the connection; the error has its reason, if it sent one.
+          WireError: The data is damaged, or not a frame.
+          TimeoutError: No message arrived in time.
           OSError: The connection has ended.
         """
         _acquire(self._receiving, deadline)
@@ -132,7 +137,7 @@ class Connection:
             self._receiving.release()
 
     def has_frame(self) -> bool:
-        """True if a whole message without a body has come already. Only for the thread that receives."""
+        """True if a full message without a body has arrived. Only the receiving thread may ask."""
         header = self._header
         if header is None:
             if self._end - self._start < HEADER_BYTES:
@@ -145,7 +150,7 @@ class Connection:
         return is_message and self._end - self._start >= header.head_bytes
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the peer has sent something, or the connection has ended. False if neither happens in time."""
+        """Waits until the peer has sent data, or the connection has ended. Returns False if neither happens in time."""
         if self._header is not None or self._start < self._end or self._stream.has_pending():
             return True
         poll = select.poll()
@@ -156,9 +161,9 @@ class Connection:
             return True
 
     def end(self, reason: str, *, is_refusal: bool = False) -> None:
-        """Tells the peer why the connection ends, and takes for a while what it still sends.
+        """Tells the peer why the connection ends, and reads for a while what it still sends.
 
-        Otherwise a system may reset the connection, and the peer loses what it has not read yet.
+        Otherwise the system may reset the connection, and the peer would lose data that it has not read yet.
         """
         until = time.monotonic() + _LAST_WORDS_S
         kind = Kind.REFUSAL if is_refusal else Kind.END
@@ -171,15 +176,15 @@ class Connection:
         self.close()
 
     def cancel(self) -> None:
-        """Ends the connection, from any thread: whoever blocks in it gets an error."""
+        """Ends the connection, from any thread. A thread that blocks in it gets an error."""
         shut_down(self._socket)
 
     def close(self) -> None:
-        """Ends the connection and gives up its descriptor, once no thread uses it."""
+        """Ends the connection and closes its descriptor, once no thread uses it."""
         self.cancel()
         for lock in (self._sending, self._receiving):
             if not lock.acquire(timeout=_RELEASE_S):
-                return  # a number that is free again would lead that thread to another connection
+                return  # a reused descriptor number would give that thread another connection
             lock.release()
         self._socket.close()
 
@@ -196,7 +201,7 @@ class Connection:
         return self._header
 
     def _taken(self, size: int, deadline: float) -> memoryview:
-        """The next bytes, until the next call."""
+        """Returns the next bytes, valid until the next call."""
         if self._end - self._start < size:
             if size > _BUFFER_BYTES:
                 return self._taken_large(size, deadline)
@@ -205,7 +210,7 @@ class Connection:
         return self._buffer[start : self._start]
 
     def _gather(self, size: int, deadline: float) -> None:
-        """Receives until the buffer has so many bytes that nobody has taken."""
+        """Receives until the buffer has ``size`` unread bytes."""
         buffered = self._end - self._start
         if self._start + size > _BUFFER_BYTES:
             self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 class WireError(OSError):
-    """The connection is of no more use."""
+    """The connection is unusable."""
 
 
 class PeerEndedError(WireError):
     """The peer has ended the connection.
 
     Attributes:
-      reason: What the peer said about it; empty if it said nothing.
-      is_refusal: True if the peer refuses what it was sent, so that sending it again does not help.
+      reason: The peer's reason; empty if it sent none.
+      is_refusal: True if the peer refuses the data that it got, so that sending it again is useless.
     """
 
     def __init__(self, reason: str = "", *, is_refusal: bool = False):
@@ -22,11 +22,11 @@ class PeerEndedError(WireError):
 
 
 class DamagedFrameError(WireError):
-    """A frame changed on its way: its checksum is wrong."""
+    """A frame was damaged in transit: its checksum is wrong."""
 
 
 class ForeignPeerError(WireError):
-    """The peer sent no frame: it is another program, or another version of replicax."""
+    """The peer's data is not a frame: the peer is another program, or another version of replicax."""
 
 
 class OtherProgramError(ForeignPeerError):

@@ -1,8 +1,8 @@
 """The format of a frame: a header of 24 bytes, a head, and a body. Pure.
 
-The header says how many bytes follow, and has its own checksum, so that a damaged length is found at once. A checksum
-of the head stands in the header. Where both ends agreed on it in the handshake, a checksum of the body follows the
-body: the sender need not read the whole body before its first byte is sent.
+The header has the number of bytes that follow, and a checksum of itself, so that a damaged length is found at once.
+It also has a checksum of the head. If the handshake has agreed on it, a checksum of the body follows the body, so
+that the sender need not read the body before it sends the first byte.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _SUMMED_BYTES: Final = _SUMMED_HEADER.size
 class Kind(IntEnum):
     """The kind of a frame.
 
-    MESSAGE carries what the two ends have to say. END says why a connection ends; REFUSAL says the same of a peer
-    that sent what is not allowed.
+    MESSAGE carries data of the two ends. END has the reason why a connection ends. REFUSAL is the same for a peer
+    that sent
+    data that is not allowed.
     """
 
     MESSAGE = 1
@@ -56,7 +57,7 @@ class Header(NamedTuple):
 def frame_parts(
     kind: Kind, head: bytes, body: Sequence[Part] = (), *, is_checked: bool = False
 ) -> list[Part]:
-    """The bytes of a frame, in parts that are sent in order. Nothing of the body is copied."""
+    """Returns the bytes of a frame, in parts that are sent in order. The body is not copied."""
     body_bytes = sum(map(len, body)) if body else 0
     header = _SUMMED_HEADER.pack(_MAGIC, kind, len(head), body_bytes, crc32(head))
     start = header + crc32(header).to_bytes(4, "little") + head
@@ -66,17 +67,17 @@ def frame_parts(
 
 
 def parsed_header(data: Part, at: int = 0) -> Header:
-    """Reads the 24 bytes from ``at`` on.
+    """Reads the 24 bytes of a header from ``at`` on.
 
     Raises:
-      DamagedFrameError: They changed on their way.
-      ForeignPeerError: They are no header, or announce more than a frame may have.
+      DamagedFrameError: They were damaged in transit.
+      ForeignPeerError: They are not a header, or announce more than a frame may have.
     """
     magic, number, head_bytes, body_bytes, head_sum, own_sum = _HEADER.unpack_from(data, at)
-    if crc32(data[at : at + _SUMMED_BYTES]) != own_sum:  # first: the magic may be what was damaged
-        raise DamagedFrameError("the header of a frame was damaged on its way")
+    if crc32(data[at : at + _SUMMED_BYTES]) != own_sum:  # before the magic bytes, which may be damaged, too
+        raise DamagedFrameError("the header of a frame was damaged in transit")
     if magic != _MAGIC:
-        raise ForeignPeerError(f"bytes that begin with {bytes(data[at : at + 8])!r} are no frame of replicax")
+        raise ForeignPeerError(f"bytes that begin with {bytes(data[at : at + 8])!r} are not a frame")
     kind = _KINDS.get(number)
     if kind is None or head_bytes > LARGEST_HEAD or body_bytes > LARGEST_BODY:
         raise ForeignPeerError(
@@ -90,24 +91,24 @@ def check_head(header: Header, head: Part) -> None:
     """Compares a head with its checksum.
 
     Raises:
-      DamagedFrameError: It changed on its way.
+      DamagedFrameError: It was damaged in transit.
     """
     if crc32(head) != header.head_sum:
-        raise DamagedFrameError("the head of a frame was damaged on its way")
+        raise DamagedFrameError("the head of a frame was damaged in transit")
 
 
 def check_body(body: Part, received_sum: Part) -> None:
     """Compares a body with its checksum.
 
     Raises:
-      DamagedFrameError: It changed on its way.
+      DamagedFrameError: It was damaged in transit.
     """
     if body_sum((body,)) != bytes(received_sum):
-        raise DamagedFrameError("the body of a frame was damaged on its way")
+        raise DamagedFrameError("the body of a frame was damaged in transit")
 
 
 def body_sum(body: Iterable[Part]) -> bytes:
-    """The checksum of a body, whose parts may be of any size: 8 bytes."""
+    """Returns the checksum of a body, 8 bytes. Its parts may have any size."""
     total = _xxh3()()
     for part in body:
         total.update(part)
@@ -116,7 +117,7 @@ def body_sum(body: Iterable[Part]) -> bytes:
 
 @functools.cache
 def _xxh3() -> Callable[[], Any]:
-    # Late: the control channel sends no bodies, and xxhash belongs to the extra of parameter servers.
+    # Imported late: the control channel sends no bodies, and xxhash belongs to the extra of parameter servers.
     from xxhash import xxh3_64
 
     return xxh3_64

@@ -1,14 +1,14 @@
-"""The handshake before the first frame: both ends say which protocol they speak, and prove that they know the token.
+"""The handshake before the first frame: both ends send their protocol version, and prove that they know the token.
 
     both     hello    "RPLX", protocol, flags, 16 zeros, 32 random bytes, checksum                      60 bytes
     client   proof    HMAC-SHA256(token, "client" + both hellos), checksum                              36 bytes
     server   proof    HMAC-SHA256(token, "server" + both hellos), checksum; or why it refuses
 
-The token never travels, and the server proves that it knows it only after the client did: a strange client learns
-nothing. Whoever listens in the place of a server, or reads the network, sees a proof and can try short tokens on it: a
-token must be random. All sizes are fixed, so that at most 96 bytes of an unauthenticated peer are read. A TLS handshake
-comes before these bytes; ``streams.py`` limits it to 4 KB, or 16 KB where certificates are asked for. The checksums
-tell damage from a wrong token.
+The token is never sent. The server proves that it knows the token only after the client has, so an unauthenticated
+client learns nothing. An attacker who poses as a server, or reads the network, sees a proof and can test short
+tokens against it, so a token must be random. All sizes are fixed, so at most 96 bytes of an unauthenticated peer
+are read. A TLS handshake comes before these bytes; ``streams.py`` limits it to 4 KB, or 16 KB with client
+certificates. The checksums distinguish damage from a wrong token.
 """
 
 from __future__ import annotations
@@ -42,15 +42,19 @@ _REFUSALS: Final = {text: text.decode().rstrip() for text in (_NO_TOKEN, _WRONG_
 
 
 def greet_server(stream: Stream, token: bytes, deadline: float, *, wants_checksums: bool) -> bool:
-    """Says what the client has to say. Returns True if bodies have checksums, which one of the two ends wants then.
+    """Does the client's part. Returns True if bodies have checksums, which they have if one of the two ends wants
+    them.
 
     Args:
-      token: Empty if there is none.
+      stream: The connection.
+      token: The token; empty if there is none.
+      deadline: The deadline on the clock of ``time.monotonic``.
+      wants_checksums: True if this end wants checksums.
 
     Raises:
       TokenError: The server refuses the token, or does not know it.
       ForeignPeerError: Another program answers, or another version of replicax.
-      DamagedFrameError: What came was damaged on its way.
+      DamagedFrameError: The data was damaged in transit.
       TimeoutError: The server did not answer in time.
       OSError: The connection has ended.
     """
@@ -68,18 +72,18 @@ def greet_server(stream: Stream, token: bytes, deadline: float, *, wants_checksu
 
 
 def greet_client(stream: Stream, token: bytes, deadline: float, *, wants_checksums: bool) -> bool:
-    """Says what the server has to say. The arguments and the result are those of ``greet_server``.
+    """Does the server's part. The arguments and the result are those of ``greet_server``.
 
     Raises:
       TokenError: The client does not know the token.
-      ForeignPeerError: Another program asks, or another version of replicax.
-      DamagedFrameError: What came was damaged on its way.
-      TimeoutError: The client did not say enough in time.
+      ForeignPeerError: The client is another program, or another version of replicax.
+      DamagedFrameError: The data was damaged in transit.
+      TimeoutError: The client did not send enough in time.
       OSError: The connection has ended.
     """
     theirs = _received(stream, _HELLO_BYTES, deadline, _MAGIC)
     ours = _hello(wants_checksums)
-    stream.write([ours], deadline)  # to another version too: it says so to its user
+    stream.write([ours], deadline)  # also to another version, which reports the mismatch to its user
     is_checked = _parsed(theirs)
     shown = _checked(_received(stream, _PROOF_BYTES, deadline))
     if not hmac.compare_digest(shown, _proof(token, b"client", theirs, ours)):
@@ -100,8 +104,8 @@ def _parsed(hello: bytes) -> bool:
     _checked(hello)
     if protocol != PROTOCOL:
         raise ForeignPeerError(
-            f"it speaks version {protocol} of the protocol, and this process version {PROTOCOL}. Install one version of "
-            "replicax on all tasks"
+            f"it uses version {protocol} of the protocol, and this process version {PROTOCOL}. Install the "
+            "same version of replicax for all tasks"
         )
     return bool(flags & _WANTS_CHECKSUMS)
 
@@ -117,14 +121,12 @@ def _summed(data: bytes) -> bytes:
 def _checked(data: bytes) -> bytes:
     content, (total,) = data[: -_SUM.size], _SUM.unpack(data[-_SUM.size :])
     if zlib.crc32(content) != total:
-        raise DamagedFrameError("the handshake was damaged on its way")
+        raise DamagedFrameError("the handshake was damaged in transit")
     return content
 
 
 def _received(stream: Stream, size: int, deadline: float, start: bytes = b"") -> bytes:
-    """Receives so many bytes. If they do not begin with ``start``, another program sent them, and the rest is not
-    waited for.
-    """
+    """Receives ``size`` bytes. Raises at once if they do not begin with ``start``, as another program sent them."""
     data, at = bytearray(size), 0
     while at < size:
         part = stream.read(memoryview(data)[at:], deadline, fill=False)

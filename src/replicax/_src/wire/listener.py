@@ -1,7 +1,8 @@
-"""``Listener``: accepts connections, sends strangers away, and serves each authenticated peer on a thread of its own.
+"""``Listener``: accepts connections, rejects unauthenticated peers, and serves each other peer on a thread of its
+own.
 
 An unauthenticated peer costs a thread, a socket and 96 bytes, and up to 16 KB under TLS, for five seconds at most.
-``Acceptor`` limits how many there are.
+``Acceptor`` limits their number.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ class Listener:
 
     Args:
       listening: The socket; the listener owns it.
-      security: What the listener asks of its peers.
-      serve: Called on a thread of its own for each authenticated peer. The connection is closed when it returns.
-      rejected: Called for each stranger that was sent away.
+      security: The token and TLS settings that peers must have.
+      serve: A function that is called on a thread of its own for each authenticated peer. The connection is closed
+        when it
+        returns.
+      rejected: A function that is called for each rejected peer.
     """
 
     def __init__(
@@ -50,22 +53,22 @@ class Listener:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Accepts no more connections, and sends strangers away. Peers go on."""
+        """Stops accepting connections, and rejects unauthenticated peers. Authenticated peers stay connected."""
         self._acceptor.close()
 
     def _meet(self, stranger: socket.socket, peer: str) -> None:
         try:
             connection = self._authenticated(stranger, peer)
-        except (OSError, ValueError) as error:  # ValueError: it was shut down meanwhile
+        except (OSError, ValueError) as error:  # ValueError: it was shut down in the meantime
             if not isinstance(error, PeerEndedError):
-                _log.info("%s was sent away: %s.", peer, error)
+                _log.info("Rejected %s: %s.", peer, error)
             self._rejected()
             return
         finally:
             self._acceptor.authenticated(stranger)
         try:
             self._serve(connection)
-        except OSError as error:  # the peer is gone
+        except OSError as error:  # the peer has left
             _log.debug("The connection with %s ended: %s.", peer, error)
         finally:
             connection.close()

@@ -12,11 +12,11 @@ CHECKSUMS_VARIABLE: Final = "REPLICAX_CHECKSUMS"
 @final
 @dataclass(frozen=True)
 class Security:
-    """The token, and TLS where it is used.
+    """The token, and the TLS settings.
 
     Attributes:
-      token: Empty if there is none.
-      client, server: TLS settings of each role; None for connections without encryption.
+      token: The token; empty if there is none.
+      client, server: The TLS settings of each role; None for connections without encryption.
       always_checks: True if bodies have checksums on loopback and under TLS too.
     """
 
@@ -26,5 +26,5 @@ class Security:
     always_checks: bool = False
 
     def wants_checksums(self, *, is_loopback: bool, uses_tls: bool) -> bool:
-        """True if bodies need a checksum: a loopback damages nothing, and TLS has one of its own."""
+        """True if bodies need a checksum: loopback does not damage data, and TLS has checksums of its own."""
         return self.always_checks or not (is_loopback or uses_tls)

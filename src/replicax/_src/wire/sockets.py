@@ -1,4 +1,4 @@
-"""Listening sockets, and the waits of a socket that all have a deadline."""
+"""Listening sockets, and waits for a socket with a deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_POLL_S: Final = 1000.0
 def bind_host(host: str) -> str:
     """Returns the address to bind for peers that reach this machine as ``host``: all networks, unless it is loopback.
 
-    A name may stand for an address that this machine does not have itself: of a Kubernetes service, say.
+    A name may stand for an address that this machine does not have, such as that of a Kubernetes service.
     """
     if host in ("localhost", "::1") or host.startswith("127."):
         return host
@@ -25,12 +25,12 @@ def bind_host(host: str) -> str:
 
 
 def listen(host: str, port: int, backlog: int = 512) -> socket.socket:
-    """A socket that listens; where it listens on all networks, by IPv6 too.
+    """Returns a listening socket. If it listens on all networks, it accepts IPv6, too.
 
-    The backlog is long, so that strangers who connect all at once do not delay others.
+    The backlog is long, so that many unauthenticated peers that connect at once do not delay others.
 
     Raises:
-      OSError: It cannot; the port may be in use.
+      OSError: It cannot listen there; the port may be in use.
     """
     if bind_host(host) == _ALL_IPV4:
         with contextlib.suppress(OSError):  # this machine has no IPv6, or the port is in use
@@ -39,7 +39,7 @@ def listen(host: str, port: int, backlog: int = 512) -> socket.socket:
 
 
 def _listening(host: str, port: int, backlog: int) -> socket.socket:
-    listener = _bound(host, port, socket.SO_REUSEADDR)  # right after a restart on the same port
+    listener = _bound(host, port, socket.SO_REUSEADDR)  # allows a restart on the same port at once
     try:
         listener.listen(backlog)
     except BaseException:
@@ -49,11 +49,12 @@ def _listening(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def bind_shared(host: str, port: int) -> socket.socket:
-    """A socket that holds a port without listening, for a gRPC server of this process: only who shares ports, as gRPC
-    does, can bind it too.
+    """Returns a socket that reserves a port without listening, for a gRPC server of this process.
+
+    Only another socket with SO_REUSEPORT, such as gRPC's, can bind the port.
 
     Raises:
-      OSError: It cannot; the port may be in use.
+      OSError: It cannot bind there; the port may be in use.
     """
     return _bound(host, port, socket.SO_REUSEPORT)
 
@@ -64,7 +65,7 @@ def _bound(host: str, port: int, option: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, option, 1)
     if host == "::":
-        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # those who come by IPv4 too
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # accept IPv4, too
     try:
         bound.bind((host, port))
     except BaseException:
@@ -74,7 +75,9 @@ def _bound(host: str, port: int, option: int) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Sends small messages at once, and has the system end a connection whose machine is gone, after two minutes."""
+    """Makes the system send small messages at once, and end a connection two minutes after its peer's machine is
+    lost.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
@@ -84,20 +87,20 @@ def prepare(connection: socket.socket) -> None:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Ends a connection from any thread: whoever blocks in it wakes up."""
+    """Ends a connection from any thread, and wakes a thread that blocks in it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def seconds_left(deadline: float) -> float:
-    """Seconds until ``deadline``, on the clock of ``time.monotonic``.
+    """Returns the seconds until ``deadline``, on the clock of ``time.monotonic``.
 
     Raises:
       TimeoutError: It has passed.
     """
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("the time is over")
+        raise TimeoutError("the deadline has passed")
     return left_s
 
 

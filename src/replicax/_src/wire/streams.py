@@ -1,4 +1,4 @@
-"""Bytes in both directions over a socket, plain or by TLS. All waits have a deadline."""
+"""Bytes in both directions over a socket, plain or with TLS. All waits have a deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replicax._src.wire.frames import Part
 from replicax._src.wire.sockets import wait_for
 
 _TICK_S: Final = 1.0
-_MOST_PARTS: Final = 512  # of one call; a system takes 1024
+_MOST_PARTS: Final = 512  # in one call; the system's limit is 1024
 _SMALL_BYTES: Final = 16 * 1024
 _RECEIVED_AT_ONCE: Final = 256 * 1024
 _SENT_AT_ONCE: Final = (
@@ -31,7 +31,9 @@ class Stream(Protocol):
     """Bytes in both directions. One thread may read while another one writes."""
 
     def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
-        """Receives at least one byte; 0 at the end of the stream. With ``fill`` as many as are quick to have."""
+        """Receives at least one byte; returns 0 at the end. With ``fill`` it receives as many bytes as arrive
+        quickly.
+        """
         ...
 
     def write(self, parts: Sequence[Part], deadline: float) -> None:
@@ -39,7 +41,7 @@ class Stream(Protocol):
         ...
 
     def has_pending(self) -> bool:
-        """True if bytes have been taken from the system that nobody has read."""
+        """True if the stream has read bytes from the system that its user has not read."""
         ...
 
 
@@ -49,10 +51,10 @@ def stream_over(
     deadline: float,
     server_hostname: str | None = None,
 ) -> Stream:
-    """The stream of a socket, by TLS if there is a context: see ``EncryptedStream``."""
+    """Returns the stream of a socket, with TLS if there is a context: see ``EncryptedStream``."""
     connection.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # or small parts wait 40 ms for each other
+    )  # otherwise small parts wait 40 ms for each other
     if context is None:
         return PlainStream(connection)
     return EncryptedStream(connection, context, deadline, server_hostname)
@@ -60,9 +62,9 @@ def stream_over(
 
 @final
 class PlainStream:
-    """A blocking socket. The system ends each wait after a second, so that the deadline is looked at.
+    """A blocking socket. The system ends each wait after a second, so that the deadline is checked.
 
-    ``settimeout`` would cost a system call more for each read and write.
+    ``settimeout`` would need one more system call for each read and write.
     """
 
     def __init__(self, connection: socket.socket):
@@ -110,17 +112,20 @@ class PlainStream:
 
 @final
 class EncryptedStream:
-    """TLS over a socket. OpenSSL works in memory, so that many of its records of 16 KB travel by one system call.
+    """TLS over a socket. OpenSSL works in memory, so that one system call sends many of its 16 KB records.
 
     ``ssl.SSLSocket`` makes one call to send a record and two to receive it, which takes twice the time for 64 MB.
 
     Args:
+      connection: The socket.
+      context: The TLS settings.
+      deadline: The deadline of the handshake.
       server_hostname: The name that the server's certificate must have; None at the server.
 
     Raises:
-      TimeoutError: The peer did not do its part of the handshake in time.
+      TimeoutError: The peer did not complete the handshake in time.
       ForeignPeerError: The peer sent more than a handshake takes.
-      OSError: The peer speaks no TLS, or its certificate is not accepted.
+      OSError: The peer does not use TLS, or its certificate is not accepted.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class EncryptedStream:
                 is_done = False
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._send_outgoing(deadline)  # the peer is told why
+                    self._send_outgoing(deadline)  # this sends the reason to the peer
                 raise
             self._send_outgoing(deadline)
             if is_done:
@@ -204,14 +209,14 @@ class EncryptedStream:
             self._send_outgoing(deadline)
 
     def _send_outgoing(self, deadline: float) -> None:
-        """Sends what OpenSSL has made. What it makes while it reads waits for the next write: TLS allows that."""
+        """Sends the output of OpenSSL. Output that it makes during a read waits for the next write, as TLS allows."""
         with self._using:
             made = self._outgoing.read()
         if made:
             self._socket.write([made], deadline)
 
     def _receive(self, deadline: float, most_bytes: int = _RECEIVED_AT_ONCE) -> int:
-        """Gives OpenSSL what has come, once something has; 0 at the end of the stream."""
+        """Waits for data and gives it to OpenSSL; returns 0 at the end of the stream."""
         num_bytes = self._socket.read(self._received[:most_bytes], deadline, fill=False)
         with self._using:
             if num_bytes:

@@ -1,4 +1,4 @@
-"""``Groups``: the coordinator decides who serves each group of pieces: events in, views out."""
+"""``Groups``: the coordinator's rules for which server serves each group of shards. Pure: events in, views out."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from replicax._src.parameter_servers.store.log import START, Position
 
 @final
 class Groups:
-    """The views of all groups. Not for several threads at once.
+    """The views of all groups. Not thread-safe.
 
     Group g is on parameter server g and on the next one; after the last comes the first. A group is *lost* when the
-    only server that has all of it is gone. It resumes from a snapshot, or from a copy that was not in sync any more.
-    The newer one is used, once the last primary is known to be another process: until then it may still answer clients.
+    only
+    server that has all of it is lost. It resumes from a snapshot, or from a copy that was out of sync. The newer one
+    is
+    used, once the last primary is known to be another process: until then that may still answer clients.
 
     Args:
-      num_ps: At least 2.
+      num_ps: The number of parameter servers, at least 2.
     """
 
     def __init__(self, num_ps: int):
@@ -31,7 +33,7 @@ class Groups:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The last view of each group."""
+        """The latest view of each group."""
         return tuple(self._views)
 
     @property
@@ -50,11 +52,11 @@ class Groups:
         return sorted(self._lost)
 
     def members(self, group: int) -> tuple[int, int]:
-        """The two parameter servers that a group may be on."""
+        """Returns the two parameter servers that may hold a group."""
         return group, (group + 1) % len(self._views)
 
     def gone(self, task: int) -> list[View]:
-        """Notes that a parameter server died or is silent. Returns the views that follow; ``lost`` may grow."""
+        """Records that a parameter server died or is silent. Returns the new views; ``lost`` may grow."""
         changed = []
         for view in self._views:
             self._has[view.group].pop(task, None)
@@ -69,19 +71,19 @@ class Groups:
         return changed
 
     def back(self, task: int) -> None:
-        """Notes that a parameter server answers again: the same process, with what it had before."""
+        """Records that a parameter server answers again, as the same process, with its data."""
         self._lost -= {view.group for view in self._views if view.primary == task} - self._ended
 
     def returned(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Notes that another process has replaced one that is gone, and what its parts are."""
+        """Records that another process has replaced a lost one, with its roles in the groups."""
         self._ended |= {group for group in self._lost if self._views[group].primary == task}
         self._note(task, parts)
 
     def restart(self, waiting: Collection[int] = ()) -> list[View]:
-        """Has lost groups resume with what their servers have. Returns the views that follow.
+        """Makes lost groups resume with the data that their servers have. Returns the new views.
 
         Args:
-          waiting: Groups that wait until both servers are there: the other one may have more.
+          waiting: The groups that wait for both servers, because the other one may have more.
         """
         changed = []
         for group in sorted(self._lost & self._ended):
@@ -93,14 +95,14 @@ class Groups:
         return changed
 
     def refused(self, view: View) -> None:
-        """Notes that the primary of a view has lost the pieces for which it was chosen."""
+        """Records that the primary of a view has lost the shards for which it was chosen."""
         if view.since is not None and view.epoch == self._views[view.group].epoch:
             self._lost.add(view.group)
             self._ended.add(view.group)
 
     @property
     def hopeless(self) -> list[int]:
-        """Lost groups that nothing is left of: both servers are there, and have nothing."""
+        """The lost groups that have no data left: both servers are back, and have nothing."""
         return [
             group
             for group in sorted(self._lost & self._ended)
@@ -108,9 +110,8 @@ class Groups:
         ]
 
     def told(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
-        """Takes over what a parameter server says of its parts, as ``GroupRules.described``.
-
-        Returns the views that follow.
+        """Applies a parameter server's description of its roles, as in ``GroupRules.described``. Returns the new
+        views.
         """
         self._note(task, parts)
         changed = []
@@ -118,9 +119,9 @@ class Groups:
             part = parts.get(str(view.group))
             if part is None or task != view.primary or part["epoch"] != view.epoch:
                 continue
-            if view.group in self._lost:  # another process has followed the one that said so
+            if view.group in self._lost:  # another process has replaced the one that said so
                 continue
-            self._views[view.group] = dataclasses.replace(view, since=None)  # it has taken that
+            self._views[view.group] = dataclasses.replace(view, since=None)  # it has accepted that position
             if view.backup is None:
                 continue
             if part["backup"] in (Partner.LOST, Partner.FAILED):
@@ -130,7 +131,7 @@ class Groups:
         return changed
 
     def join(self, task: int) -> list[View]:
-        """Makes a parameter server the backup of its groups that have none. Returns the views that follow."""
+        """Makes a parameter server the backup of its groups that have none. Returns the new views."""
         joined = []
         for view in self._views:
             is_member = task in self.members(view.group) and task != view.primary
@@ -142,7 +143,7 @@ class Groups:
         return joined
 
     def to_be_told(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
-        """Returns the views that a parameter server has to know, and, by what it says, does not."""
+        """Returns the views that a parameter server must learn, given its description of its roles."""
         return [
             view
             for view in self._views

@@ -1,4 +1,4 @@
-"""The rows of tables that lookups need, where they are, and the gradients that are sent back. NumPy only."""
+"""The rows of tables that lookups need, their places, and the gradients that are sent back. NumPy only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ class RowsWanted:
     """The rows that one lookup of a table needs.
 
     Attributes:
-      num_ids: The number of ids, equal ones included; the unique ones are padded to as many.
-      positions: int32, of the ids' shape: where among the unique ones each is. ``num_ids`` for an id that the table
-        does not have: out of the range of the rows, as it was out of that of the table.
-      parts: The server, the key and the row numbers (int32, increasing, from the first row of the piece) of each piece
-        that has some of the ids. One after the other these are the unique ids, in order.
+      num_ids: The number of ids, duplicates included. The unique ids are padded to this number.
+      positions: int32, of the ids' shape: the position of each id among the unique ones. It is ``num_ids`` for an id
+        that
+        the table does not have, which is then out of the range of the rows, too.
+      parts: The server, the key and the row numbers (int32, increasing, counted from the shard's first row) of each
+        shard
+        that has some of the ids. Together they are the unique ids, in order.
       has_all: True if the table has all of the ids.
     """
 
@@ -52,7 +54,7 @@ def _parts(unique: np.ndarray, pieces: Sequence[Piece]) -> list[tuple[int, str, 
         (piece.ps, piece.key, (unique[low:high] - _start(piece)).astype(np.int32))
         for piece, low, high in zip(pieces, cuts[:-1], cuts[1:], strict=True)
     ]
-    # One of them says which dtype and shape rows have, where there are none.
+    # Keep one part even if there are no rows: it has their dtype and shape.
     return [part for part in parts if part[2].size] or parts[:1]
 
 
@@ -66,7 +68,7 @@ def _stop(piece: Piece) -> int:
 
 
 def padded(parts: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
-    """Joins the rows of ``parts``, and adds zeros, up to ``num_rows`` rows."""
+    """Joins the rows of ``parts``, and pads them with zeros to ``num_rows`` rows."""
     if len(parts) == 1 and len(parts[0]) == num_rows:
         return parts[0]
     rows = np.zeros((num_rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -80,14 +82,17 @@ def padded(parts: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
 def gradient_operands(
     wanted: RowsWanted, gradients: np.ndarray, key: str, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Selects what one piece is sent of the gradients of a lookup's rows: the numbers of its rows, and their gradients.
+    """Selects the gradients of a lookup's rows that belong to one shard. Returns the row numbers and their gradients.
 
-    Both are padded to ``num_ids``, so that one program does for all; the filler is ``num_rows``, which the piece does
-    not have.
+    Both are padded to ``num_ids``, so that one program serves all lookups. The padding is row ``num_rows``, which the
+    shard
+    does not have.
 
     Args:
-      gradients: [num_ids, ...], of the unique ids in order; what comes after them is padding.
-      num_rows: The number of rows of the piece.
+      wanted: The rows of the lookup.
+      gradients: [num_ids, ...], the gradients of the unique ids in order, then padding.
+      key: The key of the shard.
+      num_rows: The number of rows of the shard.
     """
     numbers = np.full(wanted.num_ids, num_rows, np.int32)
     start = 0

@@ -1,4 +1,4 @@
-"""``ServerClient``: the client of one parameter server, or of the two that hold the same group of pieces."""
+"""``ServerClient``: the client of one parameter server, or of the two that hold the same group of shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TURN_S: Final = 0.1
 class Connection(Protocol):
     """A connection to one parameter server, such as ``transport.Link``: requests, and their answers in order.
 
-    A dead peer raises UnavailableError within the timeout. The connection is of no use after that.
+    A dead peer raises UnavailableError within the timeout. The connection cannot be used after that.
     """
 
     def send(self, message: Message, timeout_s: float = 60.0) -> None: ...
@@ -48,21 +48,21 @@ class Connector(Protocol):
 class ServerClient:
     """Sends requests to one parameter server: it connects, and after a failure it reconnects and sends again.
 
-    With replication it is the client of a group of pieces, which two servers hold: it asks the primary, and if that
-    does not serve, the other one.
+    With replication it is the client of a group of shards, which two servers hold. It asks the primary, and if that
+    does not serve the group, the other server.
 
-    A request is a message whose ``op`` names an operation of the store. ``begin`` adds the incarnation and the group,
-    and sends it; ``end`` waits for the answer. So a caller can ask several servers at once. It holds ``lock`` from one
-    to the other.
+    A request is a message whose ``op`` names an operation of the store. ``begin`` adds the session id and the
+    group, and sends it; ``end`` waits for the answer. So a caller can ask several servers at once. It holds
+    ``lock`` from ``begin`` to ``end``.
 
     Args:
-      name: The server's, such as ``"ps 0"``.
+      name: The server's name, such as ``"ps 0"``.
       connector: Connects to it.
-      incarnation: The coordinator for which the requests are made.
+      incarnation: The session id of the coordinator.
 
     Attributes:
       programs: The programs that the server has, by digest. They are sent again to a server that has lost them.
-      returns: True if the server comes back after it died, with what it had: requests then wait for it.
+      returns: True if the server keeps its data when it restarts. Requests then wait for it.
     """
 
     def __init__(self, name: str, connector: Connector, incarnation: Any):
@@ -81,15 +81,15 @@ class ServerClient:
         self._is_closed = False
 
     def replicate(self, group: int, other: Connector) -> None:
-        """Makes it the client of a group, which ``other`` leads to, too. Call it before the first request."""
+        """Makes it the client of a group, which ``other``'s server holds, too. Call it before the first request."""
         if self._group is None:
             self._connectors.append(other)
             self._group, self.returns = group, True
 
     def use_primary(self, primary: int, epoch: int) -> None:
-        """Names the primary of the group: its first server (0) or its second (1). Ignores an epoch that is over.
+        """Sets the primary of the group: its first server (0) or its second (1). Ignores an epoch that is over.
 
-        It does not take ``lock``, and wakes the thread that waits for the other server.
+        It does not take ``lock``, and wakes a thread that waits for the other server.
         """
         with self._view_lock:
             if epoch < self._epoch:
@@ -100,7 +100,7 @@ class ServerClient:
             connection.close()
 
     def begin(self, request: Message) -> Message:
-        """Sends a request. ``end`` tells of failures, so that the other servers get their requests first.
+        """Sends a request. ``end`` raises failures, so that the other servers get their requests first.
 
         Returns:
           The message that was sent, for ``end``.
@@ -113,11 +113,11 @@ class ServerClient:
         return message
 
     def end(self, message: Message, deadline: float, may_repeat: bool = True) -> Message | Exception:
-        """Waits for the answer to a request that was begun. Returns it, or the error that came of it.
+        """Waits for the answer to a request, and returns it, or an error.
 
         Args:
           message: The message that ``begin`` has returned.
-          deadline: By ``time.monotonic``.
+          deadline: The deadline on the clock of ``time.monotonic``.
           may_repeat: True if a request whose answer was lost may be sent again.
         """
         pauses = self._pauses() if may_repeat else iter(())
@@ -126,7 +126,7 @@ class ServerClient:
         while True:
             try:
                 return self._receive(deadline)
-            except UnknownProgramError as error:  # a restarted server, which has done nothing of the request
+            except UnknownProgramError as error:  # the server has restarted, and did nothing of the request
                 if error.digest in resent or error.digest not in self.programs:
                     return error
                 resent |= {error.digest}
@@ -135,7 +135,7 @@ class ServerClient:
                     return answer
                 self._begin(message)
             except (UnavailableError, StaleCoordinatorError) as error:
-                if isinstance(error, StaleCoordinatorError):  # one of two may have been out of reach for long
+                if isinstance(error, StaleCoordinatorError):  # this server may have been unreachable for long
                     stale_at |= {self._connected_to}
                     if len(stale_at) == len(self._connectors):
                         return error
@@ -155,18 +155,18 @@ class ServerClient:
                 return error
 
     def disconnect(self) -> None:
-        """Ends the connection; the next request opens another one."""
+        """Ends the connection. The next request opens another one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def close(self) -> None:
-        """Ends the connection for good, from any thread."""
+        """Closes the client, from any thread."""
         self._is_closed = True
         connection = self._connection
-        if connection is not None:  # it stays in its place: a thread that waits at it gets UnavailableError
+        if connection is not None:  # it is not removed: a thread that waits on it gets UnavailableError
             connection.close()
-        self._connectors[0].close()  # the other one is the first of another client
+        self._connectors[0].close()  # another client closes the other one
 
     def _pauses(self) -> Iterator[float]:
         if not self.returns:
@@ -186,7 +186,7 @@ class ServerClient:
         if self._is_closed:
             raise UnavailableError(f"The client of {self.name} has been closed.", self.name)
         while self._connection is None or self._connected_to != self._primary:
-            self.disconnect()  # it led to a server that is not the primary any more
+            self.disconnect()  # its server is no longer the primary
             self._connected_to = self._primary
             self._connection = self._connectors[self._connected_to].open()
             self.num_opened += 1
@@ -206,6 +206,6 @@ class ServerClient:
 
 
 def message_of(program: UpdateProgram) -> Message:
-    """The request that gives a server a program."""
+    """Returns the request that gives a server a program."""
     header = {"op": "program", "digest": program.digest, "described": program.described()}
     return Message(header, [np.frombuffer(program.blob, np.uint8)])

@@ -1,4 +1,4 @@
-"""``ServerClients``: a client of each parameter server, asked at the same time. Workers and coordinators have one."""
+"""``ServerClients``: a client of each parameter server, asked concurrently. Workers and coordinators have one."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from replicax._src.parameter_servers.transport.messages import Message
 
 @final
 class ServerClients:
-    """The clients of all parameter servers. They connect at first use, and again after a failure.
+    """The clients of all parameter servers. They connect at the first use, and reconnect after a failure.
 
-    May be used from several threads. Arrays that a step returns from stores of this process are valid until the next
-    request: copy them inside ``held``, or have clients of your own.
+    Threads may share it. Arrays that a step returns from stores of this process are valid until the next request:
+    copy them
+    inside ``held``, or use separate clients.
 
     Args:
       connectors: One for each parameter server, in order.
-      incarnation: The coordinator for which the requests are made.
-      timeout_s: The longest time for one call, with everything that is sent again.
+      incarnation: The session id of the coordinator.
+      timeout_s: The longest time for one call, including everything that is sent again.
     """
 
     def __init__(self, connectors: Sequence[Connector], incarnation: Any, timeout_s: float = 60.0):
@@ -55,10 +56,11 @@ class ServerClients:
         return self._servers[ps]
 
     def use_primaries(self, views: Iterable[View]) -> None:
-        """Takes over who serves which pieces: each piece is on two parameter servers, its own and the next one.
+        """Sets the primaries of the groups: each shard is on two parameter servers, its own and the next one.
 
-        A thread that waits for a server that is not the primary any more is woken, and asks the primary. A view that is
-        older than the last one is ignored.
+        A thread that waits for a server that is no longer the primary wakes, and asks the primary. A view that is
+        older than
+        the last one is ignored.
         """
         for view in views:
             server, ps = self._servers[view.group], view.group
@@ -68,16 +70,17 @@ class ServerClients:
     def step(
         self, closure: Closure | None, low: int, asks: Mapping[int, Ask], round_number: int | None = None
     ) -> dict[int, Answered]:
-        """Applies and reads on several parameter servers at once: each does its part as one.
+        """Applies and reads on several parameter servers at once. Each server does its part atomically.
 
         Args:
-          closure: The servers apply their parts once for it. Without it, a step that applies a program is not resent.
-          low: All closures of that incarnation with lower numbers have ended.
-          asks: By the number of the parameter server.
+          closure: The closure, for which the servers apply their parts once. Without it, a step with a program is not
+            resent.
+          low: All closures of that session with lower numbers have ended.
+          asks: The parts, by the number of the parameter server.
           round_number: The round that the gradients belong to.
 
         Raises:
-          UnavailableError: A parameter server is not there; others may have applied their part.
+          UnavailableError: A parameter server cannot be reached; others may have applied their part.
           UnknownProgramError: A server does not have a program, and this client did not give it that program.
         """
         requests = {ps: request_of(ask, closure, low, round_number) for ps, ask in asks.items()}
@@ -86,29 +89,31 @@ class ServerClients:
         return {ps: answered_of(asks[ps], answer) for ps, answer in answers.items()}
 
     def read(self, variables: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
-        """Returns the whole values of variables, each given as its pieces in the order of their rows.
+        """Returns the full values of variables, each given as its shards in the order of their rows.
 
-        All pieces on one server are read as one; several servers are read at about the same time. The memory is
-        aligned and nobody else's, so that JAX takes it over without a copy; it may be read-only.
+        All shards on one server are read atomically; several servers are read at about the same time. The memory is
+        aligned
+        and not shared, so that JAX adopts it without a copy. It may be read-only.
         """
         pieces = [piece for pieces in variables for piece in pieces]
         keys: dict[int, dict[str, None]] = {}
         for piece in pieces:
             keys.setdefault(piece.ps, {})[piece.key] = None
         asks = {ps: Ask(pull=[(key, None) for key in ours]) for ps, ours in keys.items()}
-        with self.held(keys):  # until they are copied
+        with self.held(keys):  # until the values are copied
             answers = self.step(None, 0, asks)
-            # Alone in the memory of a message: that is used again when nobody has the array any more.
+            # An array that is alone in a message's memory needs no copy: the memory is reused only when the array is
+            # deleted.
             if len(pieces) == 1:
                 return [_value(answers[pieces[0].ps], pieces[0].key)]
             return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
 
     def read_rows(self, pieces: Sequence[Piece], ids: np.ndarray, num_rows: int) -> np.ndarray:
-        """Returns the rows of a variable at ``ids`` [n], all of which it must have; a copy."""
+        """Returns a copy of the rows of a variable at ``ids`` [n], all of which it must have."""
         wanted = RowsWanted.of(ids, pieces, num_rows)
         if not wanted.has_all:
             raise InvalidArgumentError(
-                f"Got row numbers from {np.min(ids)} to {np.max(ids)} of a table of {num_rows} rows. They start at 0."
+                f"Got row numbers from {np.min(ids)} to {np.max(ids)}, but the table has rows 0 to {num_rows - 1}."
             )
         with self.held({ps for ps, _, _ in wanted.parts}):
             answers = self.step(None, 0, row_asks([wanted]))
@@ -116,10 +121,10 @@ class ServerClients:
             return rows[wanted.positions]
 
     def ask(self, requests: Mapping[int, Message], may_repeat: bool = True) -> dict[int, Message]:
-        """Sends all requests, then takes all answers, so that no connection is left with an answer in it.
+        """Sends all requests, then receives all answers, so that no connection is left with an unread answer.
 
         Raises:
-          UnavailableError: A parameter server is not there; the others have done what they were asked.
+          UnavailableError: A parameter server cannot be reached; the others have executed their requests.
           ReplicaxError: The error that a server answered with.
         """
         deadline = time.monotonic() + self.timeout_s
@@ -139,17 +144,17 @@ class ServerClients:
         return checked
 
     def ask_all(self, request: Message) -> list[Message]:
-        """Sends the same request to all parameter servers, and takes their answers, in order; see ``ask``."""
+        """Sends the same request to all parameter servers, and returns their answers, in order; see ``ask``."""
         return list(self.ask(dict.fromkeys(range(len(self)), request)).values())
 
     @contextlib.contextmanager
     def held(self, servers: Iterable[int] | None = None) -> Iterator[None]:
-        """Keeps these clients, or all, for the calling thread."""
+        """Reserves these clients, or all, for the calling thread."""
         taken: list[threading.RLock] = []  # an ExitStack costs more than the locks
         try:
             for ps in sorted(
                 range(len(self)) if servers is None else servers
-            ):  # in all threads the same order
+            ):  # the same order in all threads
                 lock = self._servers[ps].lock
                 lock.acquire()
                 taken.append(lock)
@@ -159,7 +164,7 @@ class ServerClients:
                 lock.release()
 
     def close(self) -> None:
-        """Ends all connections. A thread that waits for an answer gets UnavailableError."""
+        """Closes all connections. A thread that waits for an answer gets UnavailableError."""
         for server in self._servers:
             server.close()
 
@@ -178,7 +183,7 @@ class ServerClients:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The variable of which ``parts`` are the values of all pieces; a copy, aligned."""
+    """Returns an aligned copy of a variable, given the values of all its shards."""
     shape = (sum(map(len, parts)), *parts[0].shape[1:]) if len(parts) > 1 else parts[0].shape
     whole = aligned_empty(sum(part.nbytes for part in parts)).view(parts[0].dtype).reshape(shape)
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""``ServerContents``: the coordinator's requests that change what parameter servers hold: pieces and programs."""
+"""``ServerContents``: the coordinator's requests that change the shards and programs of parameter servers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class NewPiece:
-    """A piece that is to be made.
+    """A shard to be created.
 
     Attributes:
-      initial: Its value, or a program without state and operands that gives it, so that nothing of it travels.
+      initial: Its value, or a program without state and operands that computes it, so that no value is sent.
     """
 
     piece: Piece
@@ -33,7 +33,7 @@ class NewPiece:
     initial: np.ndarray | UpdateProgram
 
     def described(self) -> dict[str, Any]:
-        """The piece as it stands in a request."""
+        """Returns the shard as a request describes it."""
         return {
             "key": self.piece.key,
             "shape": list(self.shape),
@@ -44,10 +44,11 @@ class NewPiece:
 
 @final
 class ServerContents:
-    """Makes, assigns, finds and frees pieces, and gives servers their programs. May be used from several threads.
+    """Creates, assigns, finds and drops shards, and gives servers their programs. Thread-safe.
 
-    Making and assigning have numbers, so that a request that is sent again does nothing twice: it would undo what
-    others have done in between.
+    Creations and assignments have numbers, so that a request that is sent again has no second effect, which would
+    undo
+    later changes of others.
     """
 
     def __init__(self, servers: ServerClients):
@@ -64,26 +65,27 @@ class ServerContents:
         return program.digest
 
     def send_all_programs(self, ps: int) -> None:
-        """Gives all its programs to parameter server ``ps``, which is another process and has none yet."""
+        """Gives all its programs to parameter server ``ps``, which is a new process and has none yet."""
         server = self._servers[ps]
-        with server.lock:  # a thread that waits for its return sends again, and needs nothing of this
+        with server.lock:  # a thread that waits for its return sends its own request again
             server.disconnect()
             for program in list(server.programs.values()):
                 self._servers.ask({ps: message_of(program)})
 
     def has_program(self, digest: str) -> bool:
-        """Returns True if a parameter server was given that program."""
+        """True if a parameter server was given that program."""
         return any(digest in self._servers[ps].programs for ps in range(len(self._servers)))
 
     def create(self, pieces: Sequence[NewPiece], if_absent: bool = False) -> None:
-        """Makes pieces, each on its parameter server.
+        """Creates shards, each on its parameter server.
 
         Args:
-          if_absent: One that is there already, of the same shape and dtype, stays as it is.
+          pieces: The shards.
+          if_absent: True to leave existing shards of the same shape and dtype as they are.
 
         Raises:
-          InvalidArgumentError: One is there already.
-          UnavailableError: A parameter server is not there.
+          InvalidArgumentError: A shard exists already.
+          UnavailableError: A parameter server cannot be reached.
         """
         programs = [(new.piece.ps, new.initial) for new in pieces if isinstance(new.initial, UpdateProgram)]
         for ps, program in programs:
@@ -106,7 +108,7 @@ class ServerContents:
             self.drop((), [(ps, program.digest) for ps, program in programs])
 
     def assign(self, values: Sequence[tuple[Sequence[Piece], np.ndarray]]) -> None:
-        """Replaces the values of variables, each given as its pieces."""
+        """Replaces the values of variables, each given as its shards."""
         parts = [(p.ps, (p.key, part_of(value, p.rows))) for pieces, value in values for p in pieces]
         with self._numbered() as once:
             requests = {}
@@ -116,7 +118,7 @@ class ServerContents:
             self._servers.ask(requests)
 
     def drop(self, pieces: Sequence[Piece], programs: Sequence[tuple[int, str]] = ()) -> None:
-        """Frees pieces, and programs: each its parameter server and its digest."""
+        """Drops shards, and programs, which are given as parameter server and digest."""
         keys = _by_ps((piece.ps, piece.key) for piece in pieces)
         digests = _by_ps(programs)
         for ps, digest in programs:
@@ -129,7 +131,7 @@ class ServerContents:
         )
 
     def find(self, keys: Sequence[str]) -> list[dict[str, tuple[tuple[int, ...], str]]]:
-        """Returns, for each parameter server, the shape and dtype of those of these pieces that it has."""
+        """Returns, for each parameter server, the shapes and dtypes of those of these shards that it has."""
         answers = self._servers.ask_all(Message({"op": "find", "keys": list(keys)}))
         return [
             {key: (tuple(shape), dtype) for key, shape, dtype in answer.header["found"]} for answer in answers
@@ -139,24 +141,24 @@ class ServerContents:
         """Has all parameter servers apply the mean of gradients that they hold, once.
 
         Args:
-          number: The round's.
+          number: The number of the round.
           low: All rounds with lower numbers are over.
-          closures: The numbers of those whose gradients count.
+          closures: The numbers of the closures whose gradients count.
 
         Raises:
-          UnavailableError: A parameter server is not there; others may have applied them.
+          UnavailableError: A parameter server cannot be reached; others may have applied them.
         """
         this = [self._servers.incarnation, number]
         self._servers.ask_all(Message({"op": "apply", "round": this, "low": low, "closures": list(closures)}))
 
     def on_one_server(self) -> list[int]:
-        """Compares the two copies of all pieces, bit for bit. Returns the parameter servers where they differ."""
+        """Compares the two copies of all shards, bit for bit. Returns the parameter servers where they differ."""
         answers = self._servers.ask_all(Message({"op": "checksum"}))
         return [ps for ps, answer in enumerate(answers) if not answer.header.get("is_on_two")]
 
     @contextlib.contextmanager
     def _numbered(self) -> Iterator[dict[str, Any]]:
-        """The fields of a request that is done once."""
+        """Yields the fields of a request that is executed once."""
         with self._numbers_lock:
             number = self._num_numbered
             self._num_numbered += 1
@@ -170,7 +172,7 @@ class ServerContents:
 
 
 def part_of(value: np.ndarray, rows: tuple[int, int] | None) -> np.ndarray:
-    """The rows of a piece; C-contiguous."""
+    """Returns the rows of a shard, C-contiguous."""
     value = np.asarray(value, order="C")
     return value if rows is None else value[rows[0] : rows[1]]
 

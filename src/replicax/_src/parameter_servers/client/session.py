@@ -1,4 +1,4 @@
-"""``Session``: the arrays that a coordinator has on the parameter servers, and its time with the tasks."""
+"""``Session``: the arrays of a coordinator on the parameter servers, and its session with the tasks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ log = logging.getLogger("replicax")
 def warn_of_unused_devices(worker: str, num_devices: int, num_used: int) -> None:
     """Warns that a worker has more devices than ``devices_per_worker``, and says how to use all of them."""
     log.warning(
-        "%s has %d devices, and %d of them %s used. To use all of them write ParameterServerStrategy(devices_per_worker=%d), "
-        "or start the job with `replicax launch --devices-per-worker %d`.",
+        "%s has %d devices, and %d of them %s used. To use all of them write "
+        "ParameterServerStrategy(devices_per_worker=%d), or start the job with `replicax launch "
+        "--devices-per-worker %d`.",
         worker,
         num_devices,
         num_used,
@@ -41,7 +42,9 @@ def warn_of_unused_devices(worker: str, num_devices: int, num_used: int) -> None
 
 
 _BY_PROGRAM_BYTES = 16 << 20
-"""A piece from this size on is made on its server, so that nothing of it is ever here, if its initializer allows."""
+"""The size from which a shard is initialized on its server, if its initializer allows, so that this process never has
+it.
+"""
 
 
 @final
@@ -52,18 +55,18 @@ class Session:
       servers: The clients of the servers.
       platforms: The servers' platforms, for which their programs are compiled.
       tasks: The cluster; None if the servers are stores of this process.
-      snapshot_intervals_s: One for each parameter server, in order; None for one that takes no snapshots.
-      shared: The arrays of programs that share the servers; None if this program has them to itself.
-      groups: The primaries of all groups, if each piece is on two servers; None if it is on one.
+      snapshot_intervals_s: The interval of each parameter server, in order; None for one that takes no snapshots.
+      shared: The arrays of programs that share the servers; None if this program does not share them.
+      groups: The primaries of all groups, with ``replication=2``; None without.
 
     Attributes:
-      client: A random text that names this program: its closures are numbered by it.
-      epoch: Counts the known changes of variables: values that workers have read in an earlier epoch are old.
-      platforms, worker_platforms: The platforms of the servers, and of the workers that have been met.
-      num_made: The number of keys that arrays have got: it grows when arrays are made.
+      client: A random id of this program, which numbers its closures.
+      epoch: A counter of the known changes of variables. Values that workers have read in an earlier epoch are old.
+      platforms, worker_platforms: The platforms of the servers, and of the workers that have connected.
+      num_made: The number of keys given to arrays, which grows when arrays are created.
       devices_per_worker: The number of devices of each worker that are used.
-      layout: Counts moves and copies of pieces: functions that were traced before may not know of them.
-      before_close: Called before the time with the tasks ends.
+      layout: A counter of moves and copies of shards, which functions that were traced earlier may not know of.
+      before_close: A function that is called before the session ends.
     """
 
     def __init__(
@@ -90,8 +93,8 @@ class Session:
         self.worker_platforms: tuple[str, ...] = ()
         self.before_close: Callable[[], None] = lambda: None
         self.platforms = tuple(platforms)
-        self._lock = threading.RLock()  # held while arrays are made: that waits for servers
-        self._state_lock = threading.Lock()  # never held while something waits
+        self._lock = threading.RLock()  # held while arrays are created, which waits for servers
+        self._state_lock = threading.Lock()  # never held during a wait
         self._balance = Balance(len(servers))
         self._unmade: list[weakref.ref[ServerArray]] = []
         self._made: weakref.WeakKeyDictionary[ServerArray, weakref.finalize | None] = (
@@ -99,7 +102,7 @@ class Session:
         )
         self.num_made = 0
         self._dropped: deque[_Dropped] = deque()
-        self._num_uses: Counter[tuple[int, str]] = Counter()  # of programs, by server and digest
+        self._num_uses: Counter[tuple[int, str]] = Counter()  # uses of programs, by server and digest
         self._has_warned = False
 
     @property
@@ -124,57 +127,55 @@ class Session:
         return self._tasks.connect(job, index)
 
     def close(self) -> None:
-        """Ends the time with the servers: what is there is dropped."""
+        """Ends the session with the tasks, which drop its data."""
         self.before_close()
         self.servers.close()
         if self._tasks is not None:
             self._tasks.close()
 
     def meet_worker(self, name: str, told: Mapping[str, Any]) -> None:
-        """A worker has told what it has: programs are made for its platform from now on.
+        """Records a worker's description of itself. Programs are then made for its platform, too.
 
         Raises:
-          DeviceError: It has fewer devices than the others.
+          DeviceError: It has fewer devices than ``devices_per_worker``.
         """
         wanted, have = self.devices_per_worker, int(told["num_devices"])
         if have < wanted:
             raise DeviceError(
-                f"{name} has {have} device(s), and workers run {wanted} replicas each (devices_per_worker). "
-                f"Start it with as many as the others (replicax server --devices {wanted}, for virtual ones), or say a number "
-                "that all have."
+                f"{name} has {have} device(s), but workers run {wanted} replicas each (devices_per_worker). "
+                f"Start it with as many as the others (replicax server --devices {wanted}, for virtual ones), "
+                "or use a number that all workers have."
             )
         if have > wanted and not self._has_warned:
-            self._has_warned = True  # the other workers are mostly like this one
+            self._has_warned = True  # the other workers are usually like this one
             warn_of_unused_devices(name, have, wanted)
         with self._state_lock:
             self.worker_platforms = tuple(sorted({*self.worker_platforms, str(told["platform"])}))
 
     def use_primaries(self) -> None:
-        """Takes over the primaries that ``groups`` names now."""
+        """Connects to the current primaries of ``groups``."""
         assert self.groups is not None
         self.servers.use_primaries(self.groups.views)
         self.renew()
 
     def on_one_server(self) -> list[int]:
-        """Compares the two copies of all pieces. Returns the parameter servers where they differ."""
+        """Compares the two copies of all shards. Returns the parameter servers where they differ."""
         return self._contents.on_one_server()
 
     def tell_view(self, task: int, view: View, timeout_s: float) -> None:
-        """Tells a parameter server who serves a group; see ``Tasks.tell_view``."""
+        """Tells a parameter server which servers hold a group; see ``Tasks.tell_view``."""
         assert self._tasks is not None
         self._tasks.tell_view(task, view, timeout_s)
 
     @property
     def bytes_on(self) -> list[int]:
-        """The bytes of our arrays on each parameter server."""
+        """The number of bytes of this program's arrays on each parameter server."""
         return list(self._balance.bytes_on)
 
-    # --- making ---------------------------------------------------------------------------------------
+    # --- creating -------------------------------------------------------------------------------------
 
     def add(self, array: ServerArray) -> ServerArray:
-        """Remembers an array that is to be made: those made together are placed in the order in which they were
-        added.
-        """
+        """Registers an array to be created. Arrays created together are placed in the order of registration."""
         with self._lock:
             if self._shared is not None:
                 self._shared.name(array)
@@ -182,7 +183,7 @@ class Session:
         return array
 
     def make(self, arrays: Sequence[ServerArray]) -> None:
-        """Puts arrays on the servers, with all that were added before and stand beside nothing."""
+        """Creates arrays on the servers, with all registered ones that have no array to stand beside."""
         with self._lock:
             self._drop_waiting()
             missing = {id(array) for array in arrays if not array.is_made}
@@ -204,13 +205,15 @@ class Session:
                     made.append(array)
                 self._create(made)
             except BaseException:
-                for array in made:  # it is tried again when they are needed again
+                for array in made:  # the next use of the arrays tries again
                     self._forget_pieces(array)
                 raise
             self._forget_made()
 
     def _make_shared(self, arrays: Sequence[ServerArray], shared: SharedArrays) -> None:
-        """Makes arrays that others may have, too: they stay on the servers when they are gone here."""
+        """Creates or finds arrays that other programs use, too. They stay on the servers when this program drops
+        them.
+        """
         wanted = _with_those_beside(arrays)
         absent = shared.place(wanted, self._balance)
         try:
@@ -262,7 +265,7 @@ class Session:
             NewPiece(piece, array.shape_of(piece), array.dtype, self._initial(array, piece))
             for array, piece in pieces
         ]
-        # Keys are new: one that is there was made by this very call, or by another chief that shares it.
+        # Keys are new: an existing shard was created by this call, or by another chief that shares it.
         self._contents.create(new, if_absent=True)
 
     def _initial(self, array: ServerArray, piece: Piece) -> np.ndarray | UpdateProgram:
@@ -279,22 +282,22 @@ class Session:
         return np.asarray(part, order="C").reshape(array.shape_of(piece))
 
     def keep_whole(self, array: ServerArray) -> None:
-        """Sees to it that an array is not cut.
+        """Keeps an array on one server, without shards.
 
         Raises:
-          UnsupportedError: It is on the servers in shards.
+          UnsupportedError: The servers already have it in shards.
         """
         with self._lock:
             if array.is_made and array.shards:
                 raise UnsupportedError(
-                    f"Variable {array.name!r} has to be whole for its optimizer, and is in {len(array.shards)} shards on the "
-                    "parameter servers: something used it before the first training step was traced. Train first, or have the "
-                    "variable_partitioner leave it in one piece."
+                    f"The optimizer needs variable {array.name!r} without shards, but the parameter servers "
+                    f"have it in {len(array.shards)} shards, because it was used before the first training "
+                    "step was traced. Train first, or have the variable_partitioner leave it in one shard."
                 )
             array.shards = ()
 
     def put_beside(self, array: ServerArray, other: ServerArray) -> None:
-        """Sees to it that an array has its pieces where another has them: moves it if it is elsewhere."""
+        """Places the shards of an array on the servers that have another array's shards, and moves them if needed."""
         with self._lock:
             if not array.is_made:
                 array.beside = other
@@ -318,7 +321,7 @@ class Session:
             self.layout += 1
 
     def copy_to(self, array: ServerArray, ps: int) -> None:
-        """Sees to it that a server has a copy of a small array that is whole."""
+        """Makes sure that a server has a copy of a small array without shards."""
         with self._lock:
             self.make([array])
             if array.pieces[0].ps == ps or ps in array.copies:
@@ -333,16 +336,17 @@ class Session:
             self.layout += 1
 
     def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
-        """Gives its programs to a parameter server that has gone back to a snapshot, and has all values read again.
+        """Gives its programs to a parameter server that restarted from a snapshot, and has all values read again.
 
         Args:
-          keys: The keys of the pieces that it has; None: it has all.
+          ps: The number of the parameter server.
+          keys: The keys of the shards that it has; None if it has all.
 
         Returns:
-          Names of the arrays that have a piece there which it does not have.
+          The names of the arrays with a shard that the server should have and lacks.
 
         Raises:
-          UnavailableError: It is gone again.
+          UnavailableError: It is lost again.
         """
         self._contents.send_all_programs(ps)
         self.renew()
@@ -353,11 +357,11 @@ class Session:
         ]
 
     def names_on(self, ps: int) -> list[str]:
-        """Returns the names of the arrays that have a piece or a copy on a parameter server."""
+        """Returns the names of the arrays that have a shard or a copy on a parameter server."""
         return sorted(array.name for array in self._all_made() if array.keys_on(ps))
 
     def keep_programs(self, owner: Any, updates: Sequence[tuple[int, UpdateProgram]]) -> None:
-        """Gives parameter servers their programs of a function; they are dropped when ``owner`` is gone."""
+        """Gives parameter servers their programs of a function, which are dropped when ``owner`` is deleted."""
         uses = [(ps, update.digest) for ps, update in updates]
         with self._lock:
             self._num_uses.update(uses)
@@ -366,11 +370,11 @@ class Session:
                 self._contents.send_program(ps, update)
 
     def has_update(self, digest: str) -> bool:
-        """Returns True if a parameter server was given that program."""
+        """True if a parameter server was given that program."""
         return self._contents.has_program(digest)
 
     def _drop_waiting(self) -> None:
-        """Frees what variables and functions that are gone have left on the servers."""
+        """Drops the shards and programs of deleted variables and functions from the servers."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if not dropped:
             return
@@ -389,21 +393,21 @@ class Session:
     # --- values ---------------------------------------------------------------------------------------
 
     def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
-        """The values of arrays, each whole; those on one server as they were at one moment."""
+        """Returns the full values of arrays. All values on one server are of the same moment."""
         self.make(arrays)
         return self.servers.read([array.pieces for array in arrays])
 
     def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
-        """The rows of an array at ``ids`` [n]; a copy."""
+        """Returns a copy of the rows of an array at ``ids`` [n]."""
         self.make([array])
         return self.servers.read_rows(array.pieces, ids, array.shape[0])
 
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
-        """Replaces a value, on every server that has a piece or a copy of it."""
+        """Replaces a value, on every server that has a shard or a copy of it."""
         with self._lock:
             if not array.is_made:
                 if self._shared is None or self._shared.is_chief:
-                    kept = np.array(value)  # the caller may write into its own
+                    kept = np.array(value)  # the caller may change its array
                     array.initial = lambda: kept
                     return
                 self.make([array])
@@ -418,17 +422,18 @@ class Session:
         self._contents.apply_round(number, low, closures)
 
     def renew(self) -> None:
-        """Begins another epoch: closures that are sent from now on read again what workers have read ahead.
+        """Starts another epoch: closures that are sent from now on read variables again.
 
-        So they see what was assigned before, and what the closures that have ended have changed. It does not wait for
-        a thread that waits for a server.
+        So they see earlier assignments, and the changes of closures that have ended. It does not wait for a thread
+        that waits
+        for a server.
         """
         with self._state_lock:
             self.epoch += 1
 
 
 def _with_those_beside(arrays: Sequence[ServerArray]) -> list[ServerArray]:
-    """Arrays that are to be made, each after the one that it stands beside, if that is to be made too."""
+    """Returns arrays to be created, each after the array that it stands beside, if that must be created, too."""
     found: dict[ServerArray, None] = {}
 
     def add(array: ServerArray) -> None:
@@ -445,7 +450,7 @@ def _with_those_beside(arrays: Sequence[ServerArray]) -> list[ServerArray]:
 
 @dataclass(frozen=True)
 class _Dropped:
-    """Something to drop on a server: a use of a program, by its digest, or a piece and the bytes it counts."""
+    """An object to drop on a server: a use of a program, by its digest, or a shard with its number of bytes."""
 
     ps: int
     program: str = ""
@@ -459,6 +464,6 @@ def _drop(
     copies: Mapping[int, str],
     num_bytes: int,
 ) -> None:
-    """An array is gone; its pieces will be dropped. Takes no lock, for garbage collection."""
+    """Queues the shards of a deleted array to be dropped. Garbage collection calls it, so it takes no lock."""
     dropped.extend(_Dropped(piece.ps, piece=piece, num_bytes=size) for piece, size in pieces)
     dropped.extend(_Dropped(ps, piece=Piece(ps, key), num_bytes=num_bytes) for ps, key in copies.items())

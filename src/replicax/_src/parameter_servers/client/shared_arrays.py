@@ -1,6 +1,6 @@
-"""``SharedArrays``: arrays on parameter servers that several programs have in common.
-
-One makes them, the others find them.
+"""``SharedArrays``: arrays on parameter servers that several programs share. One program creates them, the others
+find
+them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Found = list[dict[str, tuple[tuple[int, ...], str]]]
 class SharedArrays:
     """Finds arrays by their names: the first "w" of one program is the first "w" of the others.
 
-    Where an array is the chief decides, and the servers tell: programs may use theirs in another order.
+    The chief decides where an array is, and the servers know it, so programs may use their arrays in another order.
 
     Args:
-      contents: The pieces on the servers.
+      contents: The shards on the servers.
       share: This program among those that share them.
-      limit_s: The longest wait for the chief to make an array.
+      limit_s: The longest wait for the chief to create an array.
     """
 
     def __init__(self, contents: ServerContents, share: Share, limit_s: float):
@@ -37,23 +37,23 @@ class SharedArrays:
 
     @property
     def is_chief(self) -> bool:
-        """True if this program makes the arrays that are not there."""
+        """True if this program creates the arrays that do not exist."""
         return self._share.is_chief
 
     def name(self, array: ServerArray) -> None:
-        """Gives a new array its key: call it in the order in which they are made."""
+        """Gives a new array its key. Call it in the order in which arrays are made."""
         array.key = f"{self._counts[array.name]}:{array.name}:"
         self._counts[array.name] += 1
 
     def place(self, arrays: Sequence[ServerArray], balance: Balance) -> list[tuple[ServerArray, Piece]]:
-        """Finds out where arrays are, those that others stand beside first. The chief decides where new ones shall be.
+        """Finds the places of arrays, and of the arrays that they stand beside. The chief decides where new ones are.
 
         Returns:
-          The pieces that are not there yet, and the chief is to make now.
+          The shards that do not exist yet, which the chief must create now.
 
         Raises:
-          ProgramMismatchError: Another array is there.
-          UnavailableError: The chief has not made them in time.
+          ProgramMismatchError: The servers have another array of this name.
+          UnavailableError: The chief has not created them in time.
         """
         absent: list[tuple[ServerArray, Piece]] = []
 
@@ -68,7 +68,7 @@ class SharedArrays:
         return absent
 
     def wait_beside(self, array: ServerArray, other: ServerArray) -> None:
-        """Waits until the chief has moved an array to where another one is."""
+        """Waits until the chief has moved an array to the servers of another one."""
         wanted = tuple(
             Piece(p.ps, key, p.rows) for p, key in zip(other.pieces, _keys_of(array, other.shards))
         )
@@ -81,7 +81,7 @@ class SharedArrays:
         array.shards, array.pieces, array.beside = other.shards, wanted, other
 
     def has_copy(self, array: ServerArray, ps: int) -> bool:
-        """Returns True if a server has a copy of an array. A program that is not the chief waits until it has."""
+        """True if a server has a copy of an array. A program that is not the chief waits until it has."""
         key = copy_key(array, ps)
         if self.is_chief:
             return key in self._contents.find([key])[ps]
@@ -89,14 +89,14 @@ class SharedArrays:
         return True
 
     def find_copies(self, array: ServerArray) -> None:
-        """Finds the copies that others have made."""
+        """Finds the copies that other programs have made."""
         found = self._contents.find([copy_key(array, ps) for ps in range(array.holder.num_ps)])
         array.copies |= {
             ps: copy_key(array, ps) for ps, there in enumerate(found) if copy_key(array, ps) in there
         }
 
     def _place(self, array: ServerArray, found: Found, balance: Balance) -> list[Piece]:
-        """Sets the pieces of an array, if they are there or this is the chief; returns those that are not there."""
+        """Sets the shards of an array, if they exist or this is the chief. Returns those that do not exist."""
         beside = array.beside
         if beside is not None:
             if not beside.is_made:
@@ -131,10 +131,11 @@ class SharedArrays:
     def _check_is_cut_alike(self, array: ServerArray, found: Found) -> None:
         other = next(iter(_keys_of(array, () if array.shards else ((0, 0),))))
         if any(other in there for there in found):
-            here, at_chief = ("in shards", "whole") if array.shards else ("whole", "in shards")
+            here, at_chief = ("sharded", "not sharded") if array.shards else ("not sharded", "sharded")
             raise ProgramMismatchError(
-                f"Variable {array.name!r} is {here} in {self._share.member}, and {at_chief} on the parameter servers, where "
-                f"{self._share.chief} has made it. All have to run the same program, with the same variable_partitioner."
+                f"Variable {array.name!r} is {here} in {self._share.member}, but {at_chief} on the parameter "
+                f"servers, where {self._share.chief} has created it. All programs must be the same, with the "
+                "same variable_partitioner."
             )
 
     def _check(self, array: ServerArray, piece: Piece, spec: tuple[tuple[int, ...], str], ps: int) -> None:
@@ -143,8 +144,9 @@ class SharedArrays:
             part = "" if piece.rows is None else f" (rows {piece.rows[0]} to {piece.rows[1]})"
             raise ProgramMismatchError(
                 f"Variable {array.name!r}{part} has the shape {expected[0]} and dtype {expected[1]} in "
-                f"{self._share.member}, and the shape {spec[0]} and dtype {spec[1]} on ps {ps}, where {self._share.chief} has "
-                "made it. All have to run the same program; end the parameter servers to begin with another one."
+                f"{self._share.member}, but the shape {spec[0]} and dtype {spec[1]} on ps {ps}, where "
+                f"{self._share.chief} has created it. All programs must be the same. To start another "
+                "program, stop the parameter servers first."
             )
 
     def _until(self, missing: Callable[[], list[str]]) -> None:
@@ -155,19 +157,19 @@ class SharedArrays:
             if not names:
                 return None
             what = ", ".join(map(repr, names[:5])) + (" and others" if len(names) > 5 else "")
-            why = "Does it run the same program, and use this variable?"
-            return Awaited(f"{chief} to make the variable {what} on the parameter servers", why, chief)
+            why = "Check that it runs the same program, and uses this variable."
+            return Awaited(f"{chief} to create the variable {what} on the parameter servers", why, chief)
 
         wait_for(awaited, self._share.member, self._limit_s)
 
 
 def copy_key(array: ServerArray, ps: int) -> str:
-    """The key of the copy of an array on a server."""
+    """Returns the key of the copy of an array on a server."""
     return f"{array.key}@{ps}"
 
 
 def _keys(array: ServerArray) -> list[str]:
-    """The keys to look for: the array's, and those that show that it is cut otherwise."""
+    """Returns the keys to look for: the array's own, and those that show that it is sharded in another way."""
     shards = array.shards if array.beside is None else array.beside.shards
     return [*_keys_of(array, shards), *_keys_of(array, () if shards else ((0, 0),))]
 

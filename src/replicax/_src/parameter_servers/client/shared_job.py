@@ -1,4 +1,4 @@
-"""Programs that share parameter servers agree on one incarnation, which the chief begins."""
+"""Programs that share parameter servers agree on one session id, which the chief chooses."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _PREFIX: Final = "shared-"
 
 
 def join_shared(tasks: Tasks, limit_s: float) -> list[Mapping[str, Any]]:
-    """Takes part in the job of those that share the parameter servers. Logs for whom it waits.
+    """Joins the session of the programs that share the parameter servers. Logs which task it waits for.
 
-    The chief goes on with what is there, if all servers have it: those that came before it, or a chief before it, left
-    that. Otherwise it begins anew, and what others have there is dropped. All others wait for that.
+    The chief resumes the session of earlier programs, or of an earlier chief, if all servers have it. Otherwise it
+    starts a
+    new session, and the servers drop the data of others. All other programs wait for the chief.
 
     Args:
-      tasks: Gets the incarnation.
+      tasks: The tasks; this sets their session id.
       limit_s: The longest wait.
 
     Returns:
       The answer of each parameter server, in order.
 
     Raises:
-      UnavailableError: A parameter server does not answer, or the chief has not begun.
-      UnauthenticatedError: The servers take other credentials.
+      UnavailableError: A parameter server does not answer, or the chief has not started the session.
+      UnauthenticatedError: The servers have other credentials.
     """
     assert tasks.share is not None
     share = tasks.share
@@ -48,7 +49,7 @@ def join_shared(tasks: Tasks, limit_s: float) -> list[Mapping[str, Any]]:
             tasks.incarnation = incarnation
             try:
                 greeted.extend(tasks.greet_ps(limit_s))
-            except StaleCoordinatorError as error:  # it ended meanwhile
+            except StaleCoordinatorError as error:  # the session has ended in the meantime
                 log.debug("%s", error)
                 return _awaited_chief(told.values(), share)
             return None
@@ -58,7 +59,7 @@ def join_shared(tasks: Tasks, limit_s: float) -> list[Mapping[str, Any]]:
 
 
 def _agreed(told: Iterable[Mapping[str, Any]], share: Share) -> str | None:
-    """The incarnation that all use; None if the chief has not begun one."""
+    """Returns the session id that all use; None if the chief has not started a session."""
     there = {answer["incarnation"] for answer in told}
     if len(there) == 1 and _is_shared(*there):
         return there.pop()
@@ -70,10 +71,11 @@ def _is_shared(incarnation: str | None) -> bool:
 
 
 def _awaited_chief(told: Iterable[Mapping[str, Any]], share: Share) -> Awaited:
-    why = "it makes the variables, and has not begun. Does it run the program?"
+    why = "it creates the variables, and has not started. Check that it runs the program."
     if any(answer["incarnation"] is not None and not _is_shared(answer["incarnation"]) for answer in told):
         why = (
-            "the parameter servers work for a coordinator. If this task is one of its workers, run `replicax server` here; if "
-            f"every worker is to run the program, let {share.chief} make ParameterServerStrategy(is_coordinator=False)."
+            "the parameter servers serve a coordinator. If this task is one of its workers, run `replicax "
+            f"server` here. If every worker should run the program, let {share.chief} make "
+            "ParameterServerStrategy(is_coordinator=False)."
         )
     return Awaited(share.chief, why, share.chief)

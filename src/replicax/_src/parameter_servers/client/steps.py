@@ -1,4 +1,4 @@
-"""One step of a parameter server, as its client sees it: the request, and the answer. Pure."""
+"""One step of a parameter server, from its client's side: the request and the answer. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replicax._src.parameter_servers.client.lookups import RowsWanted, padded
 from replicax._src.parameter_servers.transport.messages import Message
 
 Closure = tuple[Any, int]
-"""The incarnation of its coordinator, and its number."""
+"""The session id of its coordinator, and its number."""
 Version = tuple[Any, int]
 """The instance of the server, and a number."""
 
@@ -25,10 +25,10 @@ class Ask:
     Attributes:
       program: The program's digest.
       operands: The program's operands.
-      pull: Keys of pieces, each with the version that is known, or None.
-      rows: Keys of pieces, each with the numbers of the rows that are pulled (int32, from the piece's first).
-      used: Keys of pieces, and the versions that the operands were computed from: the server measures staleness.
-      gradients: The digest of a round's program, and this closure's operands; None outside rounds.
+      pull: The keys of shards, each with the version that the client has, or None.
+      rows: The keys of shards, each with the numbers of the rows to read (int32, counted from the shard's first row).
+      used: The keys of shards, with the versions that the operands were computed from, for the measure of staleness.
+      gradients: The digest of a round's program, and this closure's operands; None outside of rounds.
     """
 
     program: str | None = None
@@ -41,13 +41,17 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer to an ``Ask``. Arrays that came over the transport stay as they are for as long as somebody has them;
-    a store of this process may change its own with the next message.
+    """The answer to an ``Ask``.
+
+    Arrays that came over the transport stay valid for as long as they exist. A store of this process may change its
+    own
+    with the next message.
 
     Attributes:
-      values: By the key of each piece that was pulled: its version, and its value or None if the known one holds.
-      rows: In the order in which they were asked for.
-      is_duplicate: The closure had been applied before, and was not again.
+      values: By the key of each shard that was pulled: its version, and its value, or None if the known one is
+        current.
+      rows: The rows, in the order of the request.
+      is_duplicate: True if the closure had been applied before, and was not applied again.
     """
 
     values: Mapping[str, tuple[Version, np.ndarray | None]]
@@ -56,7 +60,7 @@ class Answered:
 
 
 def request_of(ask: Ask, closure: Closure | None, low: int, round_number: int | None) -> Message:
-    """The request for one server's part of a step; see ``ServerClients.step``."""
+    """Returns the request for one server's part of a step; see ``ServerClients.step``."""
     header = {
         "op": "step",
         "closure": None if closure is None else list(closure),
@@ -84,12 +88,12 @@ def answered_of(ask: Ask, answer: Message) -> Answered:
     }
     rows = list(arrays)
     if len(rows) != len(ask.rows):
-        raise InvalidArgumentError(f"Rows of {len(ask.rows)} pieces were asked for, and {len(rows)} came.")
+        raise InvalidArgumentError(f"Rows of {len(ask.rows)} shards were requested, but {len(rows)} came.")
     return Answered(values, rows, bool(answer.header["duplicate"]))
 
 
 def row_asks(tables: Sequence[RowsWanted]) -> dict[int, Ask]:
-    """Each server's part of a step that reads the rows of several lookups."""
+    """Returns each server's part of a step that reads the rows of several lookups."""
     rows: dict[int, list[tuple[str, np.ndarray]]] = {}
     for wanted in tables:
         for ps, key, numbers in wanted.parts:
@@ -98,6 +102,6 @@ def row_asks(tables: Sequence[RowsWanted]) -> dict[int, Ask]:
 
 
 def rows_of(tables: Sequence[RowsWanted], answers: Mapping[int, Answered]) -> list[np.ndarray]:
-    """Reads the answers to ``row_asks``: for each lookup the rows of its unique ids, padded."""
+    """Reads the answers to ``row_asks``. Returns for each lookup the rows of its unique ids, padded."""
     rows = {ps: iter(answer.rows) for ps, answer in answers.items()}
     return [padded([next(rows[ps]) for ps, _, _ in wanted.parts], wanted.num_ids) for wanted in tables]

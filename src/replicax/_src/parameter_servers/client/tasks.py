@@ -1,4 +1,4 @@
-"""``Tasks``: the workers and parameter servers of a cluster as their coordinator reaches them."""
+"""``Tasks``: the workers and parameter servers of a cluster, from their coordinator's side."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Share:
     """One program among those that share parameter servers.
 
     Attributes:
-      members: The names of all: ``("chief 0", "worker 0")``. The first is the chief, which makes what they share.
-      member: The name of this one.
+      members: The names of all programs: ``("chief 0", "worker 0")``. The first is the chief, which creates the
+        variables.
+      member: The name of this program.
     """
 
     members: Sequence[str]
@@ -46,21 +47,21 @@ class Share:
         return self.member == self.chief
 
     def described(self) -> dict[str, Any]:
-        """The fields for it in ``hello``, ``beat`` and ``leave``."""
+        """Returns the fields for it in ``hello``, ``beat`` and ``leave``."""
         return {"member": self.member, "members": list(self.members)}
 
 
 @final
 class Tasks:
-    """Addresses and credentials, and one coordinator's time with the tasks that have them.
+    """Addresses and credentials of tasks, and one coordinator's session with them.
 
     Args:
-      workers, ps: Addresses, in order.
+      workers, ps: The addresses, in order.
       credentials: The credentials of all tasks.
-      share: This program among those that share the parameter servers; None if it has them to itself.
+      share: This program among those that share the parameter servers; None if it does not share them.
 
     Attributes:
-      incarnation: A random text that names this coordinator. Programs that share servers agree on it: see
+      incarnation: A random session id of this coordinator. Programs that share servers agree on it: see
         ``join_shared``.
     """
 
@@ -87,7 +88,7 @@ class Tasks:
 
     @contextlib.contextmanager
     def clients(self, *jobs: str) -> Iterator[list[TaskClient]]:
-        """New clients of all tasks of these jobs; closed at the end."""
+        """Yields new clients of all tasks of these jobs, and closes them at the end."""
         with contextlib.ExitStack() as opened:
             yield [
                 opened.enter_context(self.connect(job, index))
@@ -96,11 +97,11 @@ class Tasks:
             ]
 
     def tell_view(self, task: int, view: View, timeout_s: float) -> None:
-        """Tells parameter server ``task`` who serves a group.
+        """Tells parameter server ``task`` which servers hold a group.
 
         Raises:
           UnavailableError: It does not answer.
-          InvalidArgumentError: It lacks pieces that it would need.
+          InvalidArgumentError: It lacks shards that its role needs.
         """
         fields = {
             "incarnation": self.incarnation,
@@ -111,14 +112,15 @@ class Tasks:
             client.ask("group", fields, timeout_s)
 
     def greet_ps(self, limit_s: float) -> list[Mapping[str, Any]]:
-        """Takes the parameter servers over: they drop the variables of others. Logs which ones it waits for.
+        """Starts the session with the parameter servers, which drop the variables of others. Logs which ones it waits
+        for.
 
         Returns:
           The answer of each server, in order.
 
         Raises:
           UnavailableError: Some do not answer.
-          UnauthenticatedError: They take other credentials.
+          UnauthenticatedError: They have other credentials.
         """
         told: dict[int, Mapping[str, Any]] = {}
         with self.clients("ps") as clients:
@@ -131,12 +133,12 @@ class Tasks:
         return [told[index] for index in range(len(told))]
 
     def awaited(self, lacking: Mapping[int, str]) -> Awaited:
-        """Names the parameter servers that do not answer; ``lacking`` has the reasons."""
+        """Describes the parameter servers that do not answer; ``lacking`` has the reasons."""
         names = [f"ps {index} ({self._addresses['ps'][index]})" for index in lacking]
         first, why = next(iter(lacking.items()))
         return Awaited(
             ", ".join(names),
-            f"{why} Is its server started, with this TF_CONFIG and these REPLICAX_TLS settings?",
+            f"{why} Check that its server runs, with this TF_CONFIG and these REPLICAX_TLS settings.",
             f"ps {first}",
         )
 
@@ -149,10 +151,11 @@ class Tasks:
         return {} if self.share is None else self.share.described()
 
     def start_beating(self) -> None:
-        """Sends heartbeats to all tasks from now on."""
+        """Starts to send heartbeats to all tasks."""
         self._beating = threading.Thread(target=self._beat, name="replicax-beats", daemon=True)
         self._beating.start()
-        # Or it might be asking when Python is gone. Servers that programs share wait for all to leave.
+        # A heartbeat must not run during Python's shutdown. Servers that programs share wait until all programs
+        # leave.
         atexit.register(self.close, leaves=self.share is not None)
 
     def _beat(self) -> None:
@@ -167,13 +170,14 @@ class Tasks:
             try:
                 client.ask(what, {"incarnation": self.incarnation, **self._of_share}, 2.0)
             except Exception as error:
-                log.debug("%s", error)  # who uses the server will meet it
+                log.debug("%s", error)  # the next user of the server gets the error
 
     def close(self, timeout_s: float = 5.0, *, leaves: bool = True) -> None:
-        """Ends the time with the tasks.
+        """Ends the session with the tasks.
 
         Args:
-          leaves: True if they are told; otherwise they find out by the silence.
+          timeout_s: The longest wait for the heartbeat thread.
+          leaves: True to tell the tasks; otherwise they notice the silence.
         """
         atexit.unregister(self.close)
         if not self._closing.is_set():
@@ -186,7 +190,7 @@ class Tasks:
 def ask_each(
     clients: Sequence[TaskClient], what: str, fields: Mapping[str, Any], told: dict[int, Mapping[str, Any]]
 ) -> dict[int, str]:
-    """Asks the tasks that are not in ``told``, and adds their answers to it. Returns why the others are missing."""
+    """Asks the tasks that are not in ``told``, and adds their answers to it. Returns the errors of the others."""
     lacking: dict[int, str] = {}
     for index, client in enumerate(clients):
         if index not in told:

@@ -1,4 +1,4 @@
-"""``wait_for``: waits for other tasks while a job starts, and says which ones."""
+"""``wait_for``: waits for other tasks while a job starts, and logs which ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAY_EVERY_S: Final = 10.0
 
 
 class Awaited(NamedTuple):
-    """The tasks that are missing: how a message names them, why they are missing, and the name of the first one."""
+    """The missing tasks: their names in a message, the reason, and the name of the first one."""
 
     what: str
     why: str
@@ -24,13 +24,15 @@ class Awaited(NamedTuple):
 
 
 def wait_for(missing: Callable[[], Awaited | None], waiting: str, limit_s: float) -> None:
-    """Calls ``missing`` until it returns None. Logs now and then what it waits for.
+    """Calls ``missing`` until it returns None. Logs at intervals what it waits for.
 
     Args:
+      missing: Returns the missing tasks, or None.
       waiting: The name of the task that waits.
+      limit_s: The longest wait.
 
     Raises:
-      UnavailableError: Something is missing after ``limit_s``.
+      UnavailableError: Tasks are still missing after ``limit_s``.
     """
     start = said = time.monotonic()
     pause_s = _FIRST_PAUSE_S
@@ -38,8 +40,8 @@ def wait_for(missing: Callable[[], Awaited | None], waiting: str, limit_s: float
         now = time.monotonic()
         if now - start > limit_s:
             raise UnavailableError(
-                f"{waiting} waited {limit_s:g} s for {awaited.what}: {awaited.why} REPLICAX_START_TIMEOUT_S sets how long to "
-                "wait.",
+                f"{waiting} waited {limit_s:g} s for {awaited.what}: {awaited.why} Set "
+                "REPLICAX_START_TIMEOUT_S to wait longer.",
                 awaited.task,
             )
         if now - said > _SAY_EVERY_S:

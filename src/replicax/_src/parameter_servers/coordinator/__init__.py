@@ -1,1 +1,1 @@
-"""The process that schedules functions: the queue, the pool of workers, and what it watches."""
+"""The process that schedules functions: the queue of closures, the worker pool, and the monitors of tasks."""

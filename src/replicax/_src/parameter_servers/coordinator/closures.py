@@ -1,25 +1,27 @@
-"""The queue of closures, without threads, sockets or clocks: what happens goes in, what is to be told comes out.
+"""The queue of closures as pure rules, without threads, sockets or clocks: events go in, decisions come out.
 
-A *closure* is a scheduled function with its arguments. The rules, TensorFlow's ones but for the last five:
+A *closure* is a scheduled function with its arguments. All rules but the last five are TensorFlow's:
 
-- Closures are taken in the order in which they were scheduled, by any worker. At most ``capacity`` are queued.
-- A closure *ends* once: finished, failed, or cancelled. Only who has taken it, and has not been lost since, ends it:
-  what others say of it is late, and counts for nothing.
-- The first failure is kept, and cancels all that are queued. Nothing can be scheduled until it has been collected,
-  which it can be when nothing is in flight: once, by whoever comes first. Then the queue is as good as new.
-- What a lost worker had in flight is queued again, in front; or is cancelled, if a failure is kept.
-- A closure that ran when its worker was lost, for the ``max_deaths``-th time, fails: it is what kills them. If one of
-  its kind has finished before, workers may well die of something else: it has more lives, but not for ever.
-- Closures may travel to a worker together, if one of their kind has finished before, and nothing has happened to them.
-  When the worker is lost each of them may be the one that ran, so each has a death more, and travels alone from then
-  on: it only ever fails for a death of its own.
-- A worker that has something in flight takes no more if that leaves nothing for one that has nothing.
-- With ``max_staleness=k`` a worker is in its n-th closure only if all workers that are there have ended n - 1 - k. Who
-  comes back starts with the slowest.
+- Workers take closures in the order in which they were scheduled. At most ``capacity`` are queued.
+- A closure *ends* once: it finishes, fails, or is cancelled. Only the worker that has taken it, and has not been lost
+  since, can end it. Later answers of other workers are ignored.
+- The first failure is kept, and cancels all queued closures. Nothing can be scheduled until the failure has been
+  collected. That is possible once nothing is in flight, and only the first caller gets it. Then the queue works
+  again.
+- The in-flight closures of a lost worker return to the front of the queue. They are cancelled if a failure is kept.
+- A closure fails if it was running at the loss of ``max_deaths`` workers, because it probably kills them. If a
+  closure
+  of its kind has finished before, another cause is likely, and the limit is higher.
+- Closures travel to a worker together if one of their kind has finished before and they have never been requeued. If
+  the worker is lost, any of them may have been the one that ran. So each counts a death and travels alone from then
+  on, and a closure only ever fails for a death of its own.
+- A worker that has something in flight takes no more if that leaves nothing for an idle worker.
+- With ``max_staleness=k`` a worker may be in its n-th closure only if all connected workers have ended n - 1 - k. A
+  worker that reconnects starts with the count of the slowest.
 - With ``replicas_to_aggregate=n`` closures with gradients are taken in rounds, whose rules are in ``rounds.py``.
-- While there is a reason to *pause* nothing is taken.
-- Something that all closures need may *break*, a parameter server say: all fail, and each collection says so until it
-  is mended.
+- While there is a reason to *pause*, no closure is taken.
+- A resource that all closures need, such as a parameter server, may *break*. Then all closures fail, and each
+  collection raises that error until the resource is mended.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ class Closure:
 
     Attributes:
       number: Its place in the order of scheduling.
-      name: The function's, for people.
-      kind: Equal for closures of one program.
-      work: Whatever the caller needs to run it, and to tell whoever waits for it.
+      name: The name of the function, for messages.
+      kind: A key that is equal for closures of one program.
+      work: The data that the caller needs to run it and to deliver its result.
       num_deaths: The number of workers that were lost while it ran, or may have run.
-      num_returns: The number of times it came back for another reason.
-      num_asks: The number of times a worker asked for a program of it again.
-      round_key: Equal for closures of the same rounds; None: it is not of rounds.
-      round: In which it was taken.
-      travels_alone: Since it was taken last: others neither wait for it nor die of it.
+      num_returns: The number of times it was requeued for another reason.
+      num_asks: The number of times a worker asked again for a program of it.
+      round_key: A key that is equal for closures of the same rounds; None if it belongs to no round.
+      round: The round in which it was taken.
+      travels_alone: True if it was last taken alone, so that no other closure waits for it or fails with it.
     """
 
     number: int
@@ -76,8 +78,9 @@ class _Member:
     """The state of a worker.
 
     Attributes:
-      in_flight: Closures that it has taken, by number, oldest first.
-      clock: The number of closures that have ended here; raised to the slowest one's when it comes back.
+      in_flight: The closures that it has taken, by number, oldest first.
+      clock: The number of closures that have ended here. It is raised to the slowest worker's when the worker
+        reconnects.
     """
 
     is_here: bool = False
@@ -87,10 +90,10 @@ class _Member:
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of closures, by what became of them.
+    """The numbers of closures by outcome.
 
     Attributes:
-      retried: The number of times one was queued again.
+      retried: The number of times a closure was requeued.
     """
 
     scheduled: int = 0
@@ -104,15 +107,16 @@ class Counts:
 class ClosureQueue:
     """The state of all closures. Not thread-safe.
 
-    Methods that can end closures without a result return these, each with its error: tell whoever waits for them.
+    Methods that end closures without a result return these, each with its error. The caller must deliver the errors.
 
     Args:
       capacity: The most closures that may be queued.
-      max_deaths: With how many workers a closure may die before it fails.
-      max_deaths_of_proven: The same, of one of a kind that has finished before.
+      max_deaths: The number of workers that a closure may lose before it fails.
+      max_deaths_of_proven: The same for a closure of a kind that has finished before.
       max_staleness: The most closures that a worker may be ahead of the slowest; None for no limit.
       first_number: The number of the first closure.
-      replicas_to_aggregate: The number of closures whose gradients are averaged for an update; None: each is one.
+      replicas_to_aggregate: The number of closures whose gradients are averaged for one update; None for no
+        averaging.
       first_round: The number of the first round.
     """
 
@@ -137,8 +141,9 @@ class ClosureQueue:
                 raise InvalidArgumentError(f"{name} must be at least {least}, got {value}.")
         if max_staleness is not None and replicas_to_aggregate is not None:
             raise InvalidArgumentError(
-                f"max_staleness={max_staleness} bounds how far apart workers are that do not wait for each other, and with "
-                f"replicas_to_aggregate={replicas_to_aggregate} all compute with the same values. Give one of them."
+                f"max_staleness={max_staleness} limits how far apart asynchronous workers may be, but with "
+                f"replicas_to_aggregate={replicas_to_aggregate} all compute with the same values. Give only "
+                "one of them."
             )
         self._capacity, self._max_staleness = capacity, max_staleness
         self._first_round = first_round
@@ -156,21 +161,21 @@ class ClosureQueue:
         self._paused: set[Hashable] = set()
         self.counts = Counts()
 
-    # --- what is so ------------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is queued, nothing is in flight, and no round is to be applied."""
+        """True if nothing is queued, nothing is in flight, and no round waits to be applied."""
         return not self._queued and self.is_quiet
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is in flight, and no round is to be applied: nothing happens to variables."""
+        """True if nothing is in flight and no round waits to be applied, so that variables do not change."""
         return not self._num_in_flight and self.complete_round is None
 
     @property
     def complete_round(self) -> Round | None:
-        """A round that is to be applied now."""
+        """A round that can be applied now; None if there is none."""
         return None if self.rounds is None else self.rounds.complete
 
     @property
@@ -187,7 +192,7 @@ class ClosureQueue:
 
     @property
     def has_error(self) -> bool:
-        """A failure waits to be collected; nothing can be scheduled before."""
+        """True if a failure waits to be collected. Nothing can be scheduled until then."""
         return self._error is not None or self._breakage is not None
 
     @property
@@ -210,21 +215,21 @@ class ClosureQueue:
 
     @property
     def low(self) -> int:
-        """All closures below this number have ended."""
+        """A number below which all closures have ended."""
         while self._low < self._next_number and self._low not in self._unfinished:
             self._low += 1
         return self._low
 
     def in_flight(self, worker: Worker) -> int:
-        """The number of closures that a worker has taken and that have not ended."""
+        """Returns the number of closures that a worker has taken and that have not ended."""
         return len(self._members[worker].in_flight)
 
     def oldest(self, worker: Worker) -> Closure | None:
-        """The closure that a worker runs now; None if it has none."""
+        """Returns the closure that a worker runs now; None if it has none."""
         return next(iter(self._members[worker].in_flight.values()), None)
 
     def may_take(self, worker: Worker) -> bool:
-        """True if there is a closure that the worker may have now."""
+        """True if there is a closure that the worker may take now."""
         if not self._queued or self._paused:
             return False
         member = self._members[worker]
@@ -234,12 +239,12 @@ class ClosureQueue:
             return False
         return self.rounds is None or self._is_of_round(worker, member, self.rounds)
 
-    # --- what happens ----------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------------
 
     def schedule(self, name: str, work: Any, kind: Hashable = None, round_key: Hashable = None) -> Closure:
-        """A closure is queued; ``kind`` is its name if not given.
+        """Queues a closure. ``kind`` defaults to its name.
 
-        Only when the queue is open, not full, and has no error.
+        Call it only if the queue is open, not full, and has no error.
         """
         assert not self._is_closed
         assert not self.has_error
@@ -253,14 +258,14 @@ class ClosureQueue:
         return closure
 
     def refuse(self, name: str, work: Any, error: BaseException) -> Ended:
-        """A closure comes that nobody can run. Only when one could be scheduled."""
+        """Adds a closure that cannot run, and fails it. Call it only when ``schedule`` may be called."""
         closure = self.schedule(name, work)
         self._queued.pop()
         self._unfinished.discard(closure.number)
         return self._fail(closure, error)
 
     def take(self, worker: Worker) -> Closure | None:
-        """Gives a worker the next closure; None if there is none for it now."""
+        """Returns the next closure for a worker; None if there is none for it now."""
         if not self.may_take(worker):
             return None
         closure = self._queued.popleft()
@@ -272,7 +277,7 @@ class ClosureQueue:
         return closure
 
     def finished(self, worker: Worker, closure: Closure) -> bool:
-        """A worker has run a closure; False if that is late."""
+        """Records that a worker has finished a closure. Returns False if the answer is too late to count."""
         if not self._ends(worker, closure):
             return False
         self._members[worker].clock += 1
@@ -283,7 +288,7 @@ class ClosureQueue:
         return True
 
     def failed(self, worker: Worker, closure: Closure, error: BaseException) -> Ended:
-        """A closure raised at a worker."""
+        """Records that a closure raised an error on a worker."""
         if not self._ends(worker, closure):
             return []
         self._members[worker].clock += 1
@@ -291,7 +296,7 @@ class ClosureQueue:
         return self._fail(closure, error)
 
     def returned(self, worker: Worker, closure: Closure) -> Ended:
-        """A worker could not run a closure, which may be no fault of either: it is to be tried again."""
+        """Requeues a closure that a worker could not run, perhaps through no fault of either."""
         if not self._leaves(worker, closure):
             return []
         closure.num_returns += 1
@@ -299,14 +304,14 @@ class ClosureQueue:
         return self._requeue([closure])
 
     def back(self, worker: Worker) -> None:
-        """A worker is there, for the first time or again."""
+        """Records that a worker is connected, for the first time or again."""
         slowest = self._slowest_clock()
         member = self._members.setdefault(worker, _Member())
         member.is_here = True
         member.clock = slowest if slowest is not None else member.clock
 
     def lost(self, worker: Worker, running: Sequence[Closure] = ()) -> Ended:
-        """A worker is gone. ``running``: what it was at, where that is known; several, of which it was at one."""
+        """Records that a worker is lost. ``running`` has its running closure, or several of which one ran, if known."""
         member = self._members.setdefault(worker, _Member())
         member.is_here = False
         held, member.in_flight = list(member.in_flight.values()), {}
@@ -323,15 +328,15 @@ class ClosureQueue:
         return ended + self._requeue(held)
 
     def pause(self, why: Hashable) -> None:
-        """Nothing is taken, for one more reason; what is in flight ends, and what comes is queued."""
+        """Adds a reason to pause. No closure is taken then, but in-flight closures end and new ones are queued."""
         self._paused.add(why)
 
     def resume(self, why: Hashable) -> None:
-        """That is no reason any more."""
+        """Removes a reason to pause."""
         self._paused.discard(why)
 
     def broke(self, error: BaseException) -> Ended:
-        """Something that all closures need is gone: all end with ``error``, those in flight too."""
+        """Ends all closures with ``error``, in-flight ones too, because a resource that all need is lost."""
         self._breakage = error
         ended: Ended = [(c, error) for m in self._members.values() for c in m.in_flight.values()]
         for member in self._members.values():
@@ -341,22 +346,22 @@ class ClosureQueue:
             self.rounds.clear()
         self._unfinished.difference_update(closure.number for closure, _ in ended)
         self.counts.failed += len(ended)
-        return ended + self._cancel_queued(f"It was in the queue when this happened: {error}")
+        return ended + self._cancel_queued(f"It was queued when this happened: {error}")
 
     def round_failed(self, over: Round, error: BaseException) -> Ended:
-        """The gradients of a round could not be applied, and are gone."""
+        """Records that the gradients of a round could not be applied, and are lost."""
         assert self.rounds is not None
         self.rounds.gone(over)
         if not self.has_error:
             self._error = error
-        return self._cancel_queued(f"It was in the queue when gradients could not be applied: {error}")
+        return self._cancel_queued(f"It was queued when gradients could not be applied: {error}")
 
     def mended(self) -> None:
-        """Ends a breakage: what all closures need is there again."""
+        """Ends a breakage, because the resource that all closures need is available again."""
         self._breakage = None
 
     def close(self) -> Ended:
-        """The end: what is queued is cancelled, and what is in flight too; nothing is scheduled or taken any more."""
+        """Closes the queue: cancels queued and in-flight closures, and allows no others."""
         self._is_closed = True
         held = [closure for member in self._members.values() for closure in member.in_flight.values()]
         for member in self._members.values():
@@ -367,7 +372,7 @@ class ClosureQueue:
         return self._cancel(held, _CLOSED) + self._cancel_queued(_CLOSED)
 
     def collect(self) -> BaseException | None:
-        """Returns what ``schedule``, ``join`` or ``done`` raises now; a failure once, when nothing is in flight."""
+        """Returns the error to raise now, if any. A failure is returned once, when nothing is in flight."""
         if self._breakage is not None:
             self._error = None
             return self._breakage
@@ -396,7 +401,7 @@ class ClosureQueue:
         ended: Ended = [(closure, error)]
         if self._error is None and self._breakage is None:
             self._error = error
-        return ended + self._cancel_queued(f"It was in the queue when '{closure.name}' failed: {error}")
+        return ended + self._cancel_queued(f"It was queued when '{closure.name}' failed: {error}")
 
     def _requeue(self, closures: list[Closure]) -> Ended:
         if self._is_closed or self.has_error:
@@ -432,15 +437,15 @@ class ClosureQueue:
 
     def _killer(self, worker: Worker, closure: Closure) -> RemoteError:
         return RemoteError(
-            f"The scheduled function '{closure.name}' is what kills workers: {closure.num_deaths} of them died, or "
-            f"were silent for too long, while they ran it (closure {closure.number}), the last one {worker}. "
-            "Their logs say more; too little memory and a crash in a compiled program are common reasons.",
+            f"The scheduled function '{closure.name}' probably kills workers: {closure.num_deaths} of them died or "
+            f"were silent for too long while they ran it (closure {closure.number}), last {worker}. "
+            "See their logs. Common reasons are too little memory and a crash in a compiled program.",
             type="",
             task=str(worker),
         )
 
     def _num_waiting(self) -> int:
-        """The number of workers that have nothing in flight and could have something."""
+        """The number of workers that have nothing in flight and may take a closure."""
         return sum(
             member.is_here and not member.in_flight and not self._is_too_far_ahead(member)
             for member in self._members.values()
@@ -472,8 +477,8 @@ _CLOSED = "The coordinator was closed before it ended."
 
 
 def _cancelled(closure: Closure, why: str) -> CancelledError:
-    # The beginning is TensorFlow's.
+    # TensorFlow's message begins like this.
     return CancelledError(
-        f"The corresponding function is cancelled. Please reschedule the function. '{closure.name}' did not run, or may "
-        f"have run in part. {why}"
+        f"The corresponding function is cancelled. Please reschedule the function. '{closure.name}' did not run, "
+        f"or ran only in part. {why}"
     )

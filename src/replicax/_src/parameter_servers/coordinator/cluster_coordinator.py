@@ -42,7 +42,7 @@ _EXIT_S = 5.0
 _pools_at_work: set[WorkerPool] = set()
 _pools: weakref.WeakKeyDictionary[Any, WorkerPool] = (
     weakref.WeakKeyDictionary()
-)  # the last one of each strategy
+)  # the latest pool of each strategy
 _coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
 _construction = threading.Lock()
 
@@ -51,36 +51,34 @@ _construction = threading.Lock()
 class ClusterCoordinator:
     """Runs functions on the workers of a ParameterServerStrategy; the variables are on the parameter servers.
 
-    There is one coordinator for each strategy: the constructor returns the one that is there already. Close it, use it
-    in ``with``, or drop it: its threads end then.
+    There is one coordinator for each strategy: the constructor returns the existing one. Close it, use it in
+    ``with``, or drop it to end its threads.
 
-    A function that was scheduled runs on some worker, at some time, once as far as variables are concerned: one whose
-    worker died is run again, and each parameter server applies what it sends once. The first function that fails
-    cancels those in the queue, and its error is raised by the next ``schedule``, ``join`` or ``done``; then all goes
-    on.
+    A scheduled function runs on some worker at some time. If its worker dies, it runs again, but each parameter
+    server applies its update only once. The first function that fails cancels the queued ones. The next
+    ``schedule``, ``join`` or ``done`` raises its error, and then the coordinator works again.
 
     Args:
       strategy: A ParameterServerStrategy.
-      max_staleness: How many functions a worker may have begun more than the slowest one has ended, that one apart;
-        None for no limit.
-      replicas_to_aggregate: Train synchronously: an optimizer updates variables with the mean of the gradients of so
-        many functions, which all computed with the same values, and counts that as one step. Gradients that come when
-        their update is done are dropped: with more workers than this the slowest are not waited for. None: each
-        function's gradients are an update.
-      reconnect_timeout_s: For how long a worker that was lost is tried to be reached again, and a parameter server that
-        has snapshots.
-      on_ps_restart: What to do when a parameter server was started again and has gone back to its last snapshot.
-        "continue": the others stay as they are; with ``replication=2``, if both servers of a variable are gone, the
-        newer of their snapshots is used. "rewind": all go back, to snapshots that they take together, for which the
-        workers pause; not with ``replication=2``.
-      status_address: ``host:port`` where a page shows how all tasks are, and ``replicax top`` finds it; None for what
-        ``REPLICAX_STATUS_ADDRESS`` says, which is nowhere if it is not set.
+      max_staleness: The most functions that a worker may be ahead of the slowest worker; None for no limit.
+      replicas_to_aggregate: The number of functions whose gradients are averaged for one optimizer step; this
+        trains synchronously, as all of them compute with the same values. Gradients that arrive after their update
+        are dropped, so with more workers than this the slowest are not waited for. None applies each function's
+        gradients on their own.
+      reconnect_timeout_s: The seconds to try to reconnect to a lost worker, or to a lost parameter server that has
+        snapshots.
+      on_ps_restart: The reaction when a parameter server has restarted from its last snapshot. "continue": the
+        others stay as they are; with ``replication=2``, if both servers of a variable are lost, the newer of their
+        snapshots is used. "rewind": all servers go back to snapshots that they take together while the workers
+        pause; not allowed with ``replication=2``.
+      status_address: The ``host:port`` at which a page shows the status of all tasks, and ``replicax top`` reads
+        it. None uses ``REPLICAX_STATUS_ADDRESS``; without that there is no page.
 
     Raises:
-      InvalidArgumentError: Of another strategy; or both max_staleness and replicas_to_aggregate; or the strategy has a
-        coordinator with other options; or other machines
-        reach the status address, and there is no ``REPLICAX_TOKEN``.
-      UnavailableError: The status cannot be served at its address.
+      InvalidArgumentError: The strategy is not a ParameterServerStrategy or has a coordinator with other options,
+        both max_staleness and replicas_to_aggregate are given, or other machines can reach the status address and
+        there is no ``REPLICAX_TOKEN``.
+      UnavailableError: The status page cannot be served at this address.
     """
 
     _strategy: ClosureStrategy
@@ -99,13 +97,14 @@ class ClusterCoordinator:
     ) -> ClusterCoordinator:
         if not isinstance(strategy, ClosureStrategy):
             raise InvalidArgumentError(
-                f"ClusterCoordinator works with a ParameterServerStrategy, got {type(strategy).__name__}, whose steps are run "
-                "by strategy.run. Make a replicax.ParameterServerStrategy(cluster_resolver)."
+                f"ClusterCoordinator needs a ParameterServerStrategy, got {type(strategy).__name__}, whose steps "
+                "strategy.run runs. Make a replicax.ParameterServerStrategy(cluster_resolver)."
             )
         if not strategy.session.num_workers:
             raise InvalidArgumentError(
-                "ClusterCoordinator: every worker runs this program by itself, and none waits for functions: call strategy.run. "
-                "In a chief make ParameterServerStrategy(is_coordinator=True), and let the workers run `replicax server`."
+                "ClusterCoordinator needs a chief and workers that wait for functions, but here every worker runs this "
+                "program: call strategy.run. Or make ParameterServerStrategy(is_coordinator=True) in a chief, and run "
+                "`replicax server` on the workers."
             )
         options = CoordinatorOptions(
             max_staleness, replicas_to_aggregate, reconnect_timeout_s, on_ps_restart, status_address
@@ -118,14 +117,14 @@ class ClusterCoordinator:
                 _coordinators[strategy] = weakref.ref(existing)
             elif existing._options != options:
                 raise InvalidArgumentError(
-                    f"The strategy has a ClusterCoordinator already, with {existing._options}, and there is one for each "
-                    f"strategy; got {options}. Use the same options, or close() it first."
+                    f"The strategy already has a ClusterCoordinator, with {existing._options}, and each "
+                    f"strategy has only one; got {options}. Use the same options, or close() it first."
                 )
             return existing
 
     def _begin(self, strategy: ClosureStrategy, options: CoordinatorOptions) -> None:
         self._strategy, self._options = strategy, options
-        # A server knows the numbers that it has applied for as long as the strategy's session lasts.
+        # A server remembers the numbers that it has applied for as long as the strategy's session lasts.
         before = _pools.get(strategy)
         first = 0 if before is None else before.next_number
         first_round = 0 if before is None else before.next_round_number
@@ -144,7 +143,7 @@ class ClusterCoordinator:
         self._finalizer = weakref.finalize(self, _end, self._pool, self._status)
         self._finalizer.atexit = False
         _pools_at_work.add(self._pool)
-        strategy.session.before_close = self._pool.end  # or tasks that are left would seem lost
+        strategy.session.before_close = self._pool.end  # otherwise ended tasks would seem lost
         self._pool.start()
         if self._status is not None:
             self._status.start()
@@ -165,19 +164,21 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Has a worker run a function; returns at once, with what will become its result.
+        """Has a worker run a function. Returns at once, with a future of the result.
 
-        It is traced here, in the strategy's scope, the first time and for arguments of other shapes. It blocks while
-        the queue is full (262,144 functions), and, the first time that a function takes the elements of a dataset,
-        until a worker has made that.
+        The function is traced here, in the strategy's scope, at the first call and again for arguments of other
+        shapes. The call blocks while the queue is full (262,144 functions). The first time that a function takes
+        elements of a dataset, it blocks until a worker has made the dataset.
 
         Args:
-          fn: With or without ``rx.function``. It may call ``next`` on per-worker iterators, and ``strategy.run``.
-          args: Of the function: nests of arrays, Python values, per-worker iterators and values. No RemoteValues.
-          kwargs: The same.
+          fn: A function, with or without ``rx.function``. It may call ``next`` on per-worker iterators, and
+            ``strategy.run``.
+          args: Its arguments: pytrees of arrays, Python values, per-worker iterators and values. RemoteValues are
+            not allowed.
+          kwargs: Its keyword arguments, of the same kinds.
 
         Raises:
-          Exception: What an earlier function raised, for the first time since; or what is raised while it is traced.
+          Exception: An earlier function failed with it and it has not been raised yet, or the tracing raised it.
         """
         check_not_traced("schedule")
         args, kwargs = _arguments(fn, args, kwargs)
@@ -201,17 +202,17 @@ class ClusterCoordinator:
         return value
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until all functions that were scheduled have ended.
+        """Waits until all scheduled functions have ended.
 
         Args:
-          timeout_s: How long to wait; None for as long as it takes.
+          timeout_s: The longest wait in seconds; None for no limit.
 
         Raises:
-          UnavailableError: A parameter server is lost, or all workers have been for too long.
-          ClosureInputError: What a function takes could not be made.
+          UnavailableError: A parameter server is lost, or all workers have been lost for too long.
+          ClosureInputError: A per-worker dataset or value that a function takes could not be made.
           OutOfRangeError: A function took more elements than a dataset has.
-          WaitTimeoutError: The time is over.
-          Exception: What the first function that failed raised.
+          WaitTimeoutError: ``timeout_s`` has passed.
+          Exception: The error of the first function that failed.
         """
         check_not_traced("join")
         try:
@@ -226,15 +227,16 @@ class ClusterCoordinator:
         if num_waiting:
             self._has_warned = True
             log.warning(
-                "All functions have ended, and the gradients of the last %d are not applied yet: replicas_to_aggregate is %d, "
-                "and they wait for those of functions that are scheduled next. Schedule a multiple of %d.",
+                "All functions have ended, but the gradients of the last %d are not applied yet: "
+                "replicas_to_aggregate is %d, so they wait for the next functions. Schedule a multiple of %d "
+                "functions.",
                 num_waiting,
                 num_averaged,
                 num_averaged,
             )
 
     def done(self) -> bool:
-        """True if all functions that were scheduled have ended. Raises what ``join`` raises."""
+        """True if all scheduled functions have ended. Raises the errors of ``join``."""
         check_not_traced("done")
         try:
             is_done = self._pool.done()
@@ -246,51 +248,52 @@ class ClusterCoordinator:
         return is_done
 
     def fetch(self, val: Any) -> Any:
-        """Waits for the RemoteValues in a nest, and returns it with their results as NumPy arrays; other leaves as they
-        are.
+        """Waits for the RemoteValues in a pytree. Returns the pytree with their results as NumPy arrays; other leaves
+        stay.
         """
         return fetched(val)
 
-    # --- what each worker has of its own ---------------------------------------------------------------
+    # --- per-worker objects ----------------------------------------------------------------------------
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Has each worker make a dataset of its own: all of it, not a part.
+        """Has each worker make a dataset of its own. Each worker reads all of its dataset, not a part.
 
-        ``iter`` of what is returned is an argument of scheduled functions, which call ``next`` on it. A worker that
-        comes back after it was lost starts it again from the beginning. The function is Python that runs on the
-        workers, which get it by ``cloudpickle``: they need the packages that it imports.
+        Pass ``iter`` of the result to scheduled functions, which call ``next`` on it. A worker that reconnects
+        after a failure starts its dataset from the beginning. ``cloudpickle`` sends the function to the workers,
+        which need the packages that it imports.
 
         Args:
-          dataset_fn: A function that returns a dataset, without arguments or of an ``rx.InputContext``; or a dataset.
-            It may be one that the strategy has distributed.
+          dataset_fn: A function that returns a dataset and takes no argument or an ``rx.InputContext``; or a
+            dataset, also one that the strategy has distributed.
 
         Raises:
-          InvalidArgumentError: It cannot be pickled.
+          InvalidArgumentError: ``dataset_fn`` cannot be pickled.
         """
         return per_worker_dataset(self._pool, dataset_fn)
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Has each worker make a value of its own: in scheduled functions, what is returned stands for the worker's.
+        """Has each worker make a value of its own. In scheduled functions the result stands for the worker's value.
 
         Args:
-          fn: Without arguments; it runs on the workers, as that of ``create_per_worker_dataset``.
+          fn: A function without arguments. It runs on the workers, like that of ``create_per_worker_dataset``.
         """
         return per_worker_values(self._pool, fn)
 
     # --- copies ----------------------------------------------------------------------------------------
 
     def check_copies(self) -> list[str]:
-        """Compares both copies of all variables, where the strategy has ``replication=2``: at one moment, bit for bit.
+        """Compares both copies of all variables bit for bit, at one moment, if the strategy has ``replication=2``.
 
-        Updates wait meanwhile, 0.3 s per GB. A second copy that differs is given up, with an error in the log, and made
-        anew.
+        Updates wait meanwhile, 0.3 s per GB. A second copy that differs is dropped and copied again, with an error
+        in the log.
 
         Returns:
-          Parameter servers of whose variables there were no two equal copies, ``["ps 0"]``; none if all is well.
+          The parameter servers whose variables did not have two equal copies, such as ``["ps 0"]``; empty if all
+          did.
         """
         return [f"ps {ps}" for ps in self._strategy.session.on_one_server()]
 
-    # --- the end ---------------------------------------------------------------------------------------
+    # --- end -------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
         """Returns the numbers of functions by state, and the state of each task."""
@@ -302,9 +305,9 @@ class ClusterCoordinator:
         return None if self._status is None else self._status.url
 
     def close(self) -> None:
-        """Cancels what has not ended, and ends the threads.
+        """Cancels all functions that have not ended, and ends the threads.
 
-        Variables stay, and so does the session with the servers.
+        The variables stay, and so does the session with the servers.
         """
         if self._status is not None:
             self._status.close()
@@ -320,7 +323,9 @@ class ClusterCoordinator:
 
 
 def coordinator_of(strategy: ParameterServerStrategy) -> ClusterCoordinator:
-    """The coordinator that a strategy has, with whatever options; without one, a new one that the strategy keeps."""
+    """Returns the coordinator of a strategy, whatever its options. If there is none, makes one that the strategy
+    keeps.
+    """
     existing = _coordinators.get(strategy, lambda: None)()
     if existing is None or existing._pool.is_closed:
         existing = strategy.own_coordinator = ClusterCoordinator(strategy)
@@ -328,7 +333,7 @@ def coordinator_of(strategy: ParameterServerStrategy) -> ClusterCoordinator:
 
 
 def coordinators_at_work() -> list[ClusterCoordinator]:
-    """Those of this process that have been made and not been closed."""
+    """Returns the coordinators of this process that have not been closed."""
     made = [reference() for reference in list(_coordinators.values())]
     return [one for one in made if one is not None and not one._pool.is_closed]
 
@@ -349,13 +354,13 @@ def _end(pool: WorkerPool, status: StatusServer | None) -> None:
         pool.end()
         _pools_at_work.discard(pool)
 
-    # Garbage may be collected while a lock is held that this needs, so another thread does it.
-    with contextlib.suppress(RuntimeError):  # no thread begins any more: Python ends
+    # Garbage collection may run while a lock is held that this needs, so another thread does it.
+    with contextlib.suppress(RuntimeError):  # no thread can start while Python shuts down
         threading.Thread(target=end, name="replicax-coordinator-end", daemon=True).start()
 
 
 def _end_with_python() -> None:
-    """Ends what is at work: a thread that waits for a task when Python is gone would end the process by a signal."""
+    """Ends all pools at exit: a thread that still waits for a task during Python's shutdown would crash the process."""
     pools = list(_pools_at_work)
     for pool in pools:
         pool.close()
@@ -370,7 +375,7 @@ def _arguments(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[s
     if not isinstance(args, list | tuple | None):
         raise InvalidArgumentError(
             f"schedule() of '{name_of(fn)}': args must be a list or tuple of the positional arguments, got "
-            f"{type(args).__name__}. Of one argument: args=(x,)."
+            f"{type(args).__name__}. For one argument write args=(x,)."
         )
     if not isinstance(kwargs, Mapping | None):
         raise InvalidArgumentError(
@@ -389,12 +394,12 @@ def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     ):
         if isinstance(leaf, PerWorkerDataset):
             raise InvalidArgumentError(
-                f"A per-worker dataset stands in the arguments of '{name_of(fn)}'. Pass an iterator of it, iter(dataset), which "
-                "goes on from one function to the next."
+                f"The arguments of '{name_of(fn)}' contain a per-worker dataset. Pass an iterator of it, "
+                "iter(dataset), which continues from one function to the next."
             )
         if isinstance(leaf, RemoteValue):
-            # The beginning is TensorFlow's.
+            # TensorFlow's message begins like this.
             raise InvalidArgumentError(
                 "`replicax.coordinator.RemoteValue` used as an input to scheduled function is not yet supported. "
-                f"{leaf!r} stands in the arguments of '{name_of(fn)}': pass what its fetch() returns."
+                f"The arguments of '{name_of(fn)}' contain {leaf!r}: pass the result of its fetch()."
             )

@@ -1,4 +1,4 @@
-"""``CoordinatorOptions``: the options of a ClusterCoordinator, which check themselves."""
+"""``CoordinatorOptions``: the validated options of a ClusterCoordinator."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VA
 @final
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """The options that ``ClusterCoordinator`` takes. A strategy's coordinator may be asked for again with equal ones.
+    """The options of ``ClusterCoordinator``. A strategy's coordinator is returned again only for equal options.
 
     Raises:
-      InvalidArgumentError: One has another type or value than is allowed.
+      InvalidArgumentError: An option has a wrong type or value.
     """
 
     max_staleness: int | None
@@ -39,7 +39,7 @@ class CoordinatorOptions:
         timeout_s, address = self.reconnect_timeout_s, self.status_address
         if not isinstance(timeout_s, int | float) or not timeout_s >= 0:
             raise InvalidArgumentError(
-                f"reconnect_timeout_s must be a number of seconds, of at least 0; got {timeout_s!r}."
+                f"reconnect_timeout_s must be a number of seconds, at least 0; got {timeout_s!r}."
             )
         if not isinstance(address, str | None):
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""``Limits``: the times after which a task counts as lost, or is given up."""
+"""``Limits``: the timeouts after which a task counts as lost, or is given up."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Limits:
-    """The times after which a task counts as lost, and for which a lost one is waited for.
+    """The timeouts after which a task counts as lost, and the times for which the coordinator tries to reconnect.
 
     Attributes:
-      beat_s: Between two questions whether it is alive.
-      beat_timeout_s: How long an answer may take.
-      missed_beats: How many in a row make a worker lost.
-      ps_missed_beats: How many in a row make a parameter server lost, or silent.
-      ps_silence_s: How long a parameter server that does not answer, and may only be stopped or cut off, is waited for.
-        After so long it gives this coordinator up.
-      reconnect_s: How long a worker is tried to be reached again, or at first.
-      ps_retries: How often a closure is tried again that could not reach a parameter server.
-      ps_restart_retries: The same, of a parameter server that comes back after it died: nothing is tried while it is
-        away.
+      beat_s: The time between two heartbeats.
+      beat_timeout_s: The longest time that an answer to a heartbeat may take.
+      missed_beats: The number of missed heartbeats in a row after which a worker is lost.
+      ps_missed_beats: The number of missed heartbeats in a row after which a parameter server is lost or silent.
+      ps_silence_s: The longest wait for a silent parameter server, which may only be paused or cut off. The server
+        itself
+        ends this coordinator's session after that time.
+      reconnect_s: The longest time to try to connect to a worker, at first or again.
+      ps_retries: The number of retries of a closure that could not reach a parameter server.
+      ps_restart_retries: The same if the parameter server restarts. Nothing is tried while it is away.
     """
 
     beat_s: float = 1.0

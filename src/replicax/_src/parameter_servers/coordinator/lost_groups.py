@@ -1,4 +1,4 @@
-"""``LostGroups``: when both servers of a group are gone, the job waits, and resumes from their snapshots."""
+"""``LostGroups``: when both servers of a group are lost, the job waits, and resumes from their snapshots."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("replicax")
 
 _PARTNER_S: Final = 60.0
-"""When the last primary of a group is there again with a snapshot, the other server is waited for so much longer."""
+"""The longest wait for the other server, once the last primary of a group is back with a snapshot."""
 
 
 class Restored(NamedTuple):
-    """Names of the variables of a group.
+    """The variables of a restored group.
 
     Attributes:
-      missing: Those that the snapshot lacks.
-      names: All.
+      missing: The names of the variables that the snapshot lacks.
+      names: The names of all variables.
     """
 
     missing: Sequence[str]
@@ -37,17 +37,17 @@ class Restored(NamedTuple):
 
 @final
 class LostGroups:
-    """Pauses the job while a group is lost, and says what of it is gone.
+    """Pauses the job while a group is lost, and reports which updates are lost.
 
-    ``Groups`` has the rules. The owner has the lock, and holds it for all but ``restored``.
+    ``Groups`` has the rules. The caller holds its own lock for all methods but ``restored``.
 
     Args:
-      session: With groups.
-      pool: That is paused.
-      comes_back_s: For how long a group is waited for; 0 if nothing of it would be left.
+      session: A session with groups.
+      pool: The pool to pause.
+      comes_back_s: The longest wait for a lost group; 0 if its servers have no snapshots.
 
     Attributes:
-      failed: Why waiting is of no use; None if it may be of use.
+      failed: The error that makes waiting useless; None if waiting may help.
     """
 
     def __init__(self, session: Session, pool: WorkerPool, comes_back_s: float):
@@ -58,35 +58,35 @@ class LostGroups:
         self._since: dict[int, float] = {}
         self._num_updates: dict[int, int] = {}
         self._going_on: dict[int, tuple[View, int]] = {}
-        self._resuming: set[int] = set()  # of those, the groups that some thread reads again
-        # By parameter server.
+        self._resuming: set[int] = set()  # the groups among them that some thread is reading
+        # Keys are numbers of parameter servers.
         self._returned_at: dict[int, float] = {}
         self._restored: dict[int, Mapping[str, Any]] = {}
         self._told_before: dict[int, Mapping[str, Any]] = {}
         self._parts: dict[int, Mapping[str, Any]] = {}
 
     def wait_for(self, groups: Sequence[int]) -> None:
-        """These are lost now."""
+        """Starts to wait for groups that are lost now."""
         for group in groups:
             self._going_on.pop(group, None)
             if group not in self._since:
                 self._since[group] = time.monotonic()
                 self._pool.pause(("group", group))
                 log.warning(
-                    "Lost %s, which had the variables of ps %d. Waiting up to %g s for them: once they are started again, training "
-                    "resumes from the newer of their snapshots.",
+                    "Lost %s, which had the variables of ps %d. Waiting up to %g s for them: once they "
+                    "restart, training resumes from the newer of their snapshots.",
                     listed(self._groups.members(group)),
                     group,
                     self.comes_back_s,
                 )
 
     def waited_too_long(self, task: int) -> list[int]:
-        """Groups that a parameter server may have, and that have been waited for for long enough."""
+        """Returns the lost groups that a parameter server may have and whose wait is over."""
         until = time.monotonic() - self.comes_back_s
         return [g for g, since in self._since.items() if since < until and task in self._groups.members(g)]
 
     def returned(self, watch: PsWatch, told: Mapping[str, Any]) -> None:
-        """A parameter server is another process than before, and has answered ``status``."""
+        """Records the state of a restarted parameter server, from its answer to ``status``."""
         restored = told["restored"] or {}
         is_ours = restored.get("incarnation") == self._session.incarnation
         parts = told["statistics"].get("groups", {}) if is_ours else {}
@@ -97,7 +97,7 @@ class LostGroups:
         self._groups.returned(watch.index, parts)
 
     def parts_of(self, watch: PsWatch) -> Mapping[str, Any] | None:
-        """Returns what a parameter server's last beat said of its parts; None: that was the process before."""
+        """Returns the groups in a parameter server's last heartbeat; None if that came from the previous process."""
         told = watch.statistics()["statistics"]
         if told == self._told_before.get(watch.index):
             return None
@@ -110,7 +110,7 @@ class LostGroups:
         return parts
 
     def restart(self) -> Sequence[View]:
-        """The views of groups of which it is known who has more, or that have been waited for."""
+        """Returns new views of groups for which the newer snapshot is known, or whose wait is over."""
         if not self.comes_back_s or self.failed is not None:
             return []
         now = time.monotonic()
@@ -123,8 +123,9 @@ class LostGroups:
         return views
 
     def ready(self) -> list[View]:
-        """The views of groups whose new primary has taken its view. The caller asks ``restored`` of each, and tells
-        ``resumed``.
+        """Returns the views of groups whose new primary has accepted its view.
+
+        The caller calls ``restored`` for each, and passes the result to ``resumed``.
         """
         views = [
             view
@@ -136,25 +137,27 @@ class LostGroups:
         return views
 
     def restored(self, view: View) -> Restored | None:
-        """Has a group's values read again. Call it without the lock. None: the primary is gone again."""
+        """Reads a group's values from its new primary. Call it without the lock. None means that the primary is lost
+        again.
+        """
         try:
             missing = self._session.restored(view.group, self._snapshot_of(view).get("keys"))
             return Restored(missing, self._session.names_on(view.group))
-        except ReplicaxError as error:  # with the next beat
+        except ReplicaxError as error:  # the next heartbeat tries again
             log.debug("ps %d does not resume group %d: %s", view.primary, view.group, error)
-        except Exception as error:  # with the next beat too: the others resume meanwhile
-            log.warning("ps %d does not resume group %d.", view.primary, view.group, exc_info=error)
+        except Exception as error:  # the next heartbeat tries again; other groups resume meanwhile
+            log.warning("ps %d could not resume group %d.", view.primary, view.group, exc_info=error)
         return None
 
     def end_waiting(self) -> None:
-        """Has the job resume where groups are there again."""
+        """Resumes the job for the groups that are served again."""
         for group in [group for group in self._since if group not in self._groups.lost]:
             if group not in self._going_on:
                 del self._since[group]
                 self._pool.resume(("group", group))
 
     def resumed(self, view: View, found: Restored | None) -> None:
-        """Takes what ``restored`` returned, and says what of the group is gone."""
+        """Ends the wait for a group with the result of ``restored``, and reports which of its updates are lost."""
         group, snapshot = view.group, self._snapshot_of(view)
         self._resuming.discard(group)
         resumes, num_updates = self._going_on.get(group, (None, 0))
@@ -164,16 +167,16 @@ class LostGroups:
         members = listed(self._groups.members(group))
         if found.missing:
             self.failed = UnavailableError(
-                f"{members} were started again, and the newest snapshot of the variables of ps {group}, that of ps {view.primary}, is "
-                f"from before variables were made, and does not have {', '.join(sorted(found.missing)[:5])}. Start the program "
-                "again, from a checkpoint.",
+                f"{members} restarted, but the newest snapshot of the variables of ps {group}, on ps "
+                f"{view.primary}, was taken before these variables were created: "
+                f"{', '.join(sorted(found.missing)[:5])}. Restart the program from a checkpoint.",
                 f"ps {view.primary}",
             )
             self._pool.broke(self.failed)
             return
         log.warning(
-            "%s were gone, which had the variables of ps %d. They go on with the newest snapshot, that of ps %d%s: %d updates "
-            "that had been acknowledged are gone, by the last count. %sThe other variables are as they were.",
+            "%s restarted. The variables of ps %d resume from the newest snapshot, on ps %d%s: about %d "
+            "acknowledged updates are lost. %sThe other variables are unchanged.",
             members,
             group,
             view.primary,
@@ -183,12 +186,12 @@ class LostGroups:
         )
 
     def _snapshot_of(self, view: View) -> Mapping[str, Any]:
-        """The description of the snapshot that a group resumes from; empty if the server had more in memory."""
+        """Returns the description of the snapshot that a group resumes from; empty if the server had more in memory."""
         snapshot = self._restored.get(view.primary, {}).get(str(view.group), {})
         assert view.since is not None
         return snapshot if snapshot.get("position") == list(view.since) else {}
 
 
 def listed(tasks: Iterable[int]) -> str:
-    """Names of parameter servers, for a message."""
+    """Returns the names of parameter servers, for a message."""
     return ", ".join(f"ps {task}" for task in sorted(set(tasks)))

@@ -7,20 +7,20 @@ from typing import Any, Final
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-# Name of the metric -> field of ``status["closures"]``, what it says. Names that end with _total are counters.
+# The name of each metric, with its field of ``status["closures"]`` and its help text. Names in _total are counters.
 _CLOSURES: Final = {
     "replicax_closures_scheduled_total": ("scheduled", "Functions that were scheduled."),
     "replicax_closures_finished_total": ("finished", "Functions that have ended with a result."),
     "replicax_closures_failed_total": ("failed", "Functions that have ended with an error."),
     "replicax_closures_cancelled_total": (
         "cancelled",
-        "Functions that were cancelled, for another one had failed.",
+        "Functions that were cancelled because another one had failed.",
     ),
     "replicax_closures_retried_total": ("retried", "How often a function was queued again."),
-    "replicax_rounds_total": ("rounds", "Updates with the mean of several functions' gradients."),
+    "replicax_rounds_total": ("rounds", "Updates with the mean of the gradients of several functions."),
     "replicax_gradients_dropped_total": (
         "gradients_dropped",
-        "Functions whose gradients came when their round was over.",
+        "Functions whose gradients arrived after the end of their round.",
     ),
     "replicax_closures_queued": ("queued", "Functions that no worker has taken."),
     "replicax_closures_in_flight": (
@@ -28,13 +28,13 @@ _CLOSURES: Final = {
         "Functions that a worker has taken and that have not ended.",
     ),
 }
-# The same of each task.
+# The same for each task.
 _TASKS: Final = {
-    "replicax_task_uptime_seconds": ("uptime_s", "How long the process runs."),
+    "replicax_task_uptime_seconds": ("uptime_s", "Time since the process started."),
     "replicax_task_resident_memory_bytes": ("resident_bytes", "Memory of the process that is in RAM."),
-    "replicax_task_received_bytes_total": ("received_bytes", "What other tasks have sent to this one."),
-    "replicax_task_sent_bytes_total": ("sent_bytes", "What this task has sent to others."),
-    "replicax_task_restarts_total": ("restarts", "How often another process has taken the task's place."),
+    "replicax_task_received_bytes_total": ("received_bytes", "Bytes received from other tasks."),
+    "replicax_task_sent_bytes_total": ("sent_bytes", "Bytes sent to other tasks."),
+    "replicax_task_restarts_total": ("restarts", "How often a new process has replaced the task's process."),
     "replicax_worker_connections_total": (
         "connections",
         "How often the coordinator has connected to the worker.",
@@ -47,18 +47,18 @@ _TASKS: Final = {
     "replicax_ps_updates_total": ("updates", "Updates that were applied."),
     "replicax_ps_duplicates_total": (
         "duplicates",
-        "Updates that were not applied, for they had been before.",
+        "Updates that were skipped because they had been applied before.",
     ),
     "replicax_ps_held_bytes": ("held_bytes", "Size of the values on the parameter server."),
 }
 _UP: Final = ("busy", "idle", "serving", "backup", "alone", "running")
 _STALENESS: Final = "replicax_ps_staleness_updates"
-# Of the buckets 0, 1, 2 to 3, 4 to 7, ...: always the same ones, as Prometheus expects.
+# The upper ends of the buckets 0, 1, 2 to 3, 4 to 7, ...; Prometheus expects them never to change.
 _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
 
 
 def metrics_of(status: Mapping[str, Any]) -> str:
-    """All metrics, of a status with or without rates. Counters of a task start at 0 with its process."""
+    """Returns all metrics of a status, with or without rates. Counters of a task start at 0 with its process."""
     return "".join(
         f"{line}\n" for line in (*_of_closures(status), *_of_tasks(status), *_of_staleness(status))
     )
@@ -86,7 +86,7 @@ def _of_tasks(status: Mapping[str, Any]) -> Iterator[str]:
 def _of_staleness(status: Mapping[str, Any]) -> Iterator[str]:
     known = [(task["task"], task["staleness"]) for task in status["tasks"] if task["staleness"] is not None]
     if known:
-        yield f"# HELP {_STALENESS} By how many updates of others the values were older that an update was computed with."
+        yield f"# HELP {_STALENESS} The number of other updates between an update and the values it used."
         yield f"# TYPE {_STALENESS} histogram"
     for task, staleness in known:
         counts = {int(low): count for low, count in staleness["histogram"].items()}

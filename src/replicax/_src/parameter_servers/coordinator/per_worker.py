@@ -1,7 +1,4 @@
-"""Handles of what each worker has for itself: a dataset, its iterators, a value.
-
-The coordinator has nothing else of them.
-"""
+"""Handles of per-worker objects: a dataset, its iterators, a value. The coordinator holds only handles."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ SpecOf = Callable[[], ElementSpec]
 
 
 def experimental_get_current_worker_index() -> Any:
-    """The index of the worker that runs the function in which this is called.
+    """Returns the index of the worker that runs the calling function.
 
-    In scheduled functions it is an array (int32), known when the function runs. In functions for per-worker datasets
-    and values, and in what such a dataset calls while it is read, it is a number. It does not communicate.
+    In scheduled functions it is an array (int32) whose value is known when the function runs. In functions that
+    make per-worker datasets and values, and in the code of such a dataset, it is a number. It does not communicate.
 
     Raises:
-      ContextError: Called elsewhere.
+      ContextError: It is called elsewhere.
     """
     elements = current_elements()
     return current_worker_index() if elements is None else elements.take(_worker_index)
@@ -38,11 +35,11 @@ def experimental_get_current_worker_index() -> Any:
 
 @final
 class PerWorkerIterator(PerWorkerInput):
-    """An iterator on each worker, over its own dataset: an argument of scheduled functions, which call ``next`` on it.
+    """An iterator on each worker over its own dataset. Pass it to scheduled functions, which call ``next`` on it.
 
-    A worker that comes back after a failure starts its dataset from the beginning. After the last element
-    ``next(iterator)`` raises StopIteration in the function; where that leaves the function, ``join`` raises
-    ``OutOfRangeError``. ``next(iterator, default)`` gives the default then.
+    A worker that reconnects after a failure starts its dataset from the beginning. After the last element
+    ``next(iterator)`` raises StopIteration in the function. If the function does not catch it, ``join`` raises
+    ``OutOfRangeError``. ``next(iterator, default)`` returns the default instead.
     """
 
     def __repr__(self) -> str:
@@ -50,7 +47,7 @@ class PerWorkerIterator(PerWorkerInput):
 
     @property
     def element_spec(self) -> Any:
-        """Shapes and dtypes of an element, as a nest of ``jax.ShapeDtypeStruct``."""
+        """The shapes and dtypes of an element, as a pytree of ``jax.ShapeDtypeStruct``."""
         return _nest_of(self._spec())
 
     @property
@@ -63,10 +60,10 @@ class PerWorkerIterator(PerWorkerInput):
     def __next__(self) -> Any:
         elements = current_elements()
         if elements is None:
-            # The beginning is TensorFlow's.
+            # TensorFlow's message begins like this.
             raise UnsupportedError(
-                "Iterating over an `AsyncDistributedIterator` is not supported right now: its elements are on the workers. Pass "
-                "it to a function that coordinator.schedule() runs, and call next(iterator) there."
+                "Iterating over an `AsyncDistributedIterator` is not supported right now: its elements are on the "
+                "workers. Pass it to a function that coordinator.schedule() runs, and call next(iterator) there."
             )
         return elements.take(self)
 
@@ -74,7 +71,7 @@ class PerWorkerIterator(PerWorkerInput):
         """Returns the next element, in a scheduled function.
 
         Raises:
-          OutOfRangeError: There is none.
+          OutOfRangeError: The dataset has no more elements.
         """
         try:
             return next(self)
@@ -82,9 +79,9 @@ class PerWorkerIterator(PerWorkerInput):
             raise end.out_of_range() from None
 
     def get_next_as_optional(self) -> Optional:
-        """Returns the next element, in a scheduled function; at the end an Optional without a value.
+        """Returns the next element, in a scheduled function. At the end it returns an Optional without a value.
 
-        ``has_value()`` is a Python bool, and ``if`` may ask it: at the end the function is traced once more.
+        ``has_value()`` is a Python bool, so ``if`` may test it. At the end the function is traced once more.
         """
         try:
             return Optional(next(self))
@@ -94,16 +91,16 @@ class PerWorkerIterator(PerWorkerInput):
 
 @final
 class PerWorkerDataset:
-    """A dataset of each worker. ``iter`` of it is an argument of scheduled functions."""
+    """A dataset of each worker. Pass ``iter`` of it to scheduled functions."""
 
     def __init__(self, spec: SpecOf, make_iterator: Callable[[], PerWorkerIterator]):
         self._spec, self._make_iterator = spec, make_iterator
 
     @property
     def element_spec(self) -> Any:
-        """Shapes and dtypes of an element, as a nest of ``jax.ShapeDtypeStruct``.
+        """The shapes and dtypes of an element, as a pytree of ``jax.ShapeDtypeStruct``.
 
-        Waits for the first worker that has made its dataset.
+        It waits for the first worker that has made its dataset.
         """
         return _nest_of(self._spec())
 
@@ -113,7 +110,7 @@ class PerWorkerDataset:
 
 @final
 class PerWorkerValues(PerWorkerInput):
-    """A value of each worker: an argument of scheduled functions, in which it is the worker's own."""
+    """A value of each worker. Pass it to scheduled functions, in which it is the worker's own value."""
 
     def __repr__(self) -> str:
         return f"<PerWorkerValues: {self.resource!r} of each worker>"

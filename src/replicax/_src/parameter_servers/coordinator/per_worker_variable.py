@@ -1,4 +1,4 @@
-"""``PerWorkerVariable``: a variable of which each worker has a value of its own."""
+"""``PerWorkerVariable``: a variable with one value for each worker."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from replicax._src.variables.variable import Variable
 
 @final
 class PerWorkerVariable(ArrayLike):
-    """A variable of which each worker has a value of its own: a counter, or a running mean, of what that worker has
-    done.
+    """A variable with one value for each worker, such as a counter or a running mean of that worker's work.
 
     Make it in the scope of a ``ParameterServerStrategy``, in the coordinator. In scheduled functions it acts as the
-    array of the worker that runs the function, and assignments change that one. Its values are on the parameter
-    servers, as one variable ``[num_workers, ...]``: a worker that comes back after a failure finds its own, and what is
-    added counts once. It is not trained.
+    array of the worker that runs the function, and assignments change that array. The parameter servers hold its
+    values as one variable ``[num_workers, ...]``, so a worker that reconnects after a failure finds its own value,
+    and each update counts once. It is not trained.
 
     Args:
-      initial_value: Of each worker: an array, a number, or a function of no arguments that returns one. Evaluated once.
-      name: For messages and checkpoints.
-      dtype: Default: of ``initial_value``, as JAX has it.
+      initial_value: The initial value of each worker: an array, a number, or a function without arguments that
+        returns one. It is evaluated once.
+      name: A name for messages and checkpoints.
+      dtype: The dtype; by default JAX's dtype of ``initial_value``.
 
     Attributes:
-      name: As given.
-      shape: Of one worker's value.
+      name: The name that was given.
+      shape: The shape of one worker's value.
 
     Raises:
-      VariableError: Made in another scope; or read outside of a scheduled function.
+      VariableError: It is made in another scope, or read outside of a scheduled function.
 
     Source: TensorFlow, ``tf.Variable(..., per_worker_variable=True)``.
     """
@@ -46,14 +46,14 @@ class PerWorkerVariable(ArrayLike):
         strategy = context.strategy_for_new_variable()
         if not strategy.has_servers or strategy.worker_of_own is not None:
             raise VariableError(
-                f"A PerWorkerVariable is made in the scope of a ParameterServerStrategy that has workers, not of {strategy!r}. "
-                "Elsewhere use rx.Variable; ON_READ variables have a value on each replica."
+                "A PerWorkerVariable needs the scope of a ParameterServerStrategy that has workers, got "
+                f"{strategy!r}. Elsewhere use rx.Variable; ON_READ variables have a value on each replica."
             )
         value = initial_value() if callable(initial_value) else initial_value
         value = np.asarray(jnp.asarray(value, None if dtype is None else as_dtype(dtype)))
         self.name = name if name is not None else "PerWorkerVariable"
         self.shape = value.shape
-        # One row, which no partitioner cuts.
+        # It has one row, so that no partitioner splits it.
         all_values = np.broadcast_to(value, (1, strategy.session.num_workers, *value.shape))
         self._all = Variable(all_values, trainable=False, name=self.name)
 
@@ -69,7 +69,7 @@ class PerWorkerVariable(ArrayLike):
 
     @property
     def value(self) -> Any:
-        """In a scheduled function the worker's own."""
+        """The value of the worker that runs the scheduled function."""
         return self.as_array()
 
     def read_value(self) -> Any:
@@ -79,25 +79,27 @@ class PerWorkerVariable(ArrayLike):
     def as_array(self) -> Any:
         if current_elements() is None:
             raise VariableError(
-                f"{self!r} has a value on each worker, and is read outside of a scheduled function: read_all() gives a list of "
-                "all of them."
+                f"{self!r} has one value for each worker and was read outside of a scheduled function. Call read_all() "
+                "for a list of all values."
             )
         return self._all[0, experimental_get_current_worker_index()]
 
     def read_all(self) -> list[Any]:
-        """The values of all workers, by index. Communicates, and waits."""
+        """Returns the values of all workers, by index. It communicates and blocks."""
         return list(self._all[0])
 
     def assign(self, value: Any, read_value: bool = True) -> PerWorkerVariable:
-        """Replaces the worker's value; outside of scheduled functions that of every worker."""
+        """Replaces the worker's value. Outside of scheduled functions it replaces the value of every worker."""
         return self._update(self._all.assign, value, lambda at, x: at.set(x))
 
     def assign_add(self, delta: Any, read_value: bool = True) -> PerWorkerVariable:
-        """Adds to the worker's value; outside of scheduled functions to that of every worker."""
+        """Adds to the worker's value. Outside of scheduled functions it adds to the value of every worker."""
         return self._update(self._all.assign_add, delta, lambda at, x: at.add(x))
 
     def assign_sub(self, delta: Any, read_value: bool = True) -> PerWorkerVariable:
-        """Subtracts from the worker's value; outside of scheduled functions from that of every worker."""
+        """Subtracts from the worker's value. Outside of scheduled functions it subtracts from the value of every
+        worker.
+        """
         return self._update(self._all.assign_sub, delta, lambda at, x: at.subtract(x))
 
     def _update(
@@ -105,7 +107,7 @@ class PerWorkerVariable(ArrayLike):
     ) -> PerWorkerVariable:
         if not _broadcasts(np.shape(value), self.shape):
             raise VariableError(
-                f"{self!r} was assigned a value of shape {np.shape(value)}. Shapes cannot change."
+                f"{self!r} was assigned a value of shape {np.shape(value)}, but shapes cannot change."
             )
         if current_elements() is None:
             of_all(np.broadcast_to(np.asarray(value, self.dtype), self._all.shape))

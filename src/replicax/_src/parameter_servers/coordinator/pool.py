@@ -1,7 +1,7 @@
-"""``WorkerPool``: the workers in front of the queue of closures.
+"""``WorkerPool``: connects the workers to the queue of closures.
 
-The queue has the rules (``closures.py``); the pool has its lock, and the threads that wait. Whoever schedules a
-function sends it to an idle worker at once; a worker that has answered takes the next ones itself.
+The queue has the rules (``closures.py``); the pool has its lock and the waiting threads. The thread that schedules a
+function sends it to an idle worker at once. A worker that has answered takes the next ones itself.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ from replicax._src.parameter_servers.coordinator.scheduled_work import Work, set
 from replicax._src.parameter_servers.coordinator.server_monitor import ServerMonitor
 from replicax._src.parameter_servers.errors import UnavailableError, WaitTimeoutError
 
-# With so much to do, who schedules lets the workers' threads run after some closures.
+# With this many closures queued, the scheduling thread lets the workers' threads run after every few closures.
 _NUM_AHEAD, _NUM_BETWEEN = 32, 8
-_NUM_AT_ONCE = 2  # closures that a worker is given one by one, before it has answered
+_NUM_AT_ONCE = 2  # closures that a worker gets one by one, before it has answered
 _DRAIN_PAUSE_S = 0.01
 _END_S: Final = 15.0
 
 
 @final
 class WorkerPool:
-    """Hands closures from those who schedule to the workers, and their results back. Watches the parameter servers too.
+    """Hands closures from the scheduling threads to the workers, and returns their results. Monitors the parameter
+    servers.
 
-    It does not know the coordinator, which may be dropped.
+    It does not refer to the coordinator, so that the coordinator can be dropped.
 
     Args:
       queue: The rules.
-      session: The way to the tasks.
+      session: The session with the tasks.
+      limits: The timeouts.
+      on_ps_restart: See ``ClusterCoordinator``.
 
     Attributes:
       queue: The rules. Use it under the lock.
-      resources: Datasets and values that workers make for themselves.
-      workers: In the order of their numbers.
-      servers: The parameter servers, as far as closures depend on them.
+      resources: Datasets and values that each worker makes.
+      workers: The workers, by number.
+      servers: The monitor of the parameter servers.
     """
 
     def __init__(
@@ -54,19 +57,19 @@ class WorkerPool:
         self.queue = queue
         self.resources = Resources()
         self.lock = threading.Lock()
-        self._room = threading.Condition(self.lock)  # for those who schedule
-        self._quiet = threading.Condition(self.lock)  # for those who wait until all has ended
-        self._complete = threading.Condition(self.lock)  # for who applies rounds
+        self._room = threading.Condition(self.lock)  # for threads that schedule
+        self._quiet = threading.Condition(self.lock)  # for threads that wait until all closures have ended
+        self._complete = threading.Condition(self.lock)  # for the thread that applies rounds
         self._num_waiting_for_room = 0
         self._given_up: dict[str, BaseException] = {}
         self._broken: set[Hashable] = set()
         self.servers = ServerMonitor(session, self, limits, on_ps_restart)
         self.workers = [PoolWorker(number, session, self, limits) for number in range(session.num_workers)]
 
-    # --- those who schedule -----------------------------------------------------------------------------
+    # --- scheduling -------------------------------------------------------------------------------------
 
     def schedule(self, name: str, work: Work) -> None:
-        """Queues a closure; waits while the queue is full. Raises the failure of an earlier one."""
+        """Queues a closure. Blocks while the queue is full. Raises the failure of an earlier closure."""
         round_key = None if work.prepared is None else work.prepared.round_key
         worker: PoolWorker | None = None
         try:
@@ -80,11 +83,11 @@ class WorkerPool:
                 worker.send_soon(closures)
         except Exception:
             raise
-        except BaseException as error:  # Ctrl-C: nobody knows whether what was taken has been sent
+        except BaseException as error:  # Ctrl-C: it is unknown whether the taken closures were sent
             self._interrupted(worker, error)
             raise
         if num_queued > _NUM_AHEAD and not closure.number % _NUM_BETWEEN:
-            time.sleep(0)  # else they wait for a turn of the interpreter, 5 ms each
+            time.sleep(0)  # otherwise each waits 5 ms for the interpreter lock
 
     def _interrupted(self, worker: PoolWorker | None, error: BaseException) -> None:
         if worker is not None:
@@ -101,12 +104,12 @@ class WorkerPool:
         settle(ended)
 
     def check(self) -> None:
-        """Raises the failure of an earlier closure, after what is in flight has ended."""
+        """Raises the failure of an earlier closure, once nothing is in flight."""
         with self.lock:
             self._raise_failure(None)
 
     def join(self, timeout_s: float | None) -> None:
-        """Waits until all closures have ended."""
+        """Waits until all closures have ended. Raises the failure of an earlier closure."""
         with self.lock:
             self._wait(self._quiet, lambda: self.queue.is_idle, timeout_s, "join()")
             self._raise_failure(timeout_s)
@@ -118,7 +121,7 @@ class WorkerPool:
             return self.queue.is_idle
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the statistics of the closures, and of each task."""
+        """Returns the statistics of the closures and of each task."""
         with self.lock:
             given_up = set(self._given_up)
         return {
@@ -175,14 +178,16 @@ class WorkerPool:
     ) -> None:
         if not condition.wait_for(is_so, timeout_s):
             raise WaitTimeoutError(
-                f"{what} has waited for {timeout_s:g} s: {self.queue.num_in_flight} scheduled functions are in flight and "
-                f"{self.queue.num_queued} in the queue. Wait longer, or look at coordinator.statistics()."
+                f"{what} has waited for {timeout_s:g} s: {self.queue.num_in_flight} scheduled functions are in "
+                f"flight and {self.queue.num_queued} are queued. Wait longer, or look at coordinator.statistics()."
             )
 
-    # --- what happens to all ---------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------------
 
     def broke(self, error: BaseException, why: Hashable = None) -> None:
-        """Something that all closures need is gone: for good, unless ``mended`` is called with the same reason."""
+        """Fails all closures because a resource that all need is lost, until ``mended`` is called with the same
+        reason.
+        """
         with self.lock:
             self._broken.add(why)
             ended = self.queue.broke(error)
@@ -198,21 +203,21 @@ class WorkerPool:
                     self.queue.mended()
 
     def pause(self, why: Hashable) -> None:
-        """No worker gets a closure, until ``resume`` with the same reason."""
+        """Stops giving closures to workers, until ``resume`` with the same reason."""
         with self.lock:
             self.queue.pause(why)
 
     def resume(self, why: Hashable) -> None:
-        """Lets workers get closures again, if there is no other reason to pause."""
+        """Removes a reason to pause. Workers get closures again if there is no other reason."""
         with self.lock:
             self.queue.resume(why)
             self.wake_hungry()
 
     @contextlib.contextmanager
     def drained(self) -> Iterator[bool]:
-        """Inside, no closure is in flight, and no round is applied.
+        """Returns a context in which no closure is in flight and no round is applied.
 
-        False if it has broken, or was closed, before that was so.
+        It gives False if the pool broke or was closed before that state was reached.
         """
         why = object()
         self.pause(why)
@@ -227,16 +232,16 @@ class WorkerPool:
     def _is_over(self) -> bool:
         return self.queue.is_closed or self.queue.is_broken
 
-    # --- its life --------------------------------------------------------------------------------------
+    # --- life cycle -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to connect and to watch."""
+        """Starts the threads that connect to workers and monitor servers."""
         self.servers.start()
         for worker in self.workers:
             worker.start()
 
     def close(self) -> None:
-        """Cancels all closures and ends the threads; does not wait for them. May be called again."""
+        """Cancels all closures and ends the threads, without waiting for them. May be called again."""
         with self.lock:
             ended = self.queue.close()
             self.tell_waiting()
@@ -255,18 +260,18 @@ class WorkerPool:
             task.join(max(0.0, until - time.monotonic()))
 
     def end(self) -> None:
-        """Closes, and waits for the threads."""
+        """Closes the pool, and waits for the threads."""
         self.close()
         self.join_threads()
 
     def add(self, resource: Resource) -> None:
-        """Has all workers make something."""
+        """Has all workers make a resource."""
         self.resources.add(resource)
         for worker in self.workers:
             worker.poke()
 
     def given_up(self, name: str, error: BaseException) -> None:
-        """A worker is not tried to be reached any more."""
+        """Records that the pool no longer tries to reach a worker. It breaks if that was the last one."""
         with self.lock:
             self._given_up[name] = error
             is_last = len(self._given_up) == len(self.workers)
@@ -286,7 +291,7 @@ class WorkerPool:
 
     @property
     def low_round(self) -> int:
-        """All rounds below this number are over."""
+        """A number below which all rounds are over."""
         with self.lock:
             return 0 if self.queue.rounds is None else self.queue.rounds.low
 
@@ -297,19 +302,19 @@ class WorkerPool:
             return 0 if self.queue.rounds is None else self.queue.rounds.num_waiting
 
     def next_round(self) -> Round | None:
-        """Waits for a round that is to be applied; None: all is closed."""
+        """Waits for a round that can be applied; None once the pool is closed."""
         queue = self.queue
         with self.lock:
             self._complete.wait_for(lambda: queue.complete_round is not None or queue.is_closed)
             return None if queue.is_closed else queue.complete_round
 
     def is_due(self, complete: Round) -> bool:
-        """True if a round has not been applied yet, and is to be."""
+        """True if a round still has to be applied."""
         with self.lock:
             return self.queue.rounds is not None and self.queue.rounds.is_due(complete)
 
     def round_applied(self, complete: Round) -> None:
-        """A round is over: the next one begins."""
+        """Ends a round that has been applied, so that the next one begins."""
         with self.lock:
             if self.queue.rounds is not None:
                 self.queue.rounds.applied(complete)
@@ -317,7 +322,7 @@ class WorkerPool:
             self.wake_hungry()
 
     def round_failed(self, complete: Round, error: BaseException) -> None:
-        """A round could not be applied."""
+        """Records that a round could not be applied."""
         with self.lock:
             ended = self.queue.round_failed(complete, error)
             self.tell_waiting()
@@ -333,10 +338,10 @@ class WorkerPool:
     def is_closed(self) -> bool:
         return self.queue.is_closed
 
-    # --- with the lock held ------------------------------------------------------------------------------
+    # --- the caller holds the lock -----------------------------------------------------------------------
 
     def tell_waiting(self) -> None:
-        """Wakes those who wait for what has come."""
+        """Wakes threads that wait for a state that has been reached."""
         if self.queue.is_idle:
             self._quiet.notify_all()
         elif self.queue.complete_round is not None:
@@ -345,9 +350,9 @@ class WorkerPool:
             self._room.notify_all()
 
     def _idlest(self) -> PoolWorker | None:
-        """The worker with the least to do, if it is to be sent what has come at once.
+        """Returns the least busy worker if it should get a new closure at once.
 
-        One that has some, and will answer soon, gets what has come until then together.
+        A worker that has some closures, and will answer soon, takes the next ones together.
         """
         best = None
         for worker in self.workers:
@@ -357,7 +362,7 @@ class WorkerPool:
         return None if best is None or best.num_in_flight >= _NUM_AT_ONCE else best
 
     def wake_hungry(self, but: PoolWorker | None = None) -> None:
-        """Wakes workers that asked for closures in vain, and may have some now."""
+        """Wakes workers that asked for closures in vain and may take some now."""
         for worker in self.workers:
             if worker.is_hungry and worker is not but and self.queue.may_take(worker.name):
                 worker.is_hungry = False

@@ -1,6 +1,6 @@
-"""``PoolWorker``: keeps one worker busy: takes closures from the queue, sends them and takes answers.
+"""``PoolWorker``: keeps one worker busy: takes closures from the queue, sends them, and takes the answers.
 
-``WorkerConnector`` connects to it, again when it was lost.
+``WorkerConnector`` connects to it, and reconnects after it was lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("replicax")
 
 _DEPTH = 2  # closures in flight; 1 if they are slow
-_FAST_DEPTHS = 8, 32  # the more the faster they are, so many that they are done within a time
+_FAST_DEPTHS = 8, 32  # more for faster ones, so that all are done within _FLIGHT_S
 _FAST_S, _SLOW_S, _FLIGHT_S = 0.001, 0.1, 0.008
 _WEIGHT, _MOST_WEIGHT = 0.1, 0.5
 _JOIN_S = 10.0
@@ -43,15 +43,17 @@ _MAX_ASKS = 16
 
 @final
 class PoolWorker:
-    """One worker of the pool. Two threads: one connects and sends, the other one receives.
+    """One worker of the pool. It has two threads: one connects and sends, the other one receives.
 
     Args:
       index: The worker's number.
-      pool: That it belongs to.
+      session: The session with the tasks.
+      pool: The pool that it belongs to.
+      limits: The timeouts.
 
     Attributes:
-      wake: Notified when there is something to send.
-      is_hungry: True if it has asked for closures, and did not get as many as it could have.
+      wake: A condition that is notified when there is something to send.
+      is_hungry: True if it has asked for closures and got fewer than it could have.
       depth: The most closures that it may have at a time.
     """
 
@@ -62,9 +64,9 @@ class PoolWorker:
         self.wake = threading.Condition(pool.lock)
         self.is_hungry = self._is_poked = False
         self.depth = 1
-        self._low = 0  # when it took some last, all closures below this number had ended
+        self._low = 0  # all closures below this number had ended when it last took some
         with pool.lock:
-            self._queue.lost(self.name)  # it is not here yet
+            self._queue.lost(self.name)  # it is not connected yet
         self._closing = threading.Event()
         self._connector = WorkerConnector(self.name, index, session, pool, limits, self._closing)
         self._connection: WorkerConnection | None = None
@@ -75,7 +77,7 @@ class PoolWorker:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the threads; does not wait for them."""
+        """Ends the threads, without waiting for them."""
         self._closing.set()
         if (connection := self._connection) is not None:
             connection.end(None)
@@ -87,7 +89,7 @@ class PoolWorker:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the state of the connection, and what the worker last said of itself."""
+        """Returns the state of the connection, and the last statistics of the worker."""
         connection = self._connection
         return {
             "connected": connection is not None and not connection.over.is_set(),
@@ -98,10 +100,7 @@ class PoolWorker:
         }
 
     def tell_primaries(self) -> None:
-        """Other parameter servers than before serve some variables: the worker, if it is there, need not find out.
-
-        Does not wait.
-        """
+        """Tells a connected worker about new primaries, so that it need not find out itself. Does not wait."""
         if (connection := self._connection) is not None and not connection.over.is_set():
             self._started(self._connector.tell_primaries, connection)
 
@@ -113,7 +112,7 @@ class PoolWorker:
 
     @property
     def _num_together(self) -> int:
-        """The most closures that travel together: the worker runs those while it is sent as many others."""
+        """The most closures that travel together. The worker runs these while it is sent as many others."""
         return max(1, self.depth // 2)
 
     @property
@@ -124,7 +123,7 @@ class PoolWorker:
         return None if closure is None else closure.name
 
     def _wait(self) -> list[Closure]:
-        """Returns closures to be sent; none if it was poked, or the pool was closed."""
+        """Returns closures to send; none if it was poked or the pool was closed."""
         with self._pool.lock:
             while not self._is_poked and not self._queue.is_closed:
                 closures = self.take()
@@ -142,11 +141,11 @@ class PoolWorker:
             self.wake.notify_all()
 
     def _failed_here(self, closure: Closure, error: BaseException) -> None:
-        """A closure raised, or cannot be sent."""
+        """Fails a closure that raised an error, or that cannot be sent."""
         self._ended(lambda: self._queue.failed(self.name, closure, error))
 
     def _returned(self, closure: Closure) -> None:
-        """A closure could not be run, and is to be tried again."""
+        """Requeues a closure that could not run."""
         self._ended(lambda: self._queue.returned(self.name, closure))
 
     def _ended(self, event: Callable[[], Ended], is_hungry: bool = True) -> None:
@@ -158,9 +157,9 @@ class PoolWorker:
         settle(ended)
 
     def take(self) -> list[Closure]:
-        """Takes closures to be sent to the worker now; with the lock held.
+        """Takes closures to send to the worker now. The caller holds the lock.
 
-        One that has some gets as many as travel together, or none.
+        A worker that has some closures gets as many as travel together, or none.
         """
         queue, worker = self._queue, self.name
         taken: list[Closure] = []
@@ -177,7 +176,7 @@ class PoolWorker:
             return self.depth
         return self._num_together if has + self._num_together <= self.depth else 0
 
-    # --- one connection after the other ----------------------------------------------------------------
+    # --- connections -----------------------------------------------------------------------------------
 
     def _live(self) -> None:
         while not self._closing.is_set():
@@ -187,7 +186,7 @@ class PoolWorker:
             try:
                 self._serve(connection)
             except Exception as error:
-                log.exception("What keeps %s busy has failed: this is a bug of replicax.", self.name)
+                log.exception("The thread of %s has failed: this is a bug in replicax.", self.name)
                 self._pool.broke(error)
                 return
             finally:
@@ -252,9 +251,9 @@ class PoolWorker:
                     left = left[1:]
 
     def send_soon(self, closures: Sequence[Closure]) -> None:
-        """Sends closures that were taken: at once if that is quick, else by the thread that sends. From any thread.
+        """Sends taken closures: at once if that does not block, else by the sending thread. Safe from any thread.
 
-        Nobody else may wait for a peer that takes nothing.
+        No other thread may wait for a peer that does not read.
         """
         connection = self._connection
         if connection is None:
@@ -270,7 +269,9 @@ class PoolWorker:
             self.poke()
 
     def interrupt(self, error: BaseException) -> None:
-        """Gives up the connection: a thread that sent closures was interrupted, and nobody knows how far it was."""
+        """Ends the connection, because a thread was interrupted while it sent closures and may have sent them in
+        part.
+        """
         if (connection := self._connection) is not None:
             connection.interrupt(error)
 
@@ -278,7 +279,7 @@ class PoolWorker:
         try:
             prepared = closure.work.prepared
             error = None if prepared is None else connection.input_error(prepared)
-            if prepared is None:  # it has ended meanwhile
+            if prepared is None:  # it has ended in the meantime
                 return
             if error is not None:
                 self._failed_here(closure, error)
@@ -290,7 +291,7 @@ class PoolWorker:
             self._failed_here(closure, error)
 
     def _make(self, connection: WorkerConnection, closure: Closure, signature: str, end: str | None) -> None:
-        """Traces a closure for the elements that a worker has met."""
+        """Traces a closure for elements of the shapes that a worker has met."""
         prepared = closure.work.prepared
         if prepared is None:
             return
@@ -320,8 +321,8 @@ class PoolWorker:
             self.poke()
 
     def _measure(self, took_s: float, count: int) -> None:
-        """Fast ones are sent ahead, so that a worker does not wait; behind a slow one nothing waits that others could
-        run.
+        """Adapts the depth: fast closures are sent ahead so that a worker does not wait, but slow ones leave work to
+        others.
         """
         self._took_s += min(count * _WEIGHT, _MOST_WEIGHT) * (took_s / count - self._took_s)
         least, most = _FAST_DEPTHS
@@ -372,11 +373,13 @@ class PoolWorker:
             self.poke()
 
     def _may_ask(self, closure: Closure) -> bool:
-        """True if a worker may ask for more of a closure; one that never has enough is broken."""
+        """True if a worker may ask again for a program of a closure. A worker that asks forever is broken."""
         closure.num_asks += 1
         if closure.num_asks <= _MAX_ASKS:
             return True
-        text = f"{self.name} asked for a program of '{closure.name}' {closure.num_asks} times, and was sent it each time."
+        text = (
+            f"{self.name} asked {closure.num_asks} times for a program of '{closure.name}' that it was sent."
+        )
         self._failed_here(closure, RemoteError(text, "", self.name))
         return False
 
@@ -406,7 +409,7 @@ class PoolWorker:
         self._failed_here(closure, input_error or error)
 
     def _is_tried_again(self, closure: Closure, ps: str | None) -> bool:
-        """A parameter server is not there, or not what it was."""
+        """Requeues a closure that a parameter server did not serve. Returns False if it has no retries left."""
         limits = self._limits
         most = limits.ps_restart_retries if self._pool.servers.trouble(ps) else limits.ps_retries
         if closure.num_returns < most:

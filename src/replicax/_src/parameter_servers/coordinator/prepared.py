@@ -1,4 +1,4 @@
-"""Types of what the coordinator needs of a strategy: scheduled functions as data, and the way to the tasks."""
+"""The interface that the coordinator needs of a strategy: scheduled functions as data, and connections to the tasks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from replicax._src.parameter_servers.transport.messages import Message
 
 
 class Link(Protocol):
-    """A stream of messages to a task, a ``transport.Link``. Answers come in the order of the messages.
+    """A connection to a task, a ``transport.Link``. Answers come in the order of the messages.
 
-    ``send_all`` sends all or, if one cannot travel, none; small ones travel together. ``receive_all`` waits for one
-    answer, and gives those that are there, or the errors that they are. A task that is gone raises UnavailableError
-    with its name, and so does ``receive_all`` when another thread closes the link.
+    ``send_all`` sends all messages, or none if one cannot travel; small ones travel together. ``receive_all`` waits
+    for
+    one answer, and returns all that have arrived, or the errors that they carry. A lost task raises UnavailableError
+    with
+    its name. So does ``receive_all`` when another thread closes the connection.
     """
 
     def send_all(self, messages: Sequence[Message], timeout_s: float) -> None: ...
@@ -27,7 +29,7 @@ class Link(Protocol):
 
 
 class Client(Protocol):
-    """Asks a task, and opens links to it."""
+    """Sends requests to a task, and opens connections to it."""
 
     def ask(self, what: str, header: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]: ...
     def open(self) -> Link: ...
@@ -35,17 +37,18 @@ class Client(Protocol):
 
 
 class Session(Protocol):
-    """A strategy's hold on the tasks of its cluster.
+    """A strategy's session with the tasks of its cluster.
 
     Attributes:
-      incarnation: The coordinator's; its messages carry it.
+      incarnation: The id of the session, which its messages carry.
       devices_per_worker: The number of replicas on each worker.
-      epoch: What a worker has read of variables in one epoch is read again in the next.
-      ps_addresses: Addresses of the parameter servers.
-      snapshot_intervals_s: Seconds, for each parameter server; None for one that takes no snapshots.
-      num_made: Is another one after variables were made.
-      before_close: Called before the session ends.
-      groups: The views of which server serves which pieces, with two copies of each; None with one copy.
+      epoch: The number of the epoch. Workers read variables again in a new epoch.
+      num_workers: The number of workers.
+      ps_addresses: The addresses of the parameter servers.
+      snapshot_intervals_s: The seconds between snapshots of each parameter server; None for one that takes none.
+      num_made: A number that changes when variables are created.
+      before_close: A function that is called before the session ends.
+      groups: The views that say which server serves which shards, with ``replication=2``; None without.
     """
 
     before_close: Callable[[], None]
@@ -67,23 +70,25 @@ class Session(Protocol):
     def num_made(self) -> int: ...
 
     def meet_worker(self, name: str, told: Mapping[str, Any]) -> None:
-        """A worker has told what it has.
+        """Records a worker's description of itself.
 
         Raises:
-          DeviceError: It cannot run what the others run.
+          DeviceError: It cannot run the programs of the other workers.
         """
         ...
 
     def use_primaries(self) -> None:
-        """The groups have other primaries than before: links go there, and workers read all values again."""
+        """Connects to the new primaries of the groups. Workers read all values again."""
         ...
 
     def on_one_server(self) -> list[int]:
-        """Parameter servers of whose pieces there are no two copies that are the same; compares them."""
+        """Compares both copies of all shards. Returns the parameter servers whose shards do not have two equal
+        copies.
+        """
         ...
 
     def tell_view(self, task: int, view: View, timeout_s: float) -> None:
-        """Tells a parameter server who has a group.
+        """Tells a parameter server which servers hold a group.
 
         Raises:
           UnavailableError: It does not answer.
@@ -95,27 +100,28 @@ class Session(Protocol):
         ...
 
     def names_on(self, ps: int) -> Sequence[str]:
-        """Names of the variables of which a parameter server has something."""
+        """Returns the names of the variables of which a parameter server holds shards."""
         ...
 
     def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
-        """A parameter server has gone back to a snapshot, with these pieces. Returns names of variables that it lacks.
+        """Uses a parameter server that restarted from a snapshot with these shards. Returns the names of missing
+        variables.
 
         Raises:
-          UnavailableError: It is gone again.
+          UnavailableError: It is lost again.
         """
         ...
 
     def renew(self) -> None:
-        """Begins another epoch: the caller knows of changes to variables, which the next closures shall see."""
+        """Starts another epoch, so that the next closures see changes to variables."""
         ...
 
     def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
-        """Has all parameter servers apply the mean of these closures' gradients, once; all rounds below ``low`` are
+        """Has all parameter servers apply the mean of these closures' gradients, once. All rounds below ``low`` are
         over.
 
         Raises:
-          UnavailableError: One is not there; others may have applied it.
+          UnavailableError: A server is unreachable; others may have applied it.
         """
         ...
 
@@ -125,16 +131,17 @@ class Session(Protocol):
 
 
 class PreparedClosure(Protocol):
-    """A scheduled function with its arguments, as a worker runs it. What it pushes to is on the servers already.
+    """A scheduled function with its arguments, as a worker runs it. The servers have the update programs that it
+    needs.
 
     Attributes:
-      name: The function's.
-      programs: Digests, by the signature of the elements that it takes.
-      constants: Arrays that travel once, by name.
+      name: The name of the function.
+      programs: Digests of programs, by the signature of the elements that they take.
+      constants: Arrays that are sent once, by name.
       arguments: Arrays that it takes.
-      named: Which of ``arguments`` are among ``constants``: names by position.
-      iterators: Names of the resources that it takes.
-      round_key: Equal for closures whose gradients are averaged; None: it has none.
+      named: The arguments that are among ``constants``: names by position.
+      iterators: The names of the resources that it takes.
+      round_key: A key that is equal for closures whose gradients are averaged; None if it has no gradients.
     """
 
     @property
@@ -157,7 +164,7 @@ class PreparedClosure(Protocol):
         ...
 
     def make(self, signature: str) -> str:
-        """Makes the program for elements of other shapes, or for fewer, which is in ``programs`` from then on.
+        """Makes the program for elements of other shapes, or for fewer elements, and adds it to ``programs``.
 
         Returns its digest.
 
@@ -167,31 +174,35 @@ class PreparedClosure(Protocol):
         ...
 
     def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
-        """Returns what the function returns, made of the arrays that a worker has answered, NumPy's or JAX's.
+        """Returns the function's result, made of the arrays that a worker has answered, NumPy's or JAX's.
 
         Args:
-          signature: The elements', if they are others than those of the first program.
+          arrays: The arrays.
+          signature: The signature of the elements, if it differs from that of the first program.
         """
         ...
 
 
 class Closures(Protocol):
-    """Makes closures of calls of functions."""
+    """Makes closures of function calls."""
 
     def prepare(
         self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_averaged: int | None
     ) -> PreparedClosure:
-        """Traces a call for workers, if no earlier call was alike.
+        """Traces a call for workers, unless an earlier call was alike.
 
         Args:
-          num_averaged: The number of closures whose gradients are averaged for an update; None: each pushes its own.
+          fn: The function.
+          args: Its arguments.
+          kwargs: Its keyword arguments.
+          num_averaged: The number of closures whose gradients are averaged for one update; None for no averaging.
         """
         ...
 
 
 @runtime_checkable
 class ClosureStrategy(Protocol):
-    """A strategy with workers that wait for functions."""
+    """A strategy whose workers wait for functions."""
 
     @property
     def session(self) -> Session: ...

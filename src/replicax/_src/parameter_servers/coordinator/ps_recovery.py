@@ -1,4 +1,6 @@
-"""``Recovery``: resumes when a parameter server comes back with a snapshot, or takes all of them back to one epoch."""
+"""``Recovery``: resumes with a parameter server that restarts from a snapshot, or takes all servers back to one
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +29,32 @@ _TICK_S = 0.5
 
 @final
 class Recovery:
-    """Goes on with parameter servers that were started again.
+    """Resumes with parameter servers that have restarted.
 
-    One that has a snapshot of this coordinator's time is given its programs again, and workers read all values again.
-    With "continue" it is as old as its snapshot, the others are as they were. With "rewind" all go back to the last
+    A server that has a snapshot of this coordinator's session gets its programs again, and workers read all values
+    again.
+    With "continue" it is as old as its snapshot, and the others are unchanged. With "rewind" all go back to the last
     epoch.
 
     Raises:
-      InvalidArgumentError: "rewind", and some parameter server takes no snapshots.
+      InvalidArgumentError: ``how`` is "rewind", and a parameter server takes no snapshots.
     """
 
     def __init__(self, session: Session, pool: WorkerPool, how: OnPsRestart):
         if how not in ("continue", "rewind"):
-            raise InvalidArgumentError(f"on_ps_restart={how!r}: it is 'continue' or 'rewind'.")
+            raise InvalidArgumentError(f"on_ps_restart must be 'continue' or 'rewind', got {how!r}.")
         without = [n for n, interval in enumerate(session.snapshot_intervals_s) if interval is None]
         if how == "rewind" and session.groups is not None:
             raise InvalidArgumentError(
-                "on_ps_restart='rewind' brings all parameter servers back to snapshots that they took together, and with "
-                "replication=2 each variable has snapshots of its own. Use on_ps_restart='continue', or leave replication out."
+                "on_ps_restart='rewind' takes all parameter servers back to snapshots that they took "
+                "together, but with replication=2 each group has snapshots of its own. Use "
+                "on_ps_restart='continue', or remove replication=2."
             )
         if how == "rewind" and without:
             raise InvalidArgumentError(
-                f"on_ps_restart='rewind' needs snapshots of all parameter servers, and {', '.join(f'ps {n}' for n in without)} "
-                "takes none. Start it with snapshot_dir in its rx.ServerOptions, or --snapshot-dir."
+                f"on_ps_restart='rewind' needs snapshots of all parameter servers, and "
+                f"{', '.join(f'ps {n}' for n in without)} "
+                "takes none. Start it with snapshot_dir in its rx.ServerOptions, or with --snapshot-dir."
             )
         self._session, self._pool = session, pool
         self._lock = threading.Lock()
@@ -73,13 +78,13 @@ class Recovery:
         return self._watches[index].knows(instance)
 
     def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
-        """Goes on with one, if it is another than before. Returns why that cannot be.
+        """Resumes with a server if it is another process than before. Returns an error if that is impossible.
 
         Raises:
-          Exception: It is gone again, or another one is: to be tried again.
+          Exception: It is lost again, or another server is; the caller tries again.
         """
         if not watch.comes_back_s:
-            return _gone(watch, f"the variables that it had are gone.{watch.hint}")
+            return _gone(watch, f"its variables are lost.{watch.hint}")
         with self._lock:
             told = client.ask("status", {}, _STATUS_S)
             if watch.knows(told["instance"]):
@@ -87,7 +92,7 @@ class Recovery:
             restored = told["restored"]
             if restored is None or restored["incarnation"] != self._session.incarnation:
                 return _gone(
-                    watch, "it has no snapshot of this coordinator's time, and the variables are gone."
+                    watch, "it has no snapshot of this coordinator's session, so its variables are lost."
                 )
             self._pool.pause(watch.name)
             if self._epochs is None:
@@ -99,8 +104,8 @@ class Recovery:
         if missing:
             return _incomplete(watch, missing)
         log.warning(
-            "%s was started again and goes on with its last snapshot%s: %d updates that it had acknowledged are gone, by "
-            "its last count. %sThe other parameter servers are as they were.",
+            "%s restarted from its last snapshot%s: about %d updates that it had acknowledged are lost. "
+            "%sThe other parameter servers are unchanged.",
             watch.name,
             age_of(restored),
             max(watch.num_updates - restored["updates"], 0),
@@ -111,7 +116,7 @@ class Recovery:
 
     def _rewind(self, watch: PsWatch, epochs: Epochs) -> UnavailableError | None:
         if not epochs.last:
-            return _gone(watch, "there is no snapshot of all parameter servers to which they could go back.")
+            return _gone(watch, "the parameter servers have no common snapshot to go back to.")
         with self._pool.drained() as is_so:
             if not is_so:
                 return None
@@ -121,13 +126,14 @@ class Recovery:
                 if isinstance(restored, UnavailableError):
                     return restored
                 instances.append(restored)
-            # All or none: one that was accepted before another failed would go on, beside others that did not go back.
+            # All or none: a server that was accepted before another one failed would run beside others that did not
+            # go back.
             for each, instance in zip(self._watches, instances, strict=True):
                 each.accept(instance)
             num_undone = epochs.rewound()
         log.warning(
-            "%s was started again, and all parameter servers went back to the snapshots of epoch %d, which they took "
-            "together: %d scheduled functions that had ended since are undone.",
+            "%s restarted, so all parameter servers went back to the snapshots of epoch %d, which they took "
+            "together: the work of %d scheduled functions that ended since is undone.",
             watch.name,
             epochs.last,
             num_undone,
@@ -135,7 +141,7 @@ class Recovery:
         return None
 
     def _restore(self, watch: PsWatch, epoch: int) -> str | UnavailableError:
-        """Has a server go back to a snapshot. Returns its new instance, or why it cannot."""
+        """Takes a server back to a snapshot. Returns its new instance, or an error."""
         header = {"incarnation": self._session.incarnation, "epoch": epoch}
         with contextlib.closing(self._session.connect("ps", watch.index)) as client:
             try:
@@ -143,7 +149,7 @@ class Recovery:
             except RemoteError as error:
                 return _gone(watch, f"it cannot go back to the snapshot of epoch {epoch}: {error}")
         if told["restored"]["incarnation"] != self._session.incarnation:
-            return _gone(watch, f"its snapshot of epoch {epoch} is another coordinator's.")
+            return _gone(watch, f"its snapshot of epoch {epoch} belongs to another coordinator.")
         missing = self._session.restored(watch.index, told["restored"]["keys"])
         if missing:
             return _incomplete(watch, missing)
@@ -152,17 +158,20 @@ class Recovery:
 
 @final
 class Epochs:
-    """Has all parameter servers take snapshots together, while no function runs: states of the whole job.
+    """Has all parameter servers take snapshots together while no function runs, so that they form a state of the job.
 
-    Soon after variables were made, and then as often as the most frequent of the servers would.
+    It does so soon after variables are created, and then at the shortest snapshot interval of the servers.
 
     Args:
-      lock: Held meanwhile.
-      knows: Whether a parameter server, by its number, is that instance. One that was started again is as old as its
-        last snapshot until all have gone back.
+      session: The session with the tasks.
+      pool: The pool to pause.
+      lock: A lock that is held while it takes them.
+      knows: Returns True if a parameter server, by its number, still is that instance. A restarted server is as old
+        as
+        its last snapshot until all have gone back.
 
     Attributes:
-      last: The last epoch of which all have a snapshot; 0: none.
+      last: The last epoch of which all servers have a snapshot; 0 if there is none.
     """
 
     def __init__(
@@ -180,7 +189,7 @@ class Epochs:
         self.start: Callable[[], None] = self._thread.start
 
     def close(self) -> None:
-        """Ends the thread; does not wait for it."""
+        """Ends the thread, without waiting for it."""
         self._is_over.set()
 
     def join(self, timeout_s: float) -> None:
@@ -188,7 +197,9 @@ class Epochs:
             self._thread.join(timeout_s)
 
     def rewound(self) -> int:
-        """All have gone back to the last epoch: returns how many functions have ended since."""
+        """Records that all servers went back to the last epoch. Returns how many functions have ended since that
+        epoch.
+        """
         finished = self._pool.closure_statistics()["finished"]
         undone, self._num_finished = finished - self._num_finished, finished
         return undone
@@ -211,7 +222,7 @@ class Epochs:
                 with contextlib.closing(self._session.connect("ps", index)) as client:
                     if not self._knows(index, client.ask("status", {}, _STATUS_S)["instance"]):
                         raise UnavailableError(
-                            "It was started again, and is older than the others.", f"ps {index}"
+                            "It has restarted, and is older than the others.", f"ps {index}"
                         )
                     client.ask("snapshot", header, _FILES_S)
             except Exception as error:
@@ -221,12 +232,12 @@ class Epochs:
         self._has_failed = False
 
     def _fail(self, index: int, error: Exception) -> None:
-        # It is asked first the next time: the others keep what they have in common with it.
+        # It is asked first the next time, so that the others keep the snapshots that they share with it.
         self._order.remove(index)
         self._order.insert(0, index)
         if not self._has_failed and not isinstance(error, UnavailableError):
             log.warning(
-                "There is no snapshot of all parameter servers of epoch %d; it is tried again: %s",
+                "The parameter servers have no common snapshot of epoch %d yet; trying again: %s",
                 self.last + 1,
                 error,
             )
@@ -234,23 +245,23 @@ class Epochs:
 
 
 def age_of(restored: Mapping[str, Any]) -> str:
-    """The age of a snapshot, for a message."""
+    """Returns the age of a snapshot, for a message."""
     age_s = restored.get("age_s")
     return "" if age_s is None else f", taken {age_s:.0f} s before"
 
 
 def state_of(names: Sequence[str], restored: Mapping[str, Any], num_scheduled: int) -> str:
-    """Which variables are older now, and which functions they have seen."""
+    """Says which variables are older now, and how many functions their values include."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     first, stop = restored.get("applied", (0, 0))
     some = f", and some of the next {stop - first}" if stop > first else ""
-    seen = f"of {num_scheduled} scheduled functions they have what the first {first} did{some}"
+    seen = f"of {num_scheduled} scheduled functions they include the updates of the first {first}{some}"
     return f"Its variables are as they were then: {shown}; {seen}. " if names else ""
 
 
 def _gone(watch: PsWatch, why: str) -> UnavailableError:
     return UnavailableError(
-        f"{watch.name} is another process than before: {why} Start the program again, from a checkpoint.",
+        f"{watch.name} is another process than before: {why} Restart the program from a checkpoint.",
         watch.name,
     )
 
@@ -258,5 +269,5 @@ def _gone(watch: PsWatch, why: str) -> UnavailableError:
 def _incomplete(watch: PsWatch, missing: Sequence[str]) -> UnavailableError:
     return _gone(
         watch,
-        f"its snapshot is from before variables were made, and does not have {', '.join(sorted(missing)[:5])}.",
+        f"its snapshot was taken before these variables were created: {', '.join(sorted(missing)[:5])}.",
     )

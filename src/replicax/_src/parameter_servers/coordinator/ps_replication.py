@@ -1,6 +1,4 @@
-"""``Replication``: has each group of pieces served by a parameter server that is there, and copied to one that comes
-back.
-"""
+"""``Replication``: assigns each group of shards to a primary that is alive, and a backup that copies it."""
 
 from __future__ import annotations
 
@@ -28,17 +26,17 @@ _JOIN_EVERY_S: Final = 1.0
 
 @final
 class Replication:
-    """Takes what the watches of parameter servers see to ``Groups``, and what that decides to the servers and the
-    workers.
+    """Passes the events of the parameter servers to ``Groups``, and its decisions to the servers and the workers.
 
-    What a server did not hear it is told again with its next beat. When both servers of a group are gone, and they
-    write snapshots, no closure is sent to workers until they are started again.
+    A server that missed a decision gets it again after its next heartbeat. If both servers of a group are lost and
+    they
+    write snapshots, no closure is sent to workers until they restart.
 
     Args:
-      session: With groups.
-      pool: That is paused.
-      tell_workers: That other parameter servers serve some groups than before.
-      comes_back_s: For how long a group is waited for of which both servers are gone; 0 if nothing of it would be left.
+      session: A session with groups.
+      pool: The pool to pause.
+      tell_workers: A function that tells the workers about new primaries.
+      comes_back_s: The longest wait for a group that has lost both servers; 0 if they have no snapshots.
     """
 
     def __init__(
@@ -51,13 +49,13 @@ class Replication:
         assert session.groups is not None
         self._lost = LostGroups(session, pool, comes_back_s)
         self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
-        self._lock = threading.Lock()  # not held while a task is asked
+        self._lock = threading.Lock()  # not held during requests to tasks
         self._primaries = session.groups.primaries
         self._unprotected: list[int] = []
         self._last_join: dict[int, float] = {}
 
     def lost(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
-        """One does not answer any more. Returns what the job is told, if some variables are nowhere now."""
+        """Handles the loss of a server. Returns an error for the job if some variables are on no server now."""
         with self._lock:
             views = self._groups.gone(watch.index)
             left = self._without(watch, error)
@@ -67,18 +65,18 @@ class Replication:
         return left
 
     def silent(self, watch: PsWatch) -> UnavailableError | None:
-        """One does not answer. Returns what the job is told, if it has waited for it for long enough."""
+        """Handles a server that does not answer. Returns an error for the job if it has waited long enough."""
         with self._lock:
             over = self._lost.waited_too_long(watch.index)
             return self._nowhere(watch, over) if over else None
 
     def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
-        """One is another process than before, and has nothing, or what is in its snapshots.
+        """Handles a server that has restarted, and has nothing, or the contents of its snapshots.
 
-        Returns what the job is told, if it had what nobody else has.
+        Returns an error for the job if no other server has its variables.
 
         Raises:
-          Exception: It is gone again: to be tried again.
+          Exception: It is lost again; the caller tries again.
         """
         told = client.ask("status", {}, _HELLO_S)
         if watch.knows(told["instance"]):
@@ -93,15 +91,15 @@ class Replication:
             return left
         watch.accept(client.ask("hello", self._hello, _HELLO_S)["instance"])
         with self._lock:
-            if views and not self._groups.lost:  # it had not been missed before
-                self._say_moved(watch, "was started again")
+            if views and not self._groups.lost:  # its restart was the first sign of trouble
+                self._say_moved(watch, "restarted")
         return None
 
     def given_up(self, client: Client) -> None:
-        """One that was out of reach for long has given this coordinator up, and has nothing any more: it may be used
-        again.
+        """Reclaims a server that has ended this coordinator's session after a long silence, and has dropped its data.
 
-        It is another one with its next beat, as if it had been started again. Not if it works for another coordinator.
+        Its next heartbeat shows another instance, as if it had restarted. A server of another coordinator is left
+        alone.
         """
         try:
             client.ask("hello", {**self._hello, "again": True}, _HELLO_S)
@@ -109,7 +107,7 @@ class Replication:
             log.debug("%s", error)
 
     def back(self, watch: PsWatch) -> None:
-        """One has answered: it is told what it does not know, and has brought to it what it does not have."""
+        """Handles an answer of a server: sends it the views that it missed, and has it copy groups that it lacks."""
         with self._lock:
             parts = self._lost.parts_of(watch)
             self._groups.back(watch.index)
@@ -134,17 +132,17 @@ class Replication:
             self._say_protected()
 
     def statistics(self) -> dict[str, Any]:
-        """By parameter server: which one serves what is its own, ``primaries``; of which there is one copy,
-        ``unprotected``.
-        """
+        """Returns the ``primaries`` by parameter server, and ``unprotected``: servers whose variables have one copy."""
         with self._lock:
             groups = self._groups
             return {"primaries": groups.primaries, "unprotected": groups.unprotected, "lost": groups.lost}
 
     def _tell(self, told: Iterable[tuple[int, View]]) -> None:
-        """Tells parameter servers, by number, their views, then links and workers whom to use.
+        """Sends views to parameter servers, by number, then connects the session and the workers to the new
+        primaries.
 
-        Without the lock: a server may not answer. All of them ignore a view that is older than theirs, so threads need
+        Call it without the lock: a server may not answer. Servers ignore a view that is older than theirs, so threads
+        need
         not take turns.
         """
         for task, view in dict.fromkeys(told):
@@ -153,7 +151,7 @@ class Replication:
             except InvalidArgumentError:
                 with self._lock:
                     self._groups.refused(view)
-            except ReplicaxError as error:  # it is told again with its next beat, if there is one
+            except ReplicaxError as error:  # its next heartbeat tries again
                 log.debug("ps %d does not take the view %s: %s", task, view, error)
         with self._lock:
             before, self._primaries = self._primaries, self._groups.primaries
@@ -166,10 +164,10 @@ class Replication:
     def _hello(self) -> dict[str, Any]:
         return {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
 
-    # --- with the lock ---------------------------------------------------------------------------------
+    # --- the caller holds the lock ---------------------------------------------------------------------
 
     def _joined(self, watch: PsWatch) -> Sequence[View]:
-        """Views by which a parameter server gets what it may have, and does not; at most once a second."""
+        """Returns views in which a parameter server joins groups that it may hold and lacks; at most once a second."""
         now = time.monotonic()
         if now < self._last_join.get(watch.index, 0.0) + _JOIN_EVERY_S:
             return ()
@@ -177,7 +175,7 @@ class Replication:
         return self._groups.join(watch.index)
 
     def _without(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
-        """Has the job wait for groups that are lost now. Returns what it is told, if that is of no use."""
+        """Has the job wait for groups that are lost now. Returns an error if waiting is useless."""
         gone = [group for group in self._groups.lost if watch.index == self._groups.views[group].primary]
         if not self._lost.comes_back_s:
             return self._nowhere(watch, gone, error) if gone else None
@@ -193,8 +191,8 @@ class Replication:
             {f"ps {task}" for group in gone for task in self._groups.members(group)} - {watch.name}
         )
         left = UnavailableError(
-            f"{watch.name} is lost, and {', '.join(others)}, where the other copy of what it had was to be, is not there or did not "
-            "have all of it yet. Start them and the program again, from a checkpoint.",
+            f"{watch.name} is lost, and {', '.join(others)}, which should have the other copy of its variables, is not "
+            "reachable or did not have all of them yet. Restart them and the program, from a checkpoint.",
             watch.name,
         )
         left.__cause__ = error
@@ -203,8 +201,8 @@ class Replication:
     def _say_moved(self, watch: PsWatch, what: str) -> None:
         unprotected = self._groups.unprotected
         log.warning(
-            "%s %s. Nothing that was acknowledged is gone: the other copy of its variables is used, on %s. Those of %s are on one "
-            "parameter server now, until it is there again, and has a copy.",
+            "%s %s. No acknowledged update is lost: the other copy of its variables is used, on %s. The "
+            "variables of %s are on one parameter server until it is back and has copied them.",
             watch.name,
             what,
             listed(self._groups.views[group].primary for group in unprotected),
@@ -216,7 +214,8 @@ class Replication:
         other = next(task for task in self._groups.members(view.group) if task != view.primary)
         say = log.info if part["backup"] == Partner.FAILED else log.warning
         say(
-            "The variables of ps %d are on ps %d alone for now. The copy on ps %d is given up, and made anew when it can be: %s",
+            "The variables of ps %d are on ps %d alone for now. The copy on ps %d is dropped and will be made "
+            "again: %s",
             view.group,
             view.primary,
             other,
@@ -232,5 +231,5 @@ class Replication:
 
 
 def _to_members(views: Sequence[View]) -> list[tuple[int, View]]:
-    """Whom to tell of views: the members of each."""
+    """Returns the members of each view, with the view."""
     return [(task, view) for view in views for task in view.members]

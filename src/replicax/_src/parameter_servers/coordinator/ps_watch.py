@@ -1,4 +1,4 @@
-"""``PsWatch``: asks one parameter server whether it is alive, and whether it is still the same one."""
+"""``PsWatch``: sends heartbeats to one parameter server, and notices if it is another process than before."""
 
 from __future__ import annotations
 
@@ -16,42 +16,48 @@ log = logging.getLogger("replicax")
 
 
 class PsEvents(Protocol):
-    """Callbacks of watches, from their threads."""
+    """Callbacks of watches, called in their threads."""
 
     def on_ps_silent(self, watch: PsWatch) -> None:
-        """It did not answer once."""
+        """The server missed one heartbeat."""
         ...
 
     def on_ps_lost(self, watch: PsWatch, error: BaseException, *, may_come_back: bool) -> bool:
-        """It is lost; told once, until it is back. If it may come back, this may be refused: it is told again then."""
+        """The server is lost; called once until it is back. A False result, if it may come back, makes the watch call
+        again.
+        """
         ...
 
     def on_ps_back(self, watch: PsWatch) -> None:
-        """It answers, as the same process."""
+        """The server answers, as the same process."""
         ...
 
     def on_ps_given_up(self, watch: PsWatch, client: Client) -> None:
-        """One that was lost answers, and does not work for this coordinator any more; told with each beat."""
+        """A lost server answers, but has ended this coordinator's session; called at each heartbeat."""
         ...
 
     def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
-        """It is another process. Returns why it is lost, or nothing once its ``instance`` is accepted.
+        """The server is another process. Returns an error if it is lost, or None once its ``instance`` is accepted.
 
         Raises:
-          Exception: That could not be found out: it is told again.
+          Exception: The state is unknown; the watch calls again.
         """
         ...
 
 
 @final
 class PsWatch:
-    """The beats of one parameter server.
+    """The heartbeats of one parameter server.
 
     Args:
-      comes_back_s: For how long it is waited for when it is silent; 0 if nothing of it would be left.
+      index: The server's number.
+      session: The session with the tasks.
+      limits: The timeouts.
+      events: The callbacks.
+      comes_back_s: The longest wait for a silent server; 0 if it has no snapshots.
 
     Attributes:
-      num_updates: The number of updates that it had applied when it last said so.
+      num_updates: The number of updates in the server's last statistics.
     """
 
     def __init__(
@@ -75,20 +81,20 @@ class PsWatch:
         self._thread.start()
 
     def look(self) -> None:
-        """Asks now."""
+        """Sends a heartbeat now."""
         self._hurry.set()
 
     def knows(self, instance: Any) -> bool:
-        """True if the server is, or was, that process with those values."""
+        """True if the server is, or was, the process with this instance id."""
         return instance == self._instance or instance in self._past
 
     def accept(self, instance: Any) -> None:
-        """From now on it is that one."""
+        """Accepts an instance as the server from now on."""
         self._past.add(self._instance)
         self._instance = instance
 
     def close(self) -> None:
-        """Ends the thread; does not wait for it."""
+        """Ends the thread, without waiting for it."""
         self._is_closing = True
         self._hurry.set()
 
@@ -98,7 +104,7 @@ class PsWatch:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns if it answers, how often it was restarted, and what it last said of itself."""
+        """Returns whether it answers, how often it restarted, and its last statistics."""
         return {
             "connected": not self._is_lost,
             "restarts": self._num_restarts,
@@ -150,38 +156,38 @@ class PsWatch:
                 return
         else:
             self._note(answer.get("statistics") or {})
-        self._events.on_ps_back(self)  # first: who sees that it is there may use it
+        self._events.on_ps_back(self)  # first: a thread that sees it connected may use it
         self._is_lost = False
 
     def _note(self, statistics: Mapping[str, Any]) -> None:
         failure = statistics.get("snapshot_error")
         if failure and not self._beat.get("snapshot_error"):
-            log.warning("%s goes on without a new snapshot, and tries again: %s", self.name, failure)
+            log.warning("%s continues without a new snapshot, and will try again: %s", self.name, failure)
         self._beat, self.num_updates = dict(statistics), statistics.get("updates", 0)
 
     def _waits_s(self, error: Exception) -> float:
-        """For how long it is waited for."""
+        """Returns the longest wait for the server."""
         is_silent = isinstance(error, UnavailableError) and error.is_silent
         return max(self.comes_back_s, self._limits.ps_silence_s if is_silent else 0.0)
 
     def _unavailable(self, error: Exception, waited_s: float) -> UnavailableError:
-        what = "Start it and the program again, from a checkpoint."
+        what = "Restart it and the program, from a checkpoint."
         if waited_s:
             what = f"The coordinator waited {waited_s:g} s for it. {what}"
         return UnavailableError(f"{self.name} is lost: {error} {what}{self.hint}", self.name)
 
     @property
     def hint(self) -> str:
-        """Advice that avoids the loss the next time, for a message."""
+        """Advice for a message, on how to avoid the loss the next time."""
         if self.comes_back_s:
             return ""
         return (
-            " With snapshot_dir in its rx.ServerOptions (--snapshot-dir) it goes on with its last snapshot when it is started "
-            "again, and the program need not be."
+            " With snapshot_dir in its rx.ServerOptions (--snapshot-dir) it resumes from its last snapshot when it "
+            "restarts, and the program continues."
         )
 
     def _lose(self, error: BaseException, *, may_come_back: bool = False) -> bool:
         if not self._is_lost and not self._is_closing:
-            # First: who sees that it is lost gets the error.
+            # Call this first: a thread that sees the lost state must get the error.
             self._is_lost = self._events.on_ps_lost(self, error, may_come_back=may_come_back)
         return self._is_lost

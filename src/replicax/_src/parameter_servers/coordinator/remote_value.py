@@ -25,7 +25,7 @@ _creation = threading.Lock()
 class RemoteValue:
     """The future result of a scheduled function. ``ClusterCoordinator.schedule`` returns it at once.
 
-    The result is copied here right after the function has run: it can be had when the worker is gone.
+    The result is copied to the coordinator right after the function has run, so it outlives the worker.
     """
 
     __slots__ = (
@@ -41,13 +41,11 @@ class RemoteValue:
 
     def __init__(self, name: str, assemble: Assemble | None, when_seen: Callable[[], object] | None = None):
         self._name, self._assemble = name, assemble
-        self._when_seen = when_seen  # is told once that somebody knows the result
+        self._when_seen = when_seen  # called once when a caller has seen the result
         self._is_ready = False
         self._arrays: Sequence[np.ndarray] = ()
         self._error: BaseException | None = None
-        self._latch: threading.Lock | None = (
-            None  # held until it is ready: less to do and to wake than with an event
-        )
+        self._latch: threading.Lock | None = None  # held until the result is ready; cheaper than an event
 
     def __repr__(self) -> str:
         state = "waiting" if not self._is_ready else "ready" if self._error is None else "failed"
@@ -57,29 +55,29 @@ class RemoteValue:
         """Waits until the function has run, and returns its result with NumPy arrays.
 
         Args:
-          timeout_s: How long to wait; None for as long as it takes.
+          timeout_s: The longest wait in seconds; None for no limit.
 
         Raises:
-          CancelledError: It was cancelled, because another function failed or the coordinator was closed.
-          ClosureInputError: What it takes could not be made.
-          WaitTimeoutError: The time is over.
-          Exception: What the function raised.
+          CancelledError: The function was cancelled, because another function failed or the coordinator was closed.
+          ClosureInputError: A per-worker dataset or value that the function takes could not be made.
+          WaitTimeoutError: ``timeout_s`` has passed.
+          Exception: The function failed with it.
         """
         return self._made(timeout_s)(self._arrays)
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Does the same as ``fetch``, with JAX arrays on the coordinator."""
+        """Does the same as ``fetch``, but returns JAX arrays on the coordinator."""
         return self._made(timeout_s)([jnp.asarray(array) for array in self._arrays])
 
     def array(self, position: int) -> np.ndarray:
-        """Does the same as ``fetch``, for the array number ``position`` in the result."""
+        """Waits for the result, and returns its array number ``position``."""
         self._made(None)
         return self._arrays[position]
 
     def nest_of(self, leaf: Callable[[int], Any]) -> Any:
-        """The result with ``leaf(position)`` for each of its arrays. Does not wait."""
+        """Returns the result's pytree with ``leaf(position)`` for each of its arrays. Does not wait."""
         if self._assemble is None:
-            return self.fetch()  # it was refused
+            return self.fetch()  # the closure was refused
         return self._assemble(_Leaves(leaf))
 
     def _made(self, timeout_s: float | None) -> Assemble:
@@ -103,13 +101,13 @@ class RemoteValue:
                 latch = threading.Lock()
                 latch.acquire()
                 self._latch = latch
-        if self._is_ready:  # it may have become so before there was a latch
+        if self._is_ready:  # it may have become ready before there was a latch
             return True
         try:
             latch.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
         finally:
             if self._is_ready:
-                _open(latch)  # for others who wait
+                _open(latch)  # for other threads that wait
         return self._is_ready
 
     def settle(
@@ -118,10 +116,12 @@ class RemoteValue:
         error: BaseException | None = None,
         assemble: Assemble | None = None,
     ) -> None:
-        """The function has run, or never will. Once.
+        """Sets the result or the error. Call it once.
 
         Args:
-          assemble: Makes its result of the arrays, if that has become another one than was to be expected.
+          arrays: The arrays of the result.
+          error: The error; None if the function has run.
+          assemble: A function that makes the result of the arrays, if it differs from the expected one.
         """
         self._arrays, self._error = arrays, error
         if assemble is not None:
@@ -133,14 +133,14 @@ class RemoteValue:
 
 
 def _open(latch: threading.Lock) -> None:
-    """Lets the next one through who waits, if nobody else has."""
+    """Wakes the next waiting thread, unless another thread has done so."""
     with contextlib.suppress(RuntimeError):
         latch.release()
 
 
 @final
 class _Leaves(Sequence[Any]):
-    """A sequence that has as many items as are asked for."""
+    """A sequence of unlimited length, whose items are computed when they are read."""
 
     def __init__(self, leaf: Callable[[int], Any]):
         self._leaf = leaf
@@ -153,16 +153,14 @@ class _Leaves(Sequence[Any]):
 
 
 def check_not_traced(method: str) -> None:
-    """Raises ContextError in a function that is being traced: it would be done once, and what it waits for may wait for
-    it.
-    """
+    """Raises ContextError in a function that is being traced: the call would run once, and could wait for itself."""
     if current_capture() is not None:
         raise ContextError(
-            f"{method}() was called at {user_line()} in a function that is being traced, which happens once and not whenever the "
-            "function runs. Call it in the program that schedules the function."
+            f"{method}() was called at {user_line()} in a function that is being traced. It would run once, "
+            "at tracing, and not in each call. Call it in the program that schedules the function."
         )
 
 
 def fetched(nest: Any) -> Any:
-    """A nest with what each RemoteValue in it has become; other leaves as they are."""
+    """Returns a pytree with the results of the RemoteValues in it; other leaves stay."""
     return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteValue) else x, nest)

@@ -1,4 +1,4 @@
-"""Makes per-worker datasets and values: by one recipe, a resource on each worker for each iterator."""
+"""Makes per-worker datasets and values: each iterator of a dataset becomes one resource on each worker."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from replicax._src.tracing.key import name_of
 
 _SPEC_S = 600.0
 
-_resource_numbers = itertools.count()  # of all coordinators, which may not mistake each other's for their own
+_resource_numbers = itertools.count()  # shared by all coordinators, so that names are unique
 
 
 def per_worker_dataset(pool: WorkerPool, dataset_fn: Any) -> PerWorkerDataset:
     """Has each worker make a dataset of its own; see ``ClusterCoordinator.create_per_worker_dataset``."""
-    # A graph of TensorFlow cannot hold a distributed dataset of ours.
+    # A graph of TensorFlow cannot contain a distributed dataset of replicax.
     dataset_fn = python_function_of(dataset_fn)
     recipe = _Recipe(pool, "dataset", resources.dump(dataset_fn), name_of(dataset_fn))
     dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
@@ -51,7 +51,7 @@ class _Recipe:
     """Makes a resource on each worker, one for each iterator.
 
     Attributes:
-      unused: Names of resources that have no iterator.
+      unused: The names of resources that have no iterator yet.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class _Recipe:
         self._last = self.unused[0]
 
     def take(self) -> str:
-        """The name of one that nobody has had."""
+        """Returns the name of a resource that has no iterator yet."""
         self._last = self.unused.pop() if self.unused else self._make()
         return self._last
 
     def spec(self) -> ElementSpec:
-        """Waits for the first worker that has made one."""
+        """Returns the element spec. Waits for the first worker that has made a resource."""
         if self._known is None:
             said = self._pool.resources.spec(self._last, _SPEC_S)
             leaves = tuple(
@@ -81,11 +81,11 @@ class _Recipe:
         return self._known
 
     def drop(self, name: str) -> None:
-        """Workers may release it. For garbage collection: takes no lock."""
+        """Lets workers release a resource. Garbage collection calls it, so it takes no lock."""
         self._pool.resources.dropped.append(name)
 
     def drop_unused(self) -> None:
-        """Does the same as ``drop`` for all that have no iterator."""
+        """Lets workers release all resources that have no iterator."""
         self._pool.resources.dropped.extend(self.unused)
 
     def _make(self) -> str:

@@ -1,4 +1,4 @@
-"""``Resources``: what all workers are to make for themselves, datasets say, and what has come of it on each."""
+"""``Resources``: the resources that all workers make, such as datasets, and the outcome on each worker."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Resource:
     """A dataset or value that every worker makes.
 
     Attributes:
-      name: Never given twice.
-      kind: A dataset, which is iterated, or a value.
+      name: A name that is never reused.
+      kind: "dataset", which is iterated, or "value".
       pickle: The pickled function that makes it, as uint8.
-      function: The name of that function, for people.
+      function: The name of that function, for messages.
     """
 
     name: str
@@ -37,10 +37,10 @@ class _State:
     """The state of a resource.
 
     Attributes:
-      specs, errors: Answers of connected workers, by worker.
+      specs, errors: The answers of connected workers, by worker.
       num_deaths: The number of workers that were lost while they made it.
-      is_proven: One has made it.
-      killer: Why no worker is asked to make it any more.
+      is_proven: True if a worker has made it.
+      killer: The error because of which no worker is asked again to make it.
     """
 
     resource: Resource
@@ -53,10 +53,10 @@ class _State:
 
 @final
 class Resources:
-    """All that there are. Thread-safe.
+    """All resources. Thread-safe.
 
     Attributes:
-      dropped: Names of those nobody can use any more. Garbage collection adds to it, so no lock is taken for that.
+      dropped: The names of unreachable resources. Garbage collection appends to it, so it needs no lock.
     """
 
     def __init__(self):
@@ -71,30 +71,30 @@ class Resources:
             self._states[resource.name] = _State(resource)
 
     def get(self, name: str) -> Resource:
-        """Returns the one of that name.
+        """Returns the resource of that name.
 
         Raises:
-          ClosureInputError: There is none (any more).
+          ClosureInputError: There is none, or it was dropped.
         """
         return self._state(name).resource
 
     def all(self) -> list[Resource]:
-        """Returns those that workers are to make, oldest first."""
+        """Returns the resources that workers must make, oldest first."""
         with self._changed:
             while self.dropped:
                 self._states.pop(self.dropped.popleft(), None)
             return [state.resource for state in self._states.values() if state.killer is None]
 
     def back(self, worker: str) -> None:
-        """A worker is there, and has made nothing yet."""
+        """Records that a worker is connected, and has made nothing yet."""
         self._forget(worker, is_here=True)
 
     def lost(self, worker: str) -> None:
-        """A worker is lost, with all that it has made."""
+        """Records that a worker is lost, with all resources that it has made."""
         self._forget(worker, is_here=False)
 
     def made(self, name: str, worker: str, spec: Any) -> None:
-        """A worker has made one."""
+        """Records that a worker has made a resource."""
         with self._changed:
             if name in self._states:
                 self._states[name].specs[worker] = spec
@@ -103,7 +103,9 @@ class Resources:
             self._changed.notify_all()
 
     def killed(self, name: str, worker: str) -> None:
-        """A worker was lost while it made one. Where that happens again and again none is asked for it any more."""
+        """Records that a worker was lost while it made a resource. After several losses no worker is asked for it
+        again.
+        """
         with self._changed:
             state = self._states.get(name)
             if state is None:
@@ -114,14 +116,14 @@ class Resources:
             self._changed.notify_all()
 
     def failed(self, name: str, worker: str, error: BaseException) -> None:
-        """A worker could not make one."""
+        """Records that a worker could not make a resource."""
         with self._changed:
             if name in self._states:
                 self._states[name].errors[worker] = error
             self._changed.notify_all()
 
     def error(self, names: Sequence[str], worker: str) -> ClosureInputError | None:
-        """Why a worker does not have all of ``names``: it could not make one of them."""
+        """Returns the error because of which a worker lacks one of ``names``; None if there is none."""
         for name in names:
             state = self._states.get(name)
             if state is not None and state.killer is not None:
@@ -131,18 +133,18 @@ class Resources:
         return None
 
     def spec(self, name: str, timeout_s: float) -> Any:
-        """Waits for the first worker that has made one, and returns what it says of it.
+        """Waits for the first worker that has made a resource, and returns its spec.
 
         Raises:
-          ClosureInputError: No worker that is there could make it.
-          WaitTimeoutError: The time is over.
+          ClosureInputError: No connected worker could make it.
+          WaitTimeoutError: ``timeout_s`` has passed.
         """
         with self._changed:
             state = self._state(name)
             if not self._changed.wait_for(lambda: self._is_decided(state), timeout_s):
                 raise WaitTimeoutError(
-                    f"No worker has made {state.resource.kind} {name!r} within {timeout_s:g} s; {len(self._workers)} workers "
-                    "are connected. Look at their logs, and at coordinator.statistics()."
+                    f"No worker has made {state.resource.kind} {name!r} within {timeout_s:g} s; {len(self._workers)} "
+                    "workers are connected. Look at their logs, and at coordinator.statistics()."
                 )
             if state.specs:
                 return next(iter(state.specs.values()))
@@ -164,8 +166,8 @@ class Resources:
         state = self._states.get(name)
         if state is None:
             raise ClosureInputError(
-                f"There is no {name!r} on the workers: nobody has its iterator any more, or it is of a ClusterCoordinator that was "
-                "closed. Make a new one."
+                f"There is no {name!r} on the workers: its iterator was dropped, or belongs to a "
+                "ClusterCoordinator that was closed. Make a new one."
             )
         return state
 
@@ -187,16 +189,16 @@ class Resources:
 
 def _killer(state: _State, worker: str) -> ClosureInputError:
     return ClosureInputError(
-        f"The function '{state.resource.function}' of {state.resource.kind} {state.resource.name!r} is what kills workers: "
-        f"{state.num_deaths} of them died, or were silent for too long, while they called it, the last one {worker}. Their logs "
-        "say more; too little memory is a common reason."
+        f"The function '{state.resource.function}' of {state.resource.kind} {state.resource.name!r} probably kills "
+        f"workers: {state.num_deaths} of them died or were silent for too long while they called it, last {worker}. "
+        "See their logs. Too little memory is a common reason."
     )
 
 
 def _input_error(state: _State, worker: str) -> ClosureInputError:
     resource, cause = state.resource, state.errors[worker]
     error = ClosureInputError(
-        f"What a scheduled function takes could not be made on {worker} ({resource.kind} {resource.name!r}): {cause}"
+        f"{worker} could not make {resource.kind} {resource.name!r}, which a scheduled function takes: {cause}"
     )
     error.__cause__ = cause
     return error

@@ -1,4 +1,4 @@
-"""``RoundKeeper``: has the parameter servers apply the gradients of each round that is complete."""
+"""``RoundKeeper``: has the parameter servers apply the gradients of each complete round."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _PAUSE_S = 0.2
 
 @final
 class RoundKeeper:
-    """A thread. All servers are told the same closures, so that all apply the same gradients.
+    """A thread that sends complete rounds to the servers. All get the same closures, so all apply the same gradients.
 
-    A server that is away is asked again until it is back, or lost. One that has lost gradients, because it was started
-    again, applies the mean of those that it has.
+    It asks an unreachable server again until the server is back, or lost. A server that restarted and lost gradients
+    applies the mean of those that it has.
 
     Args:
-      monitor: Told which parameter server is not there.
+      session: The session with the tasks.
+      pool: The pool that has the rounds.
+      monitor: The monitor that learns which parameter server is unreachable.
     """
 
     def __init__(self, session: Session, pool: WorkerPool, monitor: ServerMonitor):
@@ -36,7 +38,7 @@ class RoundKeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, after the pool was closed; does not wait for it."""
+        """Ends the thread after the pool was closed, without waiting for it."""
         self._is_over.set()
 
     def join(self, timeout_s: float) -> None:
@@ -60,5 +62,5 @@ class RoundKeeper:
             except Exception as error:
                 self._pool.round_failed(complete, error)
             else:
-                self._session.renew()  # before anything of the next round is sent
+                self._session.renew()  # before any closure of the next round is sent
                 self._pool.round_applied(complete)

@@ -1,11 +1,14 @@
-"""Rounds of synchronous training: of which closures gradients are averaged. Pure: events in, decisions out.
+"""Rounds of synchronous training, which decide whose gradients are averaged. Pure: events in, decisions out.
 
-- The closures that update the same variables by gradients, which is their *key*, make up one round after the other. A
-  round is over with the gradients of the first ``num_gradients`` of its closures that end. They are applied then, as
-  one update, and until that is done none of its key is taken.
-- As many of a round are taken, by any worker. More only as backups, by workers that have none of it, one each.
-- What ends when its round is over is *late*: its gradients are dropped. Who has such a closure takes none of a round.
-- A closure that comes back, because its worker is gone say, is of the round in which it is taken again.
+- Closures that update the same variables by gradients have the same *key*. The closures of a key form one round after
+  another. A round is complete with the gradients of the first ``num_gradients`` of its closures that end. These are
+  then applied as one update. Until that is done, no closure of the key is taken.
+- Any workers take ``num_gradients`` closures of a round. Others are taken only as backups, one each, by workers that
+  have none of the round.
+- A closure that ends after its round is complete is *late*: its gradients are dropped. A worker that has such a
+  closure
+  takes none of a round.
+- A closure that is requeued, for example because its worker is lost, belongs to the round in which it is taken again.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ class Round:
     """One update.
 
     Attributes:
-      number: Of all keys' rounds; a later one has a higher one.
-      in_flight: Numbers of the closures that have been taken and have not ended.
-      workers: Those that have taken some.
-      ended: Numbers of the closures whose gradients are averaged, in the order in which they ended.
+      number: The number of the round. A later round of any key has a higher number.
+      key: The key of its closures.
+      in_flight: The numbers of the closures that have been taken and have not ended.
+      workers: The workers that have taken some.
+      ended: The numbers of the closures whose gradients are averaged, in the order in which they ended.
     """
 
     number: int
@@ -48,8 +52,8 @@ class Rounds:
 
     Attributes:
       next_number: The number of the next round.
-      num_applied: Rounds that are over.
-      num_dropped: Closures that ended when their round was over.
+      num_applied: The number of rounds that are over.
+      num_dropped: The number of closures that ended after their round was complete.
     """
 
     def __init__(self, num_gradients: int, first_number: int = 0):
@@ -59,29 +63,30 @@ class Rounds:
 
     @property
     def low(self) -> int:
-        """All rounds below this number are over."""
+        """A number below which all rounds are over."""
         return min((each.number for each in self._rounds.values()), default=self.next_number)
 
     @property
     def complete(self) -> Round | None:
-        """A round that is to be applied."""
+        """A round that can be applied; None if there is none."""
         return next((each for each in self._rounds.values() if self._is_complete(each)), None)
 
     @property
     def num_waiting(self) -> int:
-        """The number of gradients that wait for others."""
+        """The number of gradients that wait for others of their round."""
         return sum(len(each.ended) for each in self._rounds.values() if not self._is_complete(each))
 
     def may_take(
         self, worker: Hashable, key: Hashable, rounds: Collection[int | None], num_idle: int, num_here: int
     ) -> bool:
-        """True if a worker may have a closure.
+        """True if a worker may take a closure.
 
         Args:
-          key: Of the closure; None if it has no gradients.
-          rounds: Of what the worker has in flight; None for one without.
+          worker: The worker.
+          key: The key of the closure; None if it has no gradients.
+          rounds: The round of each closure that the worker has in flight; None for one without gradients.
           num_idle: The number of workers that have nothing in flight.
-          num_here: The number of workers.
+          num_here: The number of connected workers.
         """
         if key is None:
             return True
@@ -100,7 +105,7 @@ class Rounds:
         return is_backup and not rounds
 
     def take(self, worker: Hashable, key: Hashable, closure: int) -> int | None:
-        """A worker takes a closure: of which round it is."""
+        """Records that a worker takes a closure, and returns the number of its round."""
         if key is None:
             return None
         found = self._rounds.get(key)
@@ -112,13 +117,13 @@ class Rounds:
         return found.number
 
     def left(self, key: Hashable, closure: int) -> None:
-        """A closure that was taken has no gradients, or comes back."""
+        """Records that a closure has no gradients, or is requeued."""
         found = self._rounds.get(key)
         if found is not None:
             found.in_flight.discard(closure)
 
     def ended(self, key: Hashable, number: int | None, closure: int) -> None:
-        """All servers have the gradients of a closure, which was taken in round ``number``."""
+        """Records that all servers have the gradients of a closure, which was taken in round ``number``."""
         if number is None:
             return
         found = self._rounds.get(key)
@@ -129,22 +134,22 @@ class Rounds:
         found.ended.append(closure)
 
     def applied(self, over: Round) -> None:
-        """The servers have applied a round."""
+        """Records that the servers have applied a round."""
         if self.is_due(over):
             del self._rounds[over.key]
             self.num_applied += 1
 
     def gone(self, over: Round) -> None:
-        """A round will not be applied."""
+        """Records that a round will not be applied."""
         if self.is_due(over):
             del self._rounds[over.key]
 
     def is_due(self, complete: Round) -> bool:
-        """True if a round has not been applied yet, and is to be."""
+        """True if a round still has to be applied."""
         return self._rounds.get(complete.key) is complete
 
     def clear(self) -> None:
-        """Nothing that was begun will be applied."""
+        """Drops all rounds."""
         self._rounds.clear()
 
     def _is_complete(self, found: Round) -> bool:

@@ -1,4 +1,4 @@
-"""``Work``: a scheduled function as the queue carries it, with the value that waits for its result."""
+"""``Work``: a scheduled function as the queue carries it, with the future of its result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 @final
 @dataclass(slots=True)
 class Work:
-    """A prepared closure, and the value that waits for its result.
+    """A prepared closure, and the future of its result.
 
     Attributes:
-      kind: Equal for closures of one program.
-      keeps: Objects that must live as long, iterators for example.
+      prepared: The closure; None once it has ended.
+      value: The future.
+      kind: A key that is equal for closures of one program.
+      keeps: Objects that must live as long as the closure, such as iterators.
     """
 
     prepared: PreparedClosure | None
@@ -28,7 +30,7 @@ class Work:
 
 
 def settle(ended: Ended) -> None:
-    """Tells those who wait for closures that have ended without a result."""
+    """Sets the errors of closures that have ended without a result."""
     for closure, error in ended:
         closure.work.value.settle((), error)
         closure.work.prepared = None

@@ -1,4 +1,6 @@
-"""``ServerMonitor``: the parameter servers as the worker pool sees them. It pauses or ends the job when they go."""
+"""``ServerMonitor``: watches the parameter servers for the worker pool, and pauses or ends the job when they are
+lost.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ class ServerMonitor:
     """Watches each parameter server, and decides what the pool does when one is silent, lost, restarted or back.
 
     Args:
-      pool: That is paused, resumed, or ended.
+      session: The session with the tasks.
+      pool: The pool to pause, resume, or end.
+      limits: The timeouts.
+      on_ps_restart: See ``ClusterCoordinator``.
     """
 
     def __init__(self, session: Session, pool: WorkerPool, limits: Limits, on_ps_restart: OnPsRestart):
@@ -39,13 +44,13 @@ class ServerMonitor:
         self._rounds = [RoundKeeper(session, pool, self)] if pool.has_rounds else []
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts the threads."""
         self._recovery.start(self._watches)
         for task in (*self._watches, *self._rounds):
             task.start()
 
     def close(self) -> None:
-        """Ends the threads; does not wait for them."""
+        """Ends the threads, without waiting for them."""
         for task in (*self._watches, *self._rounds, self._recovery):
             task.close()
 
@@ -56,23 +61,23 @@ class ServerMonitor:
             task.join(max(0.0, until - time.monotonic()))
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the statistics of each parameter server, and of the copies."""
+        """Returns the statistics of each parameter server, and of the replication."""
         return {
             "ps": {watch.name: watch.statistics() for watch in self._watches},
             "replication": None if self._replication is None else self._replication.statistics(),
         }
 
-    # --- from the threads ------------------------------------------------------------------------------
+    # --- callbacks of the threads ----------------------------------------------------------------------
 
     def trouble(self, task: str | None) -> bool:
-        """A closure could not use a parameter server; None: one of them, nobody knows which.
+        """Handles a closure that could not use a parameter server; None if it is unknown which.
 
-        Returns True if the server, or its other copy, is there again later: then the closure is tried more often.
+        Returns True if the server or its other copy may come back. The closure is then retried more often.
         """
         any_of = task is None or self._replication is not None
         met = [watch for watch in self._watches if any_of or watch.name == task]
         for watch in met:
-            self._pause(watch)  # until it has answered, so that nothing is tried in vain
+            self._pause(watch)  # until the server has answered, so that no closure is tried in vain
             watch.look()
         return self._replication is not None or any(watch.comes_back_s for watch in met)
 
@@ -86,7 +91,7 @@ class ServerMonitor:
             self._broke(watch, error)
 
     def _pause(self, watch: PsWatch) -> None:
-        """Nothing is sent to workers until it is there again, if it will be."""
+        """Stops sending closures to workers until the server is back, if it can come back."""
         if watch.comes_back_s:
             self._pool.pause(watch.name)
 

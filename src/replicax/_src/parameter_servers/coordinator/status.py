@@ -1,7 +1,7 @@
-"""The status of a cluster: the coordinator's statistics as one JSON value, its rates, its table.
+"""The status of a cluster: the coordinator's statistics as one JSON value, with its rates and its table.
 
-Pure: ``status_server.py`` serves it, ``replicax top`` shows it. Besides numbers it has names of tasks and of functions
-only.
+Pure: ``status_server.py`` serves it, and ``replicax top`` shows it. Besides numbers it has only names of tasks and
+functions.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ COLUMNS: Final = (
     "up",
 )
 NUM_TEXT_COLUMNS: Final = 3
-"""The first ones; the others have numbers."""
+"""The number of columns with text, which come first; the others have numbers."""
 
 _COUNTS: Final = ("closures", "updates", "received_bytes", "sent_bytes")
 _WINDOW_S: Final = 5.0
 
 
 def status_of(statistics: Mapping[str, Any], process: Mapping[str, Any], time: float) -> dict[str, Any]:
-    """The status, without rates.
+    """Returns the status, without rates.
 
     Args:
-      statistics: ``ClusterCoordinator.statistics()``.
-      process: Of the coordinator: ``pid``, ``uptime_s``, ``resident_bytes``.
-      time: Now, in seconds of ``time.time``.
+      statistics: The result of ``ClusterCoordinator.statistics()``.
+      process: Statistics of the coordinator's process: ``pid``, ``uptime_s``, ``resident_bytes``.
+      time: The current ``time.time()``, in seconds.
 
     Returns:
-      JSON: ``time``; ``closures`` (counts of all that were scheduled); ``staleness`` (of the updates on all parameter
-      servers); ``tasks``, each with the same fields, None where there is nothing to say.
+      JSON: ``time``; ``closures``, counts of all scheduled closures; ``staleness`` of the updates on all parameter
+      servers; ``tasks``, each with the same fields, which are None if unknown.
     """
     ps = statistics["ps"]
     return {
@@ -128,7 +128,7 @@ def _ps(name: str, told: Mapping[str, Any], replication: Mapping[str, Any] | Non
 
 
 def _beat(told: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """Returns what a task last said of its work, process and connections; nothing for a lost one: that is over."""
+    """Returns a task's last statistics of its work, process and connections; empty ones for a lost task."""
     own = told["statistics"] if told["connected"] else {}
     process = own.get("process") or {}
     return own, process, process.get("transport") or {}
@@ -139,7 +139,7 @@ def _plus(one: int | None, other: int | None) -> int | None:
 
 
 def _sum(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """The staleness of all updates, from that of each parameter server."""
+    """Returns the staleness of all updates, from that of each parameter server."""
     known = [part for part in parts if part]
     num = sum(part["num"] for part in known)
     total = sum(part["mean"] * part["num"] for part in known)
@@ -158,11 +158,11 @@ def _sum(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
 
 
 def with_rates(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
-    """A status with what happened per second since an earlier one: None where that cannot be said.
+    """Adds rates per second since an earlier status, or None if a rate is unknown.
 
-    Each task has counted by its own clock, for what is known of it is as old as its last beat. Adds ``finished_per_s``
-    to the closures, ``recent_mean`` to the staleness, and ``closures_per_s``, ``updates_per_s``,
-    ``received_bytes_per_s`` and ``sent_bytes_per_s`` to tasks.
+    The rates of a task use its own clock, because its statistics are as old as its last heartbeat. The result has
+    ``finished_per_s`` in the closures, ``recent_mean`` in the staleness, and ``closures_per_s``, ``updates_per_s``,
+    ``received_bytes_per_s`` and ``sent_bytes_per_s`` in the tasks.
     """
     earlier = {} if before is None else {task["task"]: task for task in before["tasks"]}
     tasks = [{**task, **_rates(earlier.get(task["task"]), task)} for task in after["tasks"]]
@@ -183,7 +183,7 @@ def _rates(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[s
 
 
 def _per_s(before: float | None, after: float | None, elapsed_s: float) -> float | None:
-    """Returns None if it is unknown: a counter that has fallen was reset."""
+    """Returns the rate; None if it is unknown. A counter that has fallen was reset."""
     if before is None or after is None or elapsed_s <= 0 or after < before:
         return None
     return (after - before) / elapsed_s
@@ -203,7 +203,7 @@ def _recent_mean(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> 
     num = new["num"] - old["num"]
     if num <= 0:
         return None
-    # Means are of floats: what is left of their rounding is not to be a negative number.
+    # The means are floats, so rounding could make the difference negative.
     return max(0.0, new["num"] * new["mean"] - old["num"] * (old["mean"] or 0.0)) / num
 
 
@@ -215,13 +215,13 @@ class Recent:
         self._statuses: collections.deque[Mapping[str, Any]] = collections.deque()
 
     def add(self, status: Mapping[str, Any]) -> None:
-        """Remembers a status, one a second or so."""
+        """Adds a status. Call it about once a second."""
         self._statuses.append(status)
         while len(self._statuses) > 2 and _clock(status) - _clock(self._statuses[1]) >= _WINDOW_S:
             self._statuses.popleft()
 
     def with_rates(self, status: Mapping[str, Any]) -> dict[str, Any]:
-        """A newer status, with its rates since the oldest one."""
+        """Returns a newer status with its rates since the oldest one."""
         return with_rates(self._statuses[0] if self._statuses else None, status)
 
 
@@ -229,11 +229,11 @@ def _clock(status: Mapping[str, Any]) -> float:
     return status["tasks"][0]["uptime_s"]
 
 
-# --- for people -----------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------------
 
 
 def closures_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of what there is to know of all closures, from a status with rates."""
+    """Returns names and values that describe all closures, from a status with rates."""
     closures = status["closures"]
     rounds = ("rounds", "gradients_dropped") if closures["rounds"] else ()
     return [
@@ -246,7 +246,7 @@ def closures_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def staleness_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same for the age of the values that updates were computed with."""
+    """Returns names and values that describe the staleness of updates."""
     staleness = status["staleness"]
     return [
         ("lately", number_text(staleness["recent_mean"])),
@@ -256,7 +256,7 @@ def staleness_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def rows_of(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The cells of each task, from a status with rates: as many as ``COLUMNS``."""
+    """Returns the cells of each task, from a status with rates: one for each of ``COLUMNS``."""
     return [
         (
             task["task"],

@@ -1,4 +1,4 @@
-"""The pure rule for the status page: programs of this machine see it, others with a token that allows no more."""
+"""The access rule of the status page: programs of this machine see it, others need a read-only token. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _PURPOSE: Final = b"replicax status"
 
 
 def viewing_token(token: str) -> str:
-    """The token that lets see, made of the cluster's, which lets do everything and is never sent for this."""
+    """Returns the read-only token for the status, derived from the cluster's token, which is never sent for this."""
     return hmac.new(token.encode(), _PURPOSE, hashlib.sha256).hexdigest()
 
 
 @final
 class StatusAccess:
-    """The rule of one server.
+    """The access rule of one server.
 
     Args:
-      address: Where it listens.
-      token: The cluster's, if it has one.
+      address: The address at which it listens.
+      token: The cluster's token; None if it has none.
 
     Raises:
-      InvalidArgumentError: Other machines reach the address, and there is no token.
+      InvalidArgumentError: Other machines can reach the address, and there is no token.
     """
 
     def __init__(self, address: str, token: str | None):
@@ -36,8 +36,8 @@ class StatusAccess:
         self.token = None if token is None else viewing_token(token)
         if not self.is_local and token is None:
             raise InvalidArgumentError(
-                f"The status at {address} would be open to everybody who reaches this machine. Set {TOKEN_VARIABLE} to a "
-                f"secret, or use an address of this machine only, such as 127.0.0.1:8080, and a tunnel to it."
+                f"Any machine that can reach {address} could read the status there. Set {TOKEN_VARIABLE} to a "
+                "secret, or use an address of this machine only, such as 127.0.0.1:8080, and a tunnel to it."
             )
 
     def admits(self, peer: str, host: str | None, shown: str | None) -> bool:
@@ -45,9 +45,10 @@ class StatusAccess:
 
         Args:
           peer: The address that the request comes from.
-          host: Whom it is for, as it says. A page of another site that a browser of this machine shows can have its
-            name resolved to this machine: then the name is that site's.
-          shown: The token that it shows.
+          host: The request's Host header. A page of another site in a browser of this machine can have its name
+            resolved to
+            this machine; the header then has that site's name.
+          shown: The token in the request.
         """
         if is_loopback(peer) and _is_for_this_machine(host):
             return True

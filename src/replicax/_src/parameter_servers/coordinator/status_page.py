@@ -1,4 +1,4 @@
-"""A status as a page of HTML, all in one: no other files, no other hosts. A script fetches it again every second."""
+"""A status as one self-contained HTML page, which loads no other files. A script reloads it every second."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ _STATES: Final = {
 
 
 def page_of(status: Mapping[str, Any], query: str = "") -> str:
-    """The page of a status with rates.
+    """Returns the page of a status with rates.
 
     Args:
       status: The status to show.
-      query: What the page's own links need behind their address: ``"?token=..."``.
+      query: The query string that the page's own links need, such as ``"?token=..."``.
     """
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in closures_of(status)
@@ -145,7 +145,7 @@ def _cell(tag: str, number: int, text: str) -> str:
 
 
 def _staleness(status: Mapping[str, Any]) -> str:
-    """A histogram of the age of the values that updates were computed with."""
+    """Returns a histogram of the staleness of updates."""
     staleness = status["staleness"]
     num = staleness["num"]
     if not num:

@@ -1,6 +1,6 @@
-"""``StatusServer``: HTTP for whoever looks at the coordinator.
+"""``StatusServer``: serves the coordinator's status over HTTP.
 
-What is said is ``status.py``'s, to whom ``status_access.py``'s.
+``status.py`` has the contents, and ``status_access.py`` the access rule.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _ANYWHERE: Final = ("0.0.0.0", "::")
 
 @final
 class StatusServer:
-    """Serves ``/``, a page; ``/status.json``; and ``/metrics``. Its threads end with ``close``.
+    """Serves ``/``, a page; ``/status.json``; and ``/metrics``. ``close`` ends its threads.
 
     Args:
       address: ``host:port``. Port 0 takes a free one.
-      token: Of the cluster; who comes from another machine shows what ``viewing_token`` makes of it.
-      look: The status now, without rates. Called once a second besides, to know what happened lately.
+      token: The cluster's token. A request from another machine needs its ``viewing_token``.
+      look: Returns the current status, without rates. It is also called once a second, to compute rates.
 
     Raises:
-      InvalidArgumentError: Other machines reach the address, and there is no token.
+      InvalidArgumentError: Other machines can reach the address, and there is no token.
       UnavailableError: It cannot listen there.
     """
 
@@ -54,8 +54,8 @@ class StatusServer:
             listening = socket.create_server((host, port), family=family)
         except OSError as error:
             raise UnavailableError(
-                f"The status cannot be served at {address}: {error.strerror or error}. Is the port in use, or the host of "
-                f"another machine? Choose another address, or port 0 for a free one."
+                f"The status cannot be served at {address}: {error.strerror or error}. The port may be in "
+                "use, or the host may be another machine. Choose another address, or port 0 for a free one."
             ) from error
         self._address = join_address(
             socket.gethostname() if host in _ANYWHERE else host, listening.getsockname()[1]
@@ -69,23 +69,23 @@ class StatusServer:
 
     @property
     def url(self) -> str:
-        """The URL of the page, with the token where one is needed."""
+        """The URL of the page, with the token if one is needed."""
         return f"http://{self._address}/" + ("" if self.access.is_local else f"?token={self.access.token}")
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Starts to answer."""
         self._thread.start()
         self._acceptor.start()
 
     def close(self) -> None:
-        """Ends it. May be called again."""
+        """Ends the server. May be called again."""
         self._is_closed.set()
         self._acceptor.close()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
 
     def status(self) -> dict[str, Any]:
-        """The status now, with rates."""
+        """Returns the current status, with rates."""
         with self._lock:
             return self._recent.with_rates(self._look())
 
@@ -98,8 +98,8 @@ class StatusServer:
     def _answer(self, connection: socket.socket, peer: str) -> None:
         try:
             _Handler(connection, split_address(peer), self)  # type: ignore[arg-type]  # it wants a server of socketserver
-        except Exception:  # it has no answer; most are of peers that have gone
-            _log.debug("A request for the status from %s has failed.", peer, exc_info=True)
+        except Exception:  # the request gets no answer; most of these peers have gone
+            _log.debug("A request for the status from %s failed.", peer, exc_info=True)
         finally:
             shut_down(connection)
             connection.close()
@@ -112,7 +112,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """Reads the request within a limit of time and of bytes, whoever sends it."""
+        """Reads the request within a limit of time and of bytes, so that no client can block a thread."""
         super().setup()
         deadline, data = time.monotonic() + HANDSHAKE_S, b""
         while b"\r\n\r\n" not in data and len(data) < _LARGEST_REQUEST:
@@ -126,7 +126,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(io.BytesIO(data if is_whole else b""))
 
     def do_GET(self) -> None:
-        """Answers."""
+        """Answers a request."""
         url = urllib.parse.urlsplit(self.path)
         shown = urllib.parse.parse_qs(url.query).get("token", [None])[0]
         if not self.server.access.admits(
@@ -163,8 +163,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             why = "This status is for programs of this machine, at an address such as http://127.0.0.1:PORT/."
         else:
             why = (
-                "This status needs a token: /?token=TOKEN, or a header 'Authorization: Bearer TOKEN'. The coordinator's "
-                "status_url has it; replicax top makes it of REPLICAX_TOKEN."
+                "This status needs a token: /?token=TOKEN, or a header 'Authorization: Bearer TOKEN'. The "
+                "coordinator's status_url has it, and replicax top derives it from REPLICAX_TOKEN."
             )
         self._answer(401, "text/plain; charset=utf-8", f"{why}\n", {"WWW-Authenticate": "Bearer"})
 
@@ -187,4 +187,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are nothing to tell; with them the token would be in the log."""
+        """Logs nothing, because requests contain the token."""

@@ -1,9 +1,10 @@
-"""``WorkerConnection``: one connection to a worker. Knows what it was sent, and which answer belongs to what.
+"""``WorkerConnection``: one connection to a worker. It knows what was sent, and which answer belongs to which
+request.
 
 Answers come in the order of the messages. Programs and constants are sent once, before the first closure that needs
-them. Small closures that need nothing more travel together, if they may: they are a *message group*, one write. Each is
-a message of its own, and is answered as such. A connection that broke is given up with all that it awaited: what a
-worker may still answer is never read.
+them. Small closures that need nothing else may travel together as a *message group*, in one write. Each is a message
+of its own, and gets its own answer. A broken connection is dropped with all that it awaited: later answers of the
+worker are never read.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from replicax._src.parameter_servers.worker.resources import WORKER_INDEX
 
 Kind = Literal["closure", "program", "constant", "resource", "release"]
 
-# A closure may take as long as it takes: heartbeats find a silent worker.
+# A closure may take any time: heartbeats find a silent worker.
 _FOREVER_S = math.inf
 _SMALL_BYTES = 4096
-_MOST_UNANSWERED_BYTES = 8 * _SMALL_BYTES  # so much a connection takes without its peer reading
+_MOST_UNANSWERED_BYTES = 8 * _SMALL_BYTES  # a connection buffers this much while its peer does not read
 
 
 class Request(NamedTuple):
     """A message to the worker.
 
     Attributes:
+      kind: The kind of the message.
       what: The closure or the resource, or the name of something else.
+      message: The message.
     """
 
     kind: Kind
@@ -49,8 +52,8 @@ class _Awaited(NamedTuple):
     """A request that has not been answered.
 
     Attributes:
-      group: Requests that travelled together have the same number.
-      num_bytes: Of its arrays.
+      group: The number of its message group. Requests that travelled together have the same number.
+      num_bytes: The number of bytes of its arrays.
     """
 
     kind: Kind
@@ -62,21 +65,25 @@ class _Awaited(NamedTuple):
 
 @final
 class WorkerConnection:
-    """A connection. Threads may share it; one of them receives.
+    """A connection to a worker. Threads may share it; one of them receives.
 
-    ``send`` sends what ``small``, ``whole`` or ``changed`` have made.
+    ``send`` sends the groups that ``small``, ``whole`` or ``changed`` have made.
 
     Args:
-      client: To the worker; it is closed with the connection.
-      link: Opened by it.
-      instance: Of the worker's process.
+      worker: The name of the worker.
+      client: A client of the worker; it is closed with the connection.
+      link: The connection that the client has opened.
+      instance: The instance id of the worker's process.
+      session: The session with the tasks.
+      resources: The resources that workers make.
 
     Attributes:
-      over: Set when the connection has ended.
-      reason: Why, if it was not closed on purpose.
-      unsent: Closures that the thread that may block is to send.
-      needs: Closures, each with the signature of a program that it needs before, and what a dataset says that has too
-        few elements for it; None if none has.
+      over: An event that is set when the connection has ended.
+      reason: The error that ended it; None if it was closed on purpose.
+      unsent: Closures that the sending thread, which may block, must send.
+      needs: Closures, each with the signature of a program that it needs first, and the message of a dataset that has
+        too
+        few elements; None if none has.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class WorkerConnection:
         self._awaited: deque[_Awaited] = deque()
         self._came: deque[Message | Exception] = deque()
         self._num_groups = 0
-        self._bytes_out = self._bytes_done = 0  # each is written by one thread at a time
+        self._bytes_out = self._bytes_done = 0  # only one thread at a time writes each of them
         self._known: set[str] = set()
         self._refused: dict[str, Exception] = {}
         self._has: set[str] = {WORKER_INDEX}
@@ -99,20 +106,20 @@ class WorkerConnection:
         self.reason: BaseException | None = None
 
     def end(self, reason: BaseException | None) -> None:
-        """Gives the connection up, from any thread: whoever blocks in it gets an UnavailableError."""
+        """Ends the connection, from any thread. A thread that blocks in it gets an UnavailableError."""
         if not self.over.is_set():
             self.reason = reason
             self.over.set()
         self._link.close()
 
     def interrupt(self, error: BaseException) -> None:
-        """Gives the connection up because a thread that used it was interrupted."""
+        """Ends the connection because a thread that used it was interrupted."""
         self.end(
-            UnavailableError(f"{type(error).__name__} came while functions were sent to it.", self.worker)
+            UnavailableError(f"{type(error).__name__} interrupted the sending of functions.", self.worker)
         )
 
     def running(self) -> list[Closure]:
-        """Returns the closure that ran when the connection ended; or several that came together, of which one ran."""
+        """Returns the closure that ran when the connection ended, or several that came together, of which one ran."""
         awaited = list(self._awaited)
         first = next((each for each in awaited if each.kind in ("closure", "resource")), None)
         if first is None or first.kind == "resource":
@@ -129,15 +136,17 @@ class WorkerConnection:
     # --- sending ---------------------------------------------------------------------------------------
 
     def send(self, groups: Iterable[Sequence[Request]], *, may_block: bool = True) -> int:
-        """Sends message groups, which are made one by one while nobody else sends. Returns how many requests it sent.
+        """Sends message groups, which are made one by one under the send lock. Returns the number of requests sent.
 
         Args:
-          may_block: Wait for others who send, and for a worker that takes nothing. If False, stop at what cannot
-            travel: whoever may block finds out why.
+          groups: The message groups.
+          may_block: True to wait for other senders and for a slow worker. False to stop at the first group that would
+            block;
+            the sending thread then finds out why.
 
         Raises:
           UnavailableError: The connection has ended.
-          Exception: One cannot be made, or cannot travel.
+          Exception: A message cannot be made, or cannot travel.
         """
         if not self._sending.acquire(blocking=may_block):
             return 0
@@ -156,7 +165,7 @@ class WorkerConnection:
                 raise
         except Exception:
             raise
-        except BaseException as error:  # Ctrl-C: nobody knows whether they have been sent
+        except BaseException as error:  # Ctrl-C: it is unknown whether they were sent
             self.interrupt(error)
             raise
         finally:
@@ -164,14 +173,16 @@ class WorkerConnection:
         return num_sent
 
     def small(self, closures: Sequence[Closure], low: int, num_together: int) -> Iterator[Sequence[Request]]:
-        """Groups of closures that can be sent without blocking, up to the first one that cannot.
+        """Yields groups of closures that can be sent without blocking, up to the first one that cannot.
 
-        They are small, the worker has what they need, and little is unanswered: a worker takes nothing while its
-        answers are not taken, so the thread that receives may not wait for it.
+        These closures are small, the worker has all that they need, and little is unanswered. A worker does not read
+        while its
+        answers are not read, so the receiving thread must not wait for it.
 
         Args:
+          closures: The closures.
           low: All closures with lower numbers have ended.
-          num_together: How many travel together at most.
+          num_together: The most closures in a group.
         """
         begin = 0
         while begin < len(closures) and not self.over.is_set():
@@ -195,7 +206,7 @@ class WorkerConnection:
             begin += len(group)
 
     def whole(self, closure: Closure, low: int) -> Iterator[Sequence[Request]]:
-        """A closure, and before it what it needs that the worker does not have."""
+        """Yields a closure, and before it the programs, constants and resources that the worker lacks."""
         prepared: PreparedClosure = closure.work.prepared
         for name in prepared.iterators:
             if name not in self._has:
@@ -213,7 +224,7 @@ class WorkerConnection:
         yield [self._closure(closure, prepared, _sent_along(prepared), low)]
 
     def changed(self, resources: Sequence[Resource]) -> Iterator[Sequence[Request]]:
-        """Has the worker make those of ``resources`` that it has not made yet, and release all others."""
+        """Has the worker make the ``resources`` that it has not made yet, and release all others."""
         for resource in resources:
             if resource.name not in self._has:
                 yield [self._resource(resource)]
@@ -223,15 +234,15 @@ class WorkerConnection:
             yield [self._request("release", unused, {"names": unused}, ())]
 
     def forget(self, name: str) -> Exception | None:
-        """The worker does not have a program, or a constant: returns what it said when it was sent, if it refused it.
+        """Records that the worker lacks a program or a constant. Returns the error if the worker had refused it.
 
-        Else it is sent again with the next closure that needs it.
+        Without an error it is sent again with the next closure that needs it.
         """
         self._known.discard(name)
         return self._refused.get(name)
 
     def _has_all(self, prepared: PreparedClosure) -> bool:
-        """True if the worker has been sent what a closure needs, and could make what it takes."""
+        """True if the worker has been sent what a closure needs, and could make its resources."""
         known, iterators = self._known, prepared.iterators
         return (
             known.issuperset(prepared.programs.values())
@@ -275,7 +286,7 @@ class WorkerConnection:
         return Request(kind, what, Message(header, arrays))
 
     def _await(self, requests: Sequence[Request]) -> None:
-        """Before they are sent: an answer may be here sooner than the call is left."""
+        """Registers requests before they are sent, because an answer may arrive before the send call returns."""
         self._num_groups = number = self._num_groups + 1
         now = time.monotonic()
         for kind, what, message in requests:
@@ -285,16 +296,16 @@ class WorkerConnection:
 
     def _await_no_more(self, requests: Sequence[Request]) -> None:
         self._bytes_out -= sum(array.nbytes for _, _, message in requests for array in message.arrays)
-        with contextlib.suppress(IndexError):  # the first ones may have been answered
+        with contextlib.suppress(IndexError):  # the earlier ones may have been answered
             while self._awaited[-1].group == self._num_groups:
                 self._awaited.pop()
 
     # --- receiving -------------------------------------------------------------------------------------
 
     def receive(self) -> tuple[list[tuple[Closure, Message | Exception]], float]:
-        """Waits for answers to closures; returns them, and when the first closure was sent.
+        """Waits for answers to closures. Returns them, and the time at which the first closure was sent.
 
-        What is answered to others is noted.
+        Answers to other requests are recorded.
 
         Raises:
           UnavailableError: The connection has ended.
@@ -307,9 +318,9 @@ class WorkerConnection:
             while self._came:
                 answer = self._came[0]
                 if isinstance(answer, UnavailableError) and answer.task in (self.worker, ""):
-                    if answers:  # those first
+                    if answers:  # return the earlier answers first
                         break
-                    raise answer  # not of a server that the worker needs
+                    raise answer  # it is about this worker, not about a server that the worker needs
                 self._came.popleft()
                 awaited = self._awaited[0]
                 self._bytes_done += awaited.num_bytes
@@ -324,7 +335,7 @@ class WorkerConnection:
     def _receive(self) -> Sequence[Message | Exception]:
         try:
             return self._link.receive_all(_FOREVER_S)
-        except MessageError as error:  # what came is none, or what was sent is too large there: of the first
+        except MessageError as error:  # the answer to the first request is malformed or too large
             if not self._awaited:
                 raise
             return [error]
@@ -346,12 +357,12 @@ class WorkerConnection:
             self._resources.made(resource.name, self.worker, answer.header.get("spec"))
 
     def input_error(self, prepared: PreparedClosure) -> ClosureInputError | None:
-        """Returns the error for which the worker does not have what a closure takes; None if it has it."""
+        """Returns the error because of which the worker lacks a resource of a closure; None if it has all."""
         return self._resources.error(prepared.iterators, self.worker)
 
 
 def _sent_along(prepared: PreparedClosure) -> Sequence[np.ndarray]:
-    """The arguments of a closure that are sent with it."""
+    """Returns the arguments of a closure that are sent with it."""
     if not prepared.named:
         return prepared.arguments
     return [array for position, array in enumerate(prepared.arguments) if position not in prepared.named]

@@ -1,4 +1,4 @@
-"""``WorkerConnector``: connects to one worker, again when it was lost, and notices when it is gone."""
+"""``WorkerConnector``: connects to one worker, reconnects after it was lost, and notices its loss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 
 @final
 class WorkerConnector:
-    """Connects to a worker, and knows what it has told of itself. Starts no thread.
+    """Connects to a worker, and has its last statistics. Starts no thread.
 
     Args:
-      name: Of the worker.
-      index: The same as a number.
-      pool: That is told when the worker is given up, or works for another coordinator.
-      closing: Set when nothing is to be connected any more.
+      name: The name of the worker.
+      index: The number of the worker.
+      session: The session with the tasks.
+      pool: The pool, which learns when the worker is given up or belongs to another coordinator.
+      limits: The timeouts.
+      closing: An event that is set when no more connections should be made.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class WorkerConnector:
         self._beat: dict[str, Any] = {}
 
     def statistics(self) -> dict[str, Any]:
-        """Returns how often the worker was connected and restarted, and what it last said of itself."""
+        """Returns how often the worker was connected and restarted, and its last statistics."""
         return {
             "connections": self._num_connections,
             "restarts": self._num_restarts,
@@ -57,7 +59,7 @@ class WorkerConnector:
         }
 
     def connect(self) -> WorkerConnection | None:
-        """Tries until the worker is there; returns None if it is given up, or all is closed."""
+        """Tries to connect until the worker answers. Returns None if it is given up, or the pool is closed."""
         until = time.monotonic() + self._limits.reconnect_s
         pause_s = _PAUSE_S
         while not self._closing.is_set():
@@ -79,12 +81,12 @@ class WorkerConnector:
         try:
             self._tell_primaries(connection.client)
         except Exception as error:
-            log.debug("%s: %s", self._name, error)  # a server that is no primary says so itself
+            log.debug("%s: %s", self._name, error)  # a server that is not the primary says so itself
 
     def watch(self, connection: WorkerConnection) -> None:
-        """Asks whether the worker is alive, until the connection is over, and ends it if the worker is not.
+        """Sends heartbeats until the connection has ended, and ends it if the worker does not answer.
 
-        A closure, or its compilation, may take any time.
+        The worker answers them while it runs or compiles a closure, so a closure may take any time.
         """
         limits, missed = self._limits, 0
         header = {"incarnation": self._session.incarnation}
@@ -133,6 +135,6 @@ class WorkerConnector:
 
     def _unreachable(self, error: UnavailableError) -> UnavailableError:
         return UnavailableError(
-            f"{self._name} could not be reached for {self._limits.reconnect_s:g} s, and is given up: {error}",
+            f"Could not reach {self._name} for {self._limits.reconnect_s:g} s, and gave it up: {error}",
             self._name,
         )

@@ -1,1 +1,1 @@
-"""Scheduled functions as programs: traced, cut between workers and parameter servers, exported."""
+"""Scheduled functions as programs: traced, split between workers and parameter servers, and exported."""

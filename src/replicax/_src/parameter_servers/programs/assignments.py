@@ -1,7 +1,9 @@
-"""Translates an assignment into what a parameter server does to its value, so that concurrent ones add up.
+"""Translates an assignment into a change that a parameter server applies to its value, so that concurrent changes add
+up.
 
-``v.assign_add(x)`` is sent as "add x"; a moving average as "multiply by 0.99 and add x". An assignment of which this
-cannot be said replaces the value: the last one stands.
+``v.assign_add(x)`` is sent as "add x"; a moving average as "multiply by 0.99 and add x". Any other assignment
+replaces
+the value, and the last one wins.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ class AssignmentProgram:
     """The change that a server makes to its value of a variable.
 
     Attributes:
-      operands: Values of the worker's program that it takes.
-      have_rows: True for each that has the variable's rows, so that a shard takes its own of them.
-      apply: From the value there, of a shard perhaps, the operands and the number of the first row to the new value.
-      described: What ``apply`` does, comparable.
-      rows: Positions of the operands whose indices name the rows that it changes; None: it may change any.
+      operands: The values of the worker's program that it takes.
+      have_rows: True for each operand that has the variable's rows, so that a shard takes its own rows of it.
+      apply: Computes the new value from the old value (of a shard perhaps), the operands, and the number of the first
+        row.
+      described: A comparable description of ``apply``.
+      rows: The positions of the operands whose indices name the rows that it changes; None if it may change any.
     """
 
     operands: Sequence[Atom]
@@ -46,20 +49,20 @@ class AssignmentProgram:
 
 
 def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> AssignmentProgram:
-    """The program of an assignment of ``value`` in ``program``."""
+    """Returns the change for an assignment of ``value`` in ``program``."""
     if isinstance(value, jax_compat.Literal):
         return AssignmentProgram((), (), lambda old, given, start: value.val, str(value.val))
     alone = {number: _found(event, value, (number,), program) for number in event.reads}
     at_server = [number for number in event.reads if alone[number][1] is None]
     mixing: Operation | None = None
-    for reads in (event.reads, at_server):  # all, or else those whose own ways to it a server can go
+    for reads in (event.reads, at_server):  # all reads, or else those whose paths a server can apply
         found, mixing_here = _found(event, value, reads, program)
         if found is not None:
             if mixing is not None and _takes_one_computed(found, set(event.reads) - set(reads), program):
                 warn_of_replacement(event, mixing)
             return found
         mixing = mixing or mixing_here
-    for number in event.reads:  # or else the last that leads to it
+    for number in event.reads:  # or else the last read that leads to the value
         found, mixing_here = alone[number]
         if found is not None:
             return found
@@ -71,15 +74,15 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
 
 
 def reads_of(event: Assigned) -> list[Sequence[int]]:
-    """Lists the reads of a variable that its new value may come from: all, or else the last that leads to it."""
+    """Lists the reads that the new value may be computed from: all together, then each alone, the last read first."""
     return [event.reads, *((number,) for number in event.reads)]
 
 
 def _found(
     event: Assigned, value: Atom, reads: Sequence[int], program: FlatProgram
 ) -> tuple[AssignmentProgram | None, Operation | None]:
-    """Finds what a server does to the value that some reads gave, or what prevents that. Neither: they do not lead to
-    it.
+    """Returns the change from the value of some reads, or the operation that prevents one. Both are None without a
+    path.
     """
     sources = given_by(reads, program)
     if value in sources:
@@ -89,7 +92,7 @@ def _found(
 
 
 def _takes_one_computed(found: AssignmentProgram, reads: Collection[int], program: FlatProgram) -> bool:
-    """True if a selection may take a value that the worker computes from these reads: in one branch it replaces."""
+    """True if a selection may take a value that the worker computes from these reads, so that a branch replaces it."""
     reached = given_by(reads, program)
     for operation in program.operations:
         if flat.numbers_in([operation]) & reached:
@@ -102,7 +105,9 @@ def _takes_one_computed(found: AssignmentProgram, reads: Collection[int], progra
 def _change(
     event: Assigned, value: Atom, sources: set[int], path: Sequence[Operation]
 ) -> tuple[AssignmentProgram | None, Operation | None]:
-    """Returns what operations do to the value read; or None, and the operation that a server cannot do."""
+    """Returns the change that operations make to the value read; or None, and the operation that a server cannot
+    apply.
+    """
     shape = event.slot.shape
     computed = sources | {number for operation in path for number in operation.results}
     by_row = [o for o in path if _is_elementwise(o, shape)]
@@ -132,7 +137,7 @@ def _change(
 
 
 def _named_by(scattering: Sequence[Operation], operands: Sequence[int]) -> list[int] | None:
-    """Which operands name the rows that operations put values into; None if something else does."""
+    """Returns the operands that name the rows that operations write to; None if another value names them."""
     indices = [operation.operands[1] for operation in scattering]
     if any(isinstance(atom, jax_compat.Literal) or atom not in operands for atom in indices):
         return None
@@ -140,7 +145,7 @@ def _named_by(scattering: Sequence[Operation], operands: Sequence[int]) -> list[
 
 
 def _described(path: Sequence[Operation], sources: set[int], operands: Sequence[int]) -> list[Any]:
-    """Describes what operations do, whatever the numbers of their values."""
+    """Returns a description of operations that does not depend on the numbers of their values."""
     names: dict[Atom, Any] = dict.fromkeys(sources, "old") | {number: n for n, number in enumerate(operands)}
     described = []
     for place, operation in enumerate(path):
@@ -158,7 +163,7 @@ def _replacement(value: Atom) -> AssignmentProgram:
 
 
 def given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
-    """The values that some reads gave."""
+    """Returns the values of some reads."""
     return {
         operation.results[0]
         for operation in program.operations
@@ -167,7 +172,7 @@ def given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
 
 
 def path_to(value: Atom, sources: set[int], program: FlatProgram) -> list[Operation]:
-    """The operations by which the value last read leads to the new one."""
+    """Returns the operations that lead from the read value to the new one."""
     reached = set(sources)
     path = []
     for operation in program.slice([value], sources):
@@ -185,19 +190,19 @@ def _is_elementwise(operation: Operation, shape: Sequence[int]) -> bool:
 
 
 def _is_scatter(operation: Operation, shape: Sequence[int], computed: set[int]) -> bool:
-    """True if an operation puts values into rows of the variable, and only these come from elsewhere."""
+    """True if an operation writes to rows of the variable, and only the written values come from elsewhere."""
     eqn = operation.eqn
     if eqn.primitive.name not in _SCATTERS or tuple(eqn.outvars[0].aval.shape) != tuple(shape):
         return False
     numbers = eqn.params["dimension_numbers"]
     rows_first = tuple(numbers.scatter_dims_to_operand_dims)[:1] == (0,) and 0 in numbers.inserted_window_dims
-    if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:  # in a shard it would be another row
+    if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:  # a shard would clip to another row
         return False
     return rows_first and not flat.numbers_in([], operation.operands[1:]) & computed
 
 
 def _scattered(operation: Operation, env: dict[int, Any], start: int) -> Any:
-    """The rows of a shard, whose first one has number ``start`` in the whole, with values put into some."""
+    """Writes values to some rows of a shard, whose first row has number ``start`` in the full variable."""
     old, indices, values = (flat.read(env, atom) for atom in operation.operands)
     params = dict(operation.eqn.params)
     if start or old.shape != operation.eqn.outvars[0].aval.shape:
@@ -211,8 +216,8 @@ def _scattered(operation: Operation, env: dict[int, Any], start: int) -> Any:
 
 def warn_of_replacement(event: Assigned, mixing: Operation) -> None:
     log.warning(
-        "The value assigned to variable %r at %s comes from its own value by %r (%s), which a parameter server does not do: "
-        "the worker sends the new value, and of two workers that assign at the same time the last one's stands.",
+        "The new value of variable %r at %s is computed from its old value by %r (%s), which a parameter server "
+        "cannot apply, so the worker sends the new value. If two workers assign at the same time, the last one wins.",
         event.slot.name,
         event.line,
         mixing.eqn.primitive.name,

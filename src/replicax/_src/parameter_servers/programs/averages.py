@@ -1,4 +1,4 @@
-"""The gradients of several closures as one: their mean. NumPy only."""
+"""The mean of the gradients of several closures. NumPy only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from replicax._src.parameter_servers.programs.programs import Averaging
 from replicax._src.parameter_servers.store.held_values import Spec
 
 NO_ROW: Final = -1
-"""Among the numbers of rows: padding."""
+"""A row number that stands for padding."""
 
 
 def takes(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> bool:
-    """True if an update of averaged gradients takes these.
+    """True if an update of averaged gradients accepts these arrays.
 
     Args:
-      specs: Shapes and dtypes of the operands of the update. Of rows there is room for those of several closures.
+      kinds: The averaging of each operand.
+      specs: The shapes and dtypes of the update's operands. Those of rows have room for several closures' rows.
+      arrays: The gradients of one closure.
     """
     have_rows = [kind == "rows" for kind in kinds for _ in range(2 if kind == "rows" else 1)]
     return len(arrays) == len(specs) == len(have_rows) and all(
@@ -31,9 +33,11 @@ def takes(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np
 def averaged(
     kinds: Sequence[Averaging], specs: Sequence[Spec], gradients: Sequence[Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """The operands of one update.
+    """Returns the averaged operands of one update.
 
     Args:
+      kinds: The averaging of each operand.
+      specs: The shapes and dtypes of the update's operands.
       gradients: The gradients of each closure; those of the first are overwritten.
     """
     means: list[np.ndarray] = []
@@ -60,18 +64,18 @@ def _mean(parts: Sequence[np.ndarray]) -> np.ndarray:
 def _mean_of_rows(
     numbers: Sequence[np.ndarray], parts: Sequence[np.ndarray], spec: Spec
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that any of them has, each once; who does not have one has a gradient of 0 for it."""
+    """Returns each row that any closure has, once. A closure without that row counts as a gradient of 0."""
     shape, dtype = spec
     unique, positions = np.unique(np.concatenate(numbers), return_inverse=True)
     if len(unique) > shape[0]:
         raise InvalidArgumentError(
-            f"{len(unique)} rows of a table are to be updated, and the program has room for {shape[0]}. Give the functions of a "
-            "round elements of the same shapes."
+            f"An update needs {len(unique)} rows of a table, but its program has room for {shape[0]}. Give "
+            "the functions of a round elements of the same shapes."
         )
     rows = _as_sum(np.zeros(shape, dtype))
     ends = np.cumsum([len(each) for each in numbers])
     for part, ours in zip(parts, np.split(positions.reshape(-1), ends[:-1]), strict=True):
-        rows[ours] += part  # (none twice, but for padding)
+        rows[ours] += part  # (no row appears twice, except padding)
     rows /= len(parts)
     padded = np.full(shape[0], NO_ROW, np.int32)
     padded[: len(unique)] = unique
@@ -79,7 +83,7 @@ def _mean_of_rows(
 
 
 def _as_sum(array: np.ndarray) -> Any:
-    """Converts half precision for a sum: it is too little for many terms."""
+    """Converts half precision to float32, because a sum of many terms needs more bits."""
     return array.astype(np.float32) if array.dtype.itemsize < 4 else array
 
 

@@ -1,4 +1,4 @@
-"""A function for workers as what a worker computes and what each parameter server does with the results."""
+"""A function for workers, as the program of a worker and the update programs of the parameter servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
 _KEPT_WHOLE = (
-    "%s computes rows of a variable from its other rows. Each of these stays whole on one server: %s."
+    "%s computes rows of a variable from its other rows. Each of these stays on one server, unsharded: %s."
 )
 
 
@@ -50,20 +50,20 @@ class Servers(Protocol):
         ...
 
     def make(self, arrays: Sequence[ServerArray]) -> None:
-        """Puts arrays that are not there yet on the servers."""
+        """Creates arrays on the servers that are not there yet."""
 
     def keep_whole(self, array: ServerArray) -> None:
-        """An array shall not be cut.
+        """Keeps an array on one server, without shards.
 
         Raises:
-          UnsupportedError: It is on the servers in shards.
+          UnsupportedError: The servers already have it in shards.
         """
 
     def put_beside(self, array: ServerArray, other: ServerArray) -> None:
-        """Sees to it that an array has its pieces where another has them."""
+        """Places the shards of an array on the servers that have another array's shards."""
 
     def copy_to(self, array: ServerArray, ps: int) -> None:
-        """Sees to it that a server has a copy of an array."""
+        """Makes sure that a server has a copy of an array."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +71,14 @@ class RemoteClosure:
     """A function, traced for arguments and elements of certain shapes, ready to be sent.
 
     Attributes:
-      export: Makes the worker's program, for some platforms.
+      export: Makes the worker's program for some platforms.
       updates: The programs of the parameter servers.
-      constants: Arrays that the function closes over, by name; known once it was exported.
-      tree, outputs: The structure of what it returns, and its leaves.
-      elements: What it takes of iterators.
+      constants: The arrays that the function closes over, by name; known once it was exported.
+      tree, outputs: The structure of the function's result, and its leaves.
+      elements: The elements that it takes of iterators.
       arrays: The values on the servers that it reads or changes.
-      num_replicas: The number of replicas of a worker, if it runs something on all of them.
-      round_key: What closures have in common whose gradients are averaged; None: it has none for that.
+      num_replicas: The number of replicas of a worker, if it runs anything on all of them.
+      round_key: A key that is equal for closures whose gradients are averaged; None if it has no such gradients.
     """
 
     export: Callable[[Sequence[str]], WorkerProgram]
@@ -93,11 +93,11 @@ class RemoteClosure:
 
     @property
     def returns(self) -> tuple[Any, Sequence[Any]]:
-        """The structure of what the function returns, and the values in it that are no arrays."""
+        """The structure of the function's result, and the values in it that are not arrays."""
         return self.tree, [None if output.is_array else output.value for output in self.outputs]
 
     def assemble(self, arrays: Sequence[Any]) -> Any:
-        """Makes what the function returned from the results of the worker."""
+        """Makes the function's result from the results of the worker."""
         remaining = iter(arrays)
         leaves = [next(remaining) if output.is_array else output.value for output in self.outputs]
         nest = jax.tree_util.tree_unflatten(self.tree, leaves)
@@ -121,10 +121,13 @@ def place_closure(
     """Traces a function for workers.
 
     Args:
-      call: Calls it with tracers of ``avals``, and what its iterators take elements from.
-      name: The name of the function, for people.
+      call: Calls the function with tracers of ``avals``, and the source of its iterators' elements.
+      avals: The shapes and dtypes of its arguments.
+      name: The name of the function, for messages.
+      servers: The placement of the variables.
+      slot_of: Returns the slot of a variable.
       offer: The elements that it takes, see ``Elements``.
-      num_averaged: The number of closures whose gradients are averaged for an update; None: they are not.
+      num_averaged: The number of closures whose gradients are averaged for one update; None for no averaging.
       num_replicas: The number of replicas of a worker.
 
     Raises:
@@ -174,10 +177,10 @@ class Arrays:
         return list(self._arrays.values())
 
     def of(self, variable: Any) -> ServerArray:
-        """The array of a variable.
+        """Returns the array of a variable.
 
         Raises:
-          VariableError: It is not on the servers.
+          VariableError: The variable is not on the servers.
         """
         array = self._arrays.get(id(variable))
         if array is None:
@@ -189,16 +192,16 @@ def _array_of(variable: Any, slot: Slot) -> ServerArray:
     value = slot.value
     if not isinstance(value, ServerArray):
         raise VariableError(
-            f"Variable {slot.name!r} is used in a function for workers, and it was made outside of the scope of "
-            "ParameterServerStrategy: it is in this process only. Make variables, models, optimizers and metrics inside "
-            "`with strategy.scope():`."
+            f"Variable {slot.name!r} is used in a function for workers, but was made outside of the scope of "
+            "ParameterServerStrategy, so it is in this process only. Make variables, models, optimizers and "
+            "metrics inside `with strategy.scope():`."
         )
     return value
 
 
 @final
 class _ServerSide:
-    """The part of the parameter servers in a closure. It tells the worker's side what they need for it."""
+    """The servers' side of a closure. It tells the worker's side which operands the servers need."""
 
     def __init__(
         self, worker: WorkerBuilder, arrays: Arrays, servers: Servers, num_averaged: int | None = None
@@ -208,14 +211,14 @@ class _ServerSide:
         self._updates: list[OptimizerUpdate] = []
 
     def programs(self, name: str) -> list[tuple[UpdateBuilder, UpdateProgram]]:
-        """The programs of the servers that have something to do, and what they were made with.
+        """Returns the programs of the servers that have something to do, with their builders.
 
-        What is done at once, and what is done with averaged gradients, are two programs of a server.
+        Immediate changes and changes by averaged gradients are two programs of a server.
         """
         worker = self._worker
         for variable in worker.variables:
             self._arrays.of(variable)
-        changed: set[int] = set()  # ids of variables that are no more as the worker read them
+        changed: set[int] = set()  # ids of variables that have changed since the worker read them
         for event, atoms in worker.notes:
             if isinstance(event, Applied):
                 update = OptimizerUpdate(
@@ -248,7 +251,7 @@ class _ServerSide:
         ]
 
     def round_key(self, programs: Sequence[tuple[UpdateBuilder, UpdateProgram]]) -> str | None:
-        """Returns a key that is equal where the same optimizers update the same variables, with operands of the same
+        """Returns a key that is equal if the same optimizers update the same variables, with operands of the same
         kinds.
         """
         averaged = [(builder.ps, program.averaged) for builder, program in programs if builder.is_averaged]
@@ -258,10 +261,10 @@ class _ServerSide:
         return repr((averaged, names))
 
     def _check_order(self) -> None:
-        """Checks the order: assignments are done at once, and what optimizers do later.
+        """Checks the order, because assignments are applied at once and averaged gradients later.
 
         Raises:
-          UnsupportedError: It assigns a variable that an optimizer has updated, and has not yet.
+          UnsupportedError: The function assigns a variable after an optimizer has updated it.
         """
         updated: set[ServerArray] = set()
         updates = iter(self._updates)
@@ -270,13 +273,14 @@ class _ServerSide:
                 updated.update(next(updates).arrays)
             elif (array := self._arrays.of(event.slot.variable)) in updated:
                 raise UnsupportedError(
-                    f"Variable {array.name!r} is assigned at {event.line}, after an optimizer in the same function. With "
-                    "replicas_to_aggregate gradients are applied when those of others have come, and assignments at once, which "
-                    "would be before. Schedule another function that assigns, or use a constraint of the variable."
+                    f"Variable {array.name!r} is assigned at {event.line}, after an optimizer in the same "
+                    "function. With replicas_to_aggregate, assignments are applied at once, but gradients "
+                    "only when those of other functions have arrived. Assign in another scheduled function, "
+                    "or use a constraint of the variable."
                 )
 
     def _place(self) -> None:
-        """Sees to it that everything is on the servers, and what belongs together on the same ones."""
+        """Places all arrays on the servers, with the shards of a variable and its optimizer slots on the same ones."""
         for update in self._updates:
             whole = [array for array in update.kept_whole if array.shards]
             for array in whole:
@@ -293,9 +297,7 @@ class _ServerSide:
                     self._servers.copy_to(array, ps)
 
     def _places(self, update: OptimizerUpdate) -> Sequence[int]:
-        """The servers that have a part in an update: all, where variables share something that each counts for
-        itself.
-        """
+        """Returns the servers that take part in an update: all, if it changes shared state that each server keeps."""
         return range(self._servers.num_ps) if update.changes_shared else update.places()
 
     def _add_assignment(self, builders: Mapping[int, UpdateBuilder], event: Assigned, value: Atom) -> None:
@@ -344,17 +346,18 @@ class _ServerSide:
 
 
 def _check_state_is_as_read(update: OptimizerUpdate, changed: Collection[int]) -> None:
-    """Raises if workers need state of an optimizer that has changed in the same closure.
+    """Checks that the optimizer state that workers need has not changed in the same closure.
 
     Raises:
-      UnsupportedError: They do, for what no server can compute alone.
+      UnsupportedError: Workers need state that has changed, for values that no server can compute alone.
     """
     for n in update.needed_state:
         variable = update.call.state[n]
         if id(variable) in changed:
             raise UnsupportedError(
-                f"{update.call.name} is applied at {update.line}, and the workers need {variable.path!r} for it, which the same "
-                "function has changed before. Apply it once in a scheduled function, and assign its variables in another one."
+                f"{update.call.name} is applied at {update.line}. The workers need {variable.path!r} for it, "
+                "which the same function has changed before. Apply it once in a scheduled function, and "
+                "assign its variables in another one."
             )
 
 

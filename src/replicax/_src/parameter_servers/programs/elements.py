@@ -30,10 +30,12 @@ from replicax._src.values import PerReplica, largest_shape, pad
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """The structure of an iterator's elements, and shape and dtype of each leaf.
+    """The structure of an iterator's elements, and the shape and dtype of each leaf.
 
     Attributes:
-      cut: How several replicas share it; None: each gets all. "elements": it is a list of what each of them gets.
+      cut: The way to share an element among several replicas; None if each gets all of it. "elements": the element is
+        a
+        list with one entry for each replica.
     """
 
     tree: Any
@@ -42,7 +44,7 @@ class ElementSpec:
 
     @property
     def nest(self) -> Any:
-        """The nest that one replica gets, or all together."""
+        """Returns the pytree that one replica gets, or all replicas together."""
         nest = jax.tree_util.tree_unflatten(self.tree, self.leaves)
         return nest[0] if self.cut == "elements" else nest
 
@@ -66,21 +68,21 @@ class PerWorkerInput(abc.ABC):
     @property
     @abc.abstractmethod
     def is_iterator(self) -> bool:
-        """True if each ``next`` gives another element; a value is always the same one."""
+        """True if each ``next`` returns another element; False for a value, which stays the same."""
 
     @property
     def described(self) -> Hashable:
-        """The part of it that a trace depends on."""
+        """Returns the properties that a trace depends on."""
         spec = self.spec
         return self.is_iterator, spec
 
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """One leaf of one element of an iterator: an input, which a trace meets as if it were a variable.
+    """One leaf of one element of an iterator: an input that a trace treats like a variable.
 
     Attributes:
-      is_cut: Its rows belong to the replicas, each of which has as many.
+      is_cut: True if its rows are split evenly among the replicas.
     """
 
     source: PerWorkerInput
@@ -90,7 +92,7 @@ class Element:
 
 
 class EndOfElements(StopIteration):
-    """Raised in a trace by a ``next`` for an element that is missing, because the dataset has ended.
+    """Raised in a trace by ``next`` if the dataset has ended and the element is missing.
 
     Attributes:
       line: The line of the call.
@@ -103,15 +105,15 @@ class EndOfElements(StopIteration):
     def out_of_range(self) -> OutOfRangeError:
         """Returns the error for a function that needs the element."""
         return OutOfRangeError(
-            f"next(iterator) at {self.line} was called after the last element. To go on without it give a default, "
-            "next(iterator, None), or ask iterator.get_next_as_optional().has_value()."
+            f"next(iterator) at {self.line} was called after the last element. To continue without it give a default, "
+            "next(iterator, None), or test iterator.get_next_as_optional().has_value()."
         )
 
 
 @final
 @dataclass(frozen=True)
 class Offer:
-    """The elements that a worker has for a function, which are others than its iterators said.
+    """The elements that a worker has for a function, which differ from the spec of its iterators.
 
     Attributes:
       sources: The iterators, in the order of the function's first trace.
@@ -132,50 +134,54 @@ class Elements:
     """The elements that a function takes while it is traced.
 
     Args:
-      offer: Those that there are; None for as many as it takes, of the shapes that the iterators say.
+      offer: The available elements; None for as many as the function takes, with the shapes of the iterators' specs.
       num_replicas: The number of replicas of a worker.
     """
 
     def __init__(self, offer: Offer | None = None, num_replicas: int = 1):
         self._offer, self._num_replicas = offer, num_replicas
-        # Numbers of iterators are those of the first trace, also where this one takes nothing of some.
+        # Iterators have the numbers of the first trace, even if this trace takes nothing from some of them.
         self.sources: list[PerWorkerInput] = [] if offer is None else list(offer.sources)
         self.counts: list[int] = [0] * len(self.sources)
         self.taken: dict[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] = {}
         self._slots: dict[int, Slot] = {}
 
     def take(self, source: PerWorkerInput) -> Any:
-        """The next element, or the value, in the function that is being traced.
+        """Returns the next element, or the value, in the function that is being traced.
 
         Raises:
           EndOfElements: The element is missing.
-          TraceError: An element in a scan, condition or other inner trace, which is traced once for all its turns; or
-            either in a function of several replicas, which each get their part; or elements without end; or more
-            than the first trace took.
+          TraceError: The call is in a scan, condition or other inner trace, which is traced once for all iterations;
+            or in a
+            replica function of several replicas, each of which needs its own part; or the function takes too many
+            elements, or
+            elements that its first trace did not take.
         """
         capture = current_capture()
         assert capture is not None
         if capture.is_replica and not source.is_iterator:
             raise TraceError(
-                f"What each worker has of its own (its index, a per-worker value or variable) is taken at {user_line()}, inside the "
-                f"function that strategy.run runs on {self._num_replicas} replicas, which are of one worker. Take it outside, and "
-                "pass it in: strategy.run(fn, args=(value,)); assign a per-worker variable after run."
+                f"A worker's own input (its index, a per-worker value or variable) is used at {user_line()}, inside "
+                f"the function that strategy.run runs on {self._num_replicas} replicas of one worker. Use it "
+                "outside, and pass it in: strategy.run(fn, args=(value,)). Assign a per-worker variable after run."
             )
         if capture.is_replica:
             raise TraceError(
-                f"next(iterator) at {user_line()} is called inside the function that strategy.run runs on {self._num_replicas} "
-                "replicas: each would need an element of its own. Call it outside: strategy.run(fn, args=(next(iterator),))."
+                f"next(iterator) at {user_line()} is called inside the function that strategy.run runs on "
+                f"{self._num_replicas} replicas, each of which would need its own element. Call it outside: "
+                "strategy.run(fn, args=(next(iterator),))."
             )
         if source.is_iterator and capture.is_in_inner_trace():
             raise TraceError(
-                f"next(iterator) at {user_line()} is called inside a function that JAX traces on its own (a scan, loop, "
-                "condition, jax.grad, jax.vmap or jax.jit): it would be one element for all turns. Call it outside and pass "
-                "the element in, or use a Python loop."
+                f"next(iterator) at {user_line()} is called inside a function that JAX traces on its own (a "
+                "scan, loop, condition, jax.grad, jax.vmap or jax.jit), so all iterations would get one "
+                "element. Call it outside and pass the element in, or use a Python loop."
             )
         if source.is_iterator and capture.is_in_branch:
             raise TraceError(
-                f"next(iterator) at {user_line()} is called inside a branch of rx.cond, and elements are taken before a function "
-                "runs, whichever branch it takes. Call it outside of rx.cond, and use the element inside."
+                f"next(iterator) at {user_line()} is called inside a branch of rx.cond, but elements are "
+                "taken before a function runs, whichever branch it takes. Call it outside of rx.cond, and use "
+                "the element inside."
             )
         if source not in self.sources:
             self.sources.append(source)
@@ -184,10 +190,10 @@ class Elements:
         call = self.counts[number] if source.is_iterator else 0
         if call == _MAX_TAKEN:
             raise TraceError(
-                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A loop to the end of an "
-                "iterator has no end in a function for workers, which is traced before anybody knows how many elements there are: "
-                f"take a number that you know, `for _ in range(n): x = next(iterator, None)`, at most {_MAX_TAKEN}, leave the loop "
-                "where x is None, and schedule the function again for more."
+                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A function "
+                "for workers is traced before the number of elements is known, so it cannot loop to the end of an "
+                "iterator. Take a known number, `for _ in range(n): x = next(iterator, None)`, at most "
+                f"{_MAX_TAKEN}, leave the loop where x is None, and schedule the function again for more."
             )
         spec = source.spec
         leaves = spec.leaves if self._offer is None else self._offered(source, number, call)
@@ -216,9 +222,9 @@ class Elements:
         if (number, call) not in self._offer.leaves:
             what = "an element" if source.is_iterator else "a value of the worker's own"
             raise TraceError(
-                f"At {user_line()} the function takes {what} that it does not take otherwise: only where a dataset has ended, or "
-                "its elements have other shapes. What it takes is decided before it runs. Take it in any case, and use it where "
-                "it is needed."
+                f"At {user_line()} the function takes {what} only if a dataset has ended or its elements have "
+                "other shapes. The inputs of a function are fixed before it runs. Take it in any case, and "
+                "use it where it is needed."
             )
         return self._offer.leaves[number, call]
 
@@ -232,7 +238,7 @@ class Elements:
 
 
 def cut_rows(batch: Any, num_replicas: int) -> Any:
-    """A nest of arrays [rows, ...] as what each replica gets of them.
+    """Splits a pytree of arrays [rows, ...] into the rows of each replica.
 
     Raises:
       UnbatchedDatasetError: An array has no rows.
@@ -253,7 +259,7 @@ def cut_rows(batch: Any, num_replicas: int) -> Any:
 
 
 def stacked(nests: Sequence[Any]) -> Any:
-    """Nests of one replica each as one of all."""
+    """Stacks the pytrees of single replicas into one per-replica pytree."""
     return jax.tree_util.tree_map(lambda *parts: _per_replica(parts), *nests)
 
 
@@ -267,7 +273,7 @@ def _per_replica(parts: Sequence[Any]) -> PerReplica:
 
 @final
 class ReplicaParts:
-    """A per-replica value as it is returned by a worker: the components, whose shapes depend on the elements."""
+    """The components of a per-replica value that a worker returns. Their shapes depend on the elements."""
 
     def __init__(self, parts: Sequence[Any]):
         self.parts = tuple(parts)
@@ -279,7 +285,7 @@ jax.tree_util.register_pytree_node(
 
 
 def in_parts(nest: Any) -> Any:
-    """A nest to be returned, whose structure does not depend on the components' shapes."""
+    """Converts a pytree for the way back from a worker. Its structure does not depend on the components' shapes."""
     return jax.tree_util.tree_map(
         lambda leaf: (
             ReplicaParts(leaf.values) if isinstance(leaf, PerReplica) and not leaf.is_equal else leaf
@@ -290,7 +296,7 @@ def in_parts(nest: Any) -> Any:
 
 
 def has_parts(tree: Any) -> bool:
-    """True if ``joined_parts`` would change a nest of this structure."""
+    """True if ``joined_parts`` would change a pytree of this structure."""
     node = tree.node_data()
     return node is not None and (node[0] is ReplicaParts or any(map(has_parts, tree.children())))
 
@@ -315,10 +321,11 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def taking_from(elements: Elements) -> Iterator[None]:
-    """Inside, while a function for workers is traced, ``next`` of an iterator is an input of it.
+    """Returns a context in which ``next`` of an iterator is an input of the function for workers that is being
+    traced.
 
     Raises:
-      OutOfRangeError: The function takes an element that is missing, and does not do without it.
+      OutOfRangeError: The function takes an element that is missing, and does not handle that.
     """
     _local.elements = elements
     try:
@@ -326,7 +333,7 @@ def taking_from(elements: Elements) -> Iterator[None]:
     except EndOfElements as end:
         raise end.out_of_range() from None
     except RuntimeError as error:
-        if isinstance(error.__cause__, EndOfElements):  # it came out of a generator
+        if isinstance(error.__cause__, EndOfElements):  # a generator raised it
             raise error.__cause__.out_of_range() from None
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Notes what a traced scheduled function does to variables: each assignment, each call of an optimizer."""
+"""Records the changes of a traced scheduled function to variables: each assignment, and each call of an optimizer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ class OptimizerCall:
     Attributes:
       variables: The variables that it updates, each with its gradient.
       state: The variables of the optimizer.
-      reference_of: For each of ``state`` the variable that it is a slot of; None for what all share.
-      trace: Traces the update, of variables that have the shapes that it is given: a jaxpr without constvars, and the
-        values of its leading inputs; then come the state, the gradients, the values. It gives values, then the state.
-      name: The name, for people.
-      why_not_rows: Why it cannot update some rows of a table only; None: nothing known keeps it from that.
+      reference_of: Returns the variable that one of ``state`` is a slot of; None for shared state.
+      trace: Traces the update for variables of the given shapes. It returns a jaxpr without constvars, and the values
+        of
+        its leading inputs. The other inputs are the state, the gradients and the values. The outputs are the values
+        and
+        the state.
+      name: The name, for messages.
+      why_not_rows: The reason why it cannot update only some rows of a table; None if there is no known reason.
     """
 
     variables: Sequence[Any]
@@ -44,7 +47,7 @@ class Assigned:
 
     Attributes:
       slot: The slot of the variable.
-      reads: The numbers of the reads of the variable since it was assigned before, the last one first.
+      reads: The numbers of the reads of the variable since its last assignment, latest first.
       line: The line of the user's code.
     """
 
@@ -55,7 +58,7 @@ class Assigned:
 
 @dataclass(frozen=True)
 class Applied:
-    """One call of an optimizer; its gradients are values of the program."""
+    """One call of an optimizer. Its gradients are values of the program."""
 
     call: OptimizerCall
     line: str
@@ -65,8 +68,8 @@ Event = Assigned | Applied
 
 
 def assigning(events: Iterable[Event]) -> Callable[[Any], bool]:
-    """Tells of a condition whether variables may be assigned in it: servers have to know in which branch, and what that
-    does.
+    """Returns a predicate that is true if a condition may assign variables. Servers must know its branch and its
+    effect.
     """
     reads = {number for event in events if isinstance(event, Assigned) for number in event.reads}
     return lambda eqn: reads_in(eqn, reads)
@@ -74,11 +77,11 @@ def assigning(events: Iterable[Event]) -> Callable[[Any], bool]:
 
 @final
 class Events:
-    """The observer of a capture: numbers the reads, and notes the assignments with their values.
+    """The observer of a capture: numbers the reads, and records the assignments with their values.
 
     Attributes:
-      is_applying: An optimizer is at work: its assignments are not noted.
-      noted: In order, with the traced values: the new value, or the gradients.
+      is_applying: True while an optimizer runs. Its assignments are not recorded.
+      noted: The events in order, each with its traced values: the new value, or the gradients.
       num_replicas: The number of replicas of the replica functions in it, if there are several.
     """
 
@@ -106,7 +109,7 @@ class Events:
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Inside, assignments are not noted: what they are on the servers has been."""
+        """Returns a context in which assignments are not recorded, because the servers' update is recorded already."""
         was_applying, self.is_applying = self.is_applying, True
         try:
             yield
@@ -115,7 +118,7 @@ class Events:
 
     @contextlib.contextmanager
     def applying(self, call: OptimizerCall, gradients: Sequence[Any]) -> Iterator[None]:
-        """Inside, an optimizer assigns: what it does is known from ``call``."""
+        """Records an optimizer call, and returns a context in which the optimizer assigns."""
         self.noted.append((Applied(call, user_line()), list(gradients)))
         with self.unnoted():
             yield

@@ -1,4 +1,4 @@
-"""A computation that came as StableHLO, made ready to run on this task's devices."""
+"""Prepares a computation that arrives as StableHLO to run on this task's devices."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.programs.programs import WorkerProgram
 from replicax._src.parameter_servers.store.held_values import is_wide
 
-_MIN_REUSED_BYTES: Final = 8 << 20  # from here on the C library gives memory back, and fresh memory is slow
+_MIN_REUSED_BYTES: Final = 8 << 20  # larger memory goes back to the system when freed, and is slow to get
 
 
 @final
 class Executable:
-    """A computation of flat arrays. It is compiled when it is called first.
+    """A computation on flat arrays. The first call compiles it.
 
     Args:
-      num_kept: How many of its first results are the caller's for good. Large ones of the others are written to the
-        memory of those that were given back last (``take_back``), if it computes on one device. None: all are the
-        caller's.
+      blob: The serialized computation.
+      num_replicas: The number of devices that it runs on.
+      num_kept: The number of leading results that the caller may keep. Other large results reuse the memory that the
+        last
+        ``take_back`` returned, if it runs on one device. None lets the caller keep all.
 
     Attributes:
-      compile_s: How long the first call took, seconds; 0 before it.
+      compile_s: The seconds that the first call took; 0 before it.
     """
 
     def __init__(self, blob: bytes, num_replicas: int = 1, num_kept: int | None = None):
         exported = export.deserialize(bytearray(blob))
         self.compile_s = 0.0
         self._shardings: list[Any] | None = None
-        self._lent: dict[int, Any] = {}  # by the number of a result, what it is like
+        self._lent: dict[int, Any] = {}  # the shape and dtype of a result, by its number
         self._memory: list[jax.Array] = []
         if num_replicas == 1:
             if num_kept is not None and jax.default_backend() == "cpu":
@@ -51,11 +53,11 @@ class Executable:
             mesh = _mesh(num_replicas)
             whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
             self._shardings = [sharding or whole for sharding in exported.in_shardings_jax(mesh)]
-            # (That says where it runs, too, where there are no operands.)
+            # (``out_shardings`` also says where it runs if there are no operands.)
             self._call = jax.jit(exported.call, out_shardings=whole)
 
     def __call__(self, inputs: Sequence[Any]) -> list[jax.Array]:
-        """The results; they may be computed yet, when this returns."""
+        """Returns the results. XLA may still be computing them."""
         if self._shardings is not None:
             inputs = jax.device_put(list(inputs), self._shardings)
         start = time.perf_counter()
@@ -74,14 +76,14 @@ class Executable:
         ]
 
     def take_back(self, results: Sequence[jax.Array]) -> None:
-        """The results of the last call. Those that are not the caller's are gone with the next one.
+        """Takes back results of the last call that the caller may not keep. The next call overwrites them.
 
-        (A view of one that somebody has yet keeps what it shows: XLA takes other memory then.)
+        (If a view of a result still exists, XLA uses other memory.)
         """
         self._memory = [results[number] for number in self._lent]
 
     def free(self) -> None:
-        """Gives the memory of what was taken back to the system."""
+        """Frees the memory of the results that were taken back."""
         self._memory = []
 
 
@@ -90,9 +92,7 @@ def _is_large(aval: Any) -> bool:
 
 
 def _lent_first(call: Callable[..., Any], lent: Collection[int]) -> Callable[..., Any]:
-    """``call`` with its results by their numbers, and memory for those that are ``lent``: XLA gives it to the first
-    that fit.
-    """
+    """Returns ``call`` with results by number, and with memory for the ``lent`` ones, which XLA reuses by size."""
 
     def run(memory: Any, *inputs: Any) -> tuple[dict[int, Any], dict[int, Any]]:
         del memory
@@ -106,21 +106,21 @@ def _mesh(num_replicas: int) -> jax.sharding.Mesh:
     devices = jax.local_devices()
     if len(devices) < num_replicas:
         raise InvalidArgumentError(
-            f"The program is for {num_replicas} replicas, and this task has {len(devices)} devices. Start its server with "
-            "as many devices as the others have."
+            f"The program is for {num_replicas} replicas, but this task has {len(devices)} devices. Start its "
+            "server with as many devices as the other workers have."
         )
     return jax.sharding.Mesh(np.array(devices[:num_replicas]), (REPLICA_AXIS,))
 
 
 @final
 class LoadedProgram:
-    """A WorkerProgram with its computations ready to run.
+    """A WorkerProgram with its computations, ready to run.
 
     Attributes:
-      program: The program that came.
-      whole: The pieces of all variables that the computation takes whole.
-      whole_first: The pieces that the lookups' ids are computed from.
-      looks_up_elements: It pushes, and has lookups whose ids are computed of elements and constants only.
+      program: The program that arrived.
+      whole: The shards of all variables that the computation reads in full.
+      whole_first: The shards of variables that the lookups' ids are computed from.
+      looks_up_elements: True if it pushes, and has lookups whose ids depend only on elements and constants.
     """
 
     def __init__(self, program: WorkerProgram):

@@ -1,8 +1,8 @@
-"""Runs an optimizer's ``apply`` on parameter servers: each updates its pieces and their slots from the gradients.
+"""Runs an optimizer's ``apply`` on parameter servers: each updates its shards and their slots from the gradients.
 
-``update_analysis.py`` decides what a server computes of it. The update is traced for whole variables, and once more for
-shards. A server's program calls one function for each piece that it has: pieces of the same shape, with the same
-operations, share one.
+``update_analysis.py`` decides which part of it a server computes. The update is traced for full variables, and once
+more for shards. A server's program calls one function for each of its shards. Shards of the same shape, with the same
+operations, share a function.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from replicax._src.tracing.row_parallel import Mixing, rows_of, with_rows
 from replicax._src.variables.server_arrays import ServerArray
 
 TakeGradient = Callable[[int, Piece], Any]
-"""What stands for the gradient of a variable, or its rows, among the operands of a server's program."""
+"""Returns the operand of a server's program that is the gradient of a variable, or of its rows."""
 TakeScalar = Callable[[Atom], Any]
-"""The same for a value that the worker computes."""
+"""Returns the operand of a server's program that is a value of the worker."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A piece that a server holds, and what the update makes of it."""
+    """A shard that a server holds, with the change that the update makes to it."""
 
     array: ServerArray
     piece: Piece
@@ -41,20 +41,20 @@ class _Held:
 
 @final
 class OptimizerUpdate:
-    """One call of an optimizer in a closure, over the servers.
+    """One call of an optimizer in a closure, distributed over the servers.
 
     Args:
       event: The call.
-      array_of: The array on the servers of a variable.
-      num_rows: For each variable of which only some rows are updated: how many its gradient has.
-      num_averaged: How many closures' gradients are averaged for it; None: they are one closure's.
+      array_of: Returns the array on the servers of a variable.
+      num_rows: The number of rows of the gradient, for each variable of which only some rows are updated.
+      num_averaged: The number of closures whose gradients are averaged for it; None for no averaging.
 
     Attributes:
-      call: The same.
+      call: The call.
       line: The line of the user's code.
-      traced: The update of whole variables.
+      traced: The update of full variables.
       shared: The arrays that each server has a copy of.
-      kept_whole: Variables in shards that have to be whole: the caller sees to it.
+      kept_whole: The sharded variables that must not be sharded; the caller changes their placement.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class OptimizerUpdate:
         if self._num_rows and call.why_not_rows is not None:
             names = ", ".join(repr(self._arrays[i].name) for i in self._num_rows)
             raise UnsupportedError(
-                f"{call.name} cannot update some rows of table {names} only (at {event.line}): it has {call.why_not_rows}. Leave "
-                "that out, or use another optimizer for the table."
+                f"{call.name} cannot update only some rows of table {names} (at {event.line}): it has "
+                f"{call.why_not_rows}. Remove that, or use another optimizer for the table."
             )
         self._slots = slots_of(call, traced)
         owned = {n for slots in self._slots for n in slots}
@@ -85,7 +85,7 @@ class OptimizerUpdate:
         self._functions: dict[Hashable, Callable[..., list[Any]]] = {}
         self.kept_whole: list[ServerArray] = []
         given = {*traced.consts, *traced.gradients}
-        # First without what is shared: that has changed on the server since the worker read it.
+        # Try without the shared state first: the server may have changed it since the worker read it.
         self._at_worker = [
             computable(traced.program, numbers) for numbers in (given, given | self._shared_numbers)
         ]
@@ -112,29 +112,31 @@ class OptimizerUpdate:
         return [*self._arrays, *self._state]
 
     def replaced_gradient(self, i: int) -> int | None:
-        """Returns the value that the worker computes in place of the gradient of a variable, if it does."""
+        """Returns the value that the worker sends in place of a variable's gradient; None if it sends the gradient."""
         number = self._sent[i].gradient
         return None if number == self.traced.gradients[i] else number
 
     @property
     def needed_state(self) -> list[int]:
-        """Positions of the state that the worker needs for ``cuts``."""
+        """The positions of the state that the worker needs for ``cuts``."""
         used = flat.numbers_in(self.traced.program.slice(self.cuts))
         return [n for n in self._shared if self.traced.state[n].old in used]
 
     @property
     def changes_shared(self) -> bool:
-        """True if it changes what all variables share: a count of steps."""
+        """True if it changes state that all variables share, such as a count of steps."""
         return bool(self._new_shared)
 
     def places(self) -> list[int]:
-        """The servers that have a part in it: those of the variables, and those where what is shared is read."""
+        """Returns the servers that take part: those of the variables, and those that hold the shared state that
+        changes.
+        """
         changed = (self._state[n] for n in self._shared if self.traced.state[n].is_changed)
         return sorted(
             {piece.ps for array in self._arrays for piece in array.pieces} | {a.pieces[0].ps for a in changed}
         )
 
-    # --- what is decided for whole variables -------------------------------------------------------------
+    # --- decisions for full variables ----------------------------------------------------------------------
 
     @property
     def _new_shared(self) -> list[Atom]:
@@ -175,34 +177,35 @@ class OptimizerUpdate:
 
     def _refuse(self, i: int | None, mixing: Mixing | None = None) -> NoReturn:
         if i is not None and i in self._num_rows:
-            mixes = f"updates each row of it from others: {mixing}"
-            how = mixes if mixing else "has slots that are not cut like it"
+            mixes = f"updates each of its rows from other rows: {mixing}"
+            how = mixes if mixing else "has slots that are not split like it"
             raise UnsupportedError(
-                f"Variable {self._arrays[i].name!r} is a table of which some rows are updated, and {self.call.name} {how} (at "
-                f"{self.line}). Use an optimizer that updates rows by themselves (SGD, Adagrad, Adam, RMSprop, Ftrl), or keep the "
-                "variable whole: without variable_partitioner, or with one that leaves it in one piece."
+                f"Variable {self._arrays[i].name!r} is a table of which some rows are updated, but "
+                f"{self.call.name} {how} (at {self.line}). Use an optimizer that updates each row on its own "
+                "(SGD, Adagrad, Adam, RMSprop, Ftrl), or do not shard the variable: remove "
+                "variable_partitioner, or use one that leaves it in one shard."
             )
-        what = "what its variables share" if i is None else f"variable {self._arrays[i].name!r}"
+        what = "the state that its variables share" if i is None else f"variable {self._arrays[i].name!r}"
         raise UnsupportedError(
-            f"{self.call.name} updates {what} from the values of other variables, which other parameter servers may hold (at "
-            f"{self.line}). Use an optimizer that updates each variable from its own gradient and slots."
+            f"{self.call.name} updates {what} from the values of other variables, which other parameter servers may "
+            f"hold (at {self.line}). Use an optimizer that updates each variable from its own gradient and slots."
         )
 
-    # --- what one server does ----------------------------------------------------------------------------
+    # --- the program of one server -------------------------------------------------------------------------
 
     def add_to(self, builder: UpdateBuilder, take_gradient: TakeGradient, take_scalar: TakeScalar) -> None:
-        """Adds what one server does, once all arrays have been placed."""
+        """Adds the steps of one server, once all arrays have been placed."""
         for i, array in enumerate(self._arrays):
             for number, piece in enumerate(array.pieces):
                 if piece.ps == builder.ps:
                     self._add_piece(builder, i, number, take_gradient(i, piece), take_scalar)
-        if self.changes_shared:  # last: all pieces are updated with what it was
+        if self.changes_shared:  # last, because the updates of all shards use the old value
             self._add(builder, self.traced, self._shared_sent, [], {}, take_scalar)
 
     def _add_piece(
         self, builder: UpdateBuilder, i: int, number: int, gradient: Any, take_scalar: TakeScalar
     ) -> None:
-        """Adds the update of piece ``number`` of a variable, with its slots."""
+        """Adds the update of shard ``number`` of a variable, with its slots."""
         array, sent = self._arrays[i], self._sent[i]
         piece = array.pieces[number]
         traced, aval = self._traced_for(i, piece), (self._shape_at(i, piece), array.dtype)
@@ -230,16 +233,20 @@ class OptimizerUpdate:
         """Adds the call of one function.
 
         Args:
-          held: What it updates; empty: what is shared.
+          builder: The program of the server.
+          traced: The update, traced for these shapes.
+          sent: The values that the worker sends.
+          held: The shards that it updates; empty for shared state.
           operands: The position of the gradient, by its number.
-          ids: The position of the numbers of the rows that it updates; None: it updates all.
+          take_scalar: Returns the operand that is a value of the worker.
+          ids: The position of the numbers of the rows that it updates; None if it updates all.
         """
         shared = [self._shared_on(builder.ps, n, traced.state[n], is_changed=not held) for n in self._shared]
         wanted = [each.written.new for each in [*held, *shared] if each.written.is_changed]
         if traced is not self.traced and traced.scalars(wanted, sent.numbers) != self.traced.scalars(
             wanted, sent.numbers
         ):
-            self._refuse_shards()  # with the number of rows, say
+            self._refuse_shards()  # for example, because the number of rows is in a constant
         used = flat.numbers_in(traced.program.slice(wanted, sent.numbers), wanted)
         for number in sent.scalars:
             aval = traced.avals[number]
@@ -283,7 +290,9 @@ class OptimizerUpdate:
     # --- traces for other shapes ---------------------------------------------------------------------------
 
     def _traced_for(self, i: int, piece: Piece) -> TracedUpdate:
-        """The update, traced for the shape of a piece: that of number ``level`` among those of its variable."""
+        """Returns the update traced for the shape of a shard. ``level`` is that shape's number among the variable's
+        shards.
+        """
         level = self._shapes_at(i).index(self._shape_at(i, piece))
         if level not in self._levels:
             self._levels[level] = self._traced_at(level)
@@ -303,15 +312,15 @@ class OptimizerUpdate:
 
     def _refuse_shards(self) -> NoReturn:
         raise UnsupportedError(
-            f"{self.call.name} computes something else for a shard of a variable than for the whole: its variables cannot be "
-            f"sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
+            f"{self.call.name} computes another result for a shard of a variable than for the full variable, so its "
+            f"variables cannot be sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
         )
 
     def _shapes_at(self, i: int) -> list[tuple[int, ...]]:
         return list(dict.fromkeys(self._shape_at(i, piece) for piece in self._arrays[i].pieces))
 
     def _shape_at(self, i: int, piece: Piece) -> tuple[int, ...]:
-        """The shape of what a server updates at once of a variable."""
+        """Returns the shape of the part of a variable that a server updates at once."""
         array = self._arrays[i]
         return self._num_rows_shapes(self._rows_at_server).get(i, array.shape_of(piece))
 
@@ -319,7 +328,7 @@ class OptimizerUpdate:
         return {i: (num, *self.call.variables[i].shape[1:]) for i, num in num_rows.items()}
 
     def _shape_of(self, shapes: Mapping[int, tuple[int, ...]]) -> Shapes:
-        """The shapes of variables and slots, given those of some variables."""
+        """Returns the shapes of variables and slots, given those of some variables."""
         by_id = {id(self.call.variables[i]): shape for i, shape in shapes.items()}
 
         def shape_of(variable: Any) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Programs of parameter servers and of workers, as data that the coordinator sends instead of code. Pure.
 
-Both hold a computation as StableHLO (``jax.export``) and say what its operands and results are. The other
-files of this folder make them; ``store/store_contents.py`` and ``worker/runner.py`` run them.
+Both have a computation as StableHLO (``jax.export``) and a description of its operands and results. The other files
+of
+this folder make them; ``store/store_contents.py`` and ``worker/runner.py`` run them.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from typing import Any, Literal, Self
 from replicax._src.variables.server_arrays import Piece
 
 Averaging = Literal["mean", "all", "rows"]
-"""How operands of several closures become one: their mean; whether all of them hold; or, of numbers of rows and the
-rows' gradients, which are two operands, the mean of these.
+"""The way to combine operands of several closures. "mean" takes the mean. "all" is true if all are. "rows" takes the
+mean
+of gradients of rows; it needs two operands, the row numbers and the gradients.
 """
 
 
 @dataclass(frozen=True)
 class NamedRows:
-    """Rows of a piece whose numbers are in an operand of an update program. Numbers that are none of a row name none.
+    """Rows of a shard whose numbers are in an operand of an update program. Numbers outside of the shard name no row.
 
     Attributes:
-      operand: Its position.
-      start: The number that stands for the first row of the piece.
-      are_indices: Along the last axis of the operand are indices, of which the first is the row's; else all are rows'.
+      operand: The position of the operand.
+      start: The number that stands for the first row of the shard.
+      are_indices: True if the operand's last axis has indices, of which the first is the row number; False if all its
+        values are row numbers.
     """
 
     operand: int
@@ -38,18 +41,19 @@ class NamedRows:
 
 @dataclass(frozen=True)
 class UpdateProgram:
-    """A program that a parameter server runs when a closure pushes to it: it computes new values of some of its pieces.
+    """A program that a parameter server runs when a closure pushes to it: it computes new values of some of its
+    shards.
 
-    The computation takes the values of ``state``, in order, then the operands; it gives the new values of those of
-    ``written``, in order. These it may overwrite.
+    The computation takes the values of ``state``, in order, then the operands. It returns the new values of those of
+    ``written``, in order, and may overwrite the old ones.
 
     Attributes:
       blob: The computation: ``jax.export.Exported.serialize()``.
-      state: Keys of pieces.
+      state: The keys of the shards that it reads.
       written: Positions in ``state``.
       averaged: The averaging of each operand, for an update by the mean of several closures' gradients.
-      rows: For each of ``written`` the rows that may have another value afterwards; None: any. Empty: any of all.
-      digest: A hash of all of it; programs that are equal have equal ones.
+      rows: For each of ``written`` the rows that may change; None if any may. Empty if any row of all may.
+      digest: A hash of the program. Equal programs have equal hashes.
     """
 
     blob: bytes
@@ -63,14 +67,14 @@ class UpdateProgram:
         return _digest(self)
 
     def described(self) -> dict[str, Any]:
-        """All but the blob, for a header."""
+        """Returns everything but the blob, for a header."""
         fields = dataclasses.asdict(self)
         del fields["blob"]
         return fields
 
     @classmethod
     def of(cls, described: Mapping[str, Any], blob: bytes) -> Self:
-        """The program that ``described`` and ``blob`` came from."""
+        """Makes the program that ``described`` and ``blob`` came from."""
         rows = tuple(
             None if named is None else tuple(NamedRows(**each) for each in named)
             for named in described["rows"]
@@ -84,10 +88,11 @@ class Input:
     """One operand of a worker's computation.
 
     Attributes:
-      kind: "constant": an array sent before, by ``name``. "variable": number ``index`` of the program's variables,
-        whole. "argument": number ``index`` of the closure's arrays. "element": leaf ``leaf`` of what the ``call``-th
-        ``next`` of iterator number ``index`` gives. "rows": the rows of variable ``index`` at the unique ids of lookup
-        ``call``. "positions": where in these each id of lookup ``call`` is.
+      kind: "constant": an array sent before, by ``name``. "variable": number ``index`` of the program's variables, in
+        full. "argument": number ``index`` of the closure's arrays. "element": leaf ``leaf`` of the element that the
+        ``call``-th ``next`` of iterator number ``index`` returns. "rows": the rows of variable ``index`` at the
+        unique ids
+        of lookup ``call``. "positions": the position of each id of lookup ``call`` among these.
     """
 
     kind: Literal["constant", "variable", "argument", "element", "rows", "positions"]
@@ -101,8 +106,9 @@ class Input:
 class Operand:
     """One operand of a push: result ``result`` of the worker's computation, or its rows (start, stop).
 
-    With ``lookup`` (its number) ``rows`` are those of a shard, and what is sent are the gradients of the unique ids
-    that are in it, after these ids themselves, counted from ``start``: the update program takes both.
+    With ``lookup`` (its number) ``rows`` are those of a shard. Two operands are sent: the unique ids in the shard,
+    counted
+    from ``start``, and their gradients.
     """
 
     result: int
@@ -115,7 +121,7 @@ class Push:
     """A message of a closure to one parameter server at its end: a program by its digest, and its operands.
 
     Attributes:
-      is_averaged: The program is run for a round, with the mean of its closures' operands.
+      is_averaged: True if the program runs once for a round, with the mean of its closures' operands.
     """
 
     ps: int
@@ -126,12 +132,12 @@ class Push:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Rows of a variable that a worker's computation needs, and how it finds out which.
+    """Rows of a variable that a worker's computation needs, and the computation of their ids.
 
     Attributes:
-      variable: Number of the table among the program's variables, of which only these rows travel.
+      variable: The number of the table among the program's variables, of which only these rows are sent.
       blob: A computation of the ids, of any shape, whose operands are ``inputs``.
-      num_ids: How many ids that gives: the unique ones are padded to as many.
+      num_ids: The number of ids that it returns. The unique ids are padded to this number.
       num_rows: The number of rows of the table.
     """
 
@@ -144,19 +150,20 @@ class Lookup:
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """A program that a worker runs for a closure, with its inputs, and where it sends the results.
+    """A program that a worker runs for a closure, with its inputs and the destinations of its results.
 
     Attributes:
-      name: The name of the user's function, for people.
+      name: The name of the user's function, for messages.
       blob: The computation: ``jax.export.Exported.serialize()``.
       inputs: Its operands, in order.
-      variables: For each variable its pieces, in the order of their rows.
-      num_results: How many of its first results the closure returns.
-      pushes: What is made of the other results; at most one of each kind for each parameter server.
+      variables: The shards of each variable, in the order of their rows.
+      num_results: The number of leading results that the closure returns.
+      pushes: The messages made of the other results, at most one of each kind for each parameter server.
       lookups: The lookups in tables.
-      element_counts: For each iterator how many elements are taken, before anything else is done: in a closure's first
-        program. Another one uses so many of them; the others go back.
-      num_replicas: Devices that the computation runs on.
+      element_counts: The number of elements taken from each iterator at the start of the closure's first program.
+        Another
+        program of the closure uses that many of them; the rest are put back.
+      num_replicas: The number of devices that the computation runs on.
     """
 
     name: str
@@ -174,7 +181,7 @@ class WorkerProgram:
         return _digest(self)
 
     def described(self) -> dict[str, Any]:
-        """All but the blobs, for a header."""
+        """Returns everything but the blobs, for a header."""
         fields = dataclasses.asdict(self)
         del fields["blob"]
         for lookup in fields["lookups"]:
@@ -183,12 +190,12 @@ class WorkerProgram:
 
     @property
     def blobs(self) -> list[bytes]:
-        """The computation, then those of the lookups."""
+        """The blob of the computation, then those of the lookups."""
         return [self.blob, *(lookup.blob for lookup in self.lookups)]
 
     @classmethod
     def of(cls, described: Mapping[str, Any], blobs: Sequence[bytes]) -> Self:
-        """The program that ``described`` and ``blobs`` came from."""
+        """Makes the program that ``described`` and ``blobs`` came from."""
         blob, *of_lookups = blobs
         return cls(
             described["name"],
@@ -210,10 +217,12 @@ class WorkerProgram:
 
 
 def signature_of(elements: Sequence[Sequence[tuple[Sequence[int], Any]] | None]) -> str:
-    """Returns a text that distinguishes elements that need different computations: shapes and dtypes of their leaves.
+    """Returns a text that differs for elements that need different computations: the shapes and dtypes of their
+    leaves.
 
     Args:
-      elements: In order, each with its leaves; None for one that is missing, because its dataset has ended.
+      elements: The elements in order, each with its leaves; None for one that is missing, because its dataset has
+        ended.
     """
     return json.dumps(
         [

@@ -1,4 +1,4 @@
-"""Typed random keys as they travel: their data, which is numbers, in a node of a pytree that knows their kind."""
+"""Typed random keys as they are sent: their uint32 data, in a node of a pytree that knows their kind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from replicax._src import jax_compat
 
 @final
 class KeyData:
-    """Stands for typed random keys in a nest whose leaves travel. Rebuilding the nest with arrays gives keys again.
+    """Replaces typed random keys in a pytree whose leaves are sent. Rebuilding the pytree with arrays restores the
+    keys.
 
     Attributes:
       data: ``[*shape of the keys, ...]``, uint32.
-      impl: As ``jax.random.key_impl`` says.
+      impl: The result of ``jax.random.key_impl``.
     """
 
     def __init__(self, data: Any, impl: Any):
@@ -41,14 +42,14 @@ def is_key(leaf: Any) -> bool:
 
 
 def as_data(leaf: Any) -> Any:
-    """A leaf as it travels."""
+    """Returns a leaf in the form in which it is sent."""
     return KeyData(jax.random.key_data(leaf), jax.random.key_impl(leaf)) if is_key(leaf) else leaf
 
 
 def taking_data(
     fn: Callable[..., Any], avals: Sequence[Any]
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """A function of arrays and keys as one of the keys' data, with the shapes and dtypes that it takes then."""
+    """Converts a function of arrays and keys into one of the keys' data. Also returns its new shapes and dtypes."""
     given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
     given = [jax.eval_shape(as_data, aval) if jax_compat.is_typed_key(aval.dtype) else aval for aval in given]
     leaves, tree = jax.tree_util.tree_flatten(given)

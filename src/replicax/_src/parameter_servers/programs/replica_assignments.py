@@ -1,7 +1,7 @@
-"""Combines the assignments of a worker's replicas into one, which a parameter server can do as its own.
+"""Combines the assignments of a worker's replicas into one assignment, which a parameter server can apply.
 
-A variable of which replicas keep parts (metrics) gets the sum of what they add, one that they average (moving
-statistics) the mean; so that what several workers add still adds up there.
+A variable whose replicas keep parts (metrics) gets the sum of their additions. A variable that they average (moving
+statistics) gets the mean. So the changes of several workers still add up on the server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SUMS = frozenset(["add", "add_any", "sub"])
 
 
 class Combining(enum.Enum):
-    """A way to combine an operand that each replica has."""
+    """A way to combine the values of an operand on all replicas."""
 
     SAME = "equal on all"
     FIRST = "the first replica's"
@@ -55,11 +55,11 @@ class ReplicaAssignment:
     """An assignment in a replica function.
 
     Attributes:
-      operands: Values of one replica's program: an atom, and the shape that it is broadcast to (None: its own).
-      combining: The way to combine each.
-      is_change: True if the new value is computed from the old one, and not put in its place.
-      described: What ``apply`` does, comparable.
-      apply: From the old value and the combined operands to the new one.
+      operands: Values of one replica's program: an atom, and the shape that it is broadcast to (None for its own).
+      combining: The way to combine each operand.
+      is_change: True if the new value is computed from the old one; False if it replaces it.
+      described: A comparable description of ``apply``.
+      apply: Computes the new value from the old value and the combined operands.
     """
 
     operands: Sequence[tuple[Atom, tuple[int, ...] | None]]
@@ -77,11 +77,14 @@ def replica_assignment(
     is_same: bool,
     are_same: Callable[[Sequence[Atom]], bool],
 ) -> ReplicaAssignment:
-    """Returns the one assignment that stands for an assignment of ``value`` by all replicas.
+    """Returns the one assignment that is equivalent to an assignment of ``value`` by all replicas.
 
     Args:
+      event: The assignment.
+      value: The assigned value.
+      program: The program of one replica.
       is_same: True if ``value`` is the same on all replicas.
-      are_same: Tells that of other values of the program.
+      are_same: Returns True if other values of the program are the same on all replicas.
     """
     sharing = event.slot.sharing
     combining = Combining.SAME if is_same and sharing is not Sharing.SUMMED else _OF_SHARING[sharing]
@@ -98,17 +101,17 @@ def replica_assignment(
 
 
 def same_in_all(event: Assigned, found: Sequence[ReplicaAssignment]) -> ReplicaAssignment:
-    """One assignment for replicas with batches of different sizes, for each of which it was found.
+    """Returns the common assignment of replicas whose batches have different sizes, given one for each size.
 
     Raises:
-      StructureError: They do not do the same.
+      StructureError: They are not equivalent.
     """
     first = found[0]
     if any(other.described != first.described for other in found[1:]):
         raise StructureError(
-            f"What is assigned to variable {event.slot.name!r} at {event.line} is computed from its value in another way for "
-            "another local batch size (it uses x.shape[0], perhaps). Compute what depends on the batch first, and let the "
-            "assignment be the same: v.assign_add(x), or v * decay + x."
+            f"The value assigned to variable {event.slot.name!r} at {event.line} is computed from its old value "
+            "differently for another local batch size, for example with x.shape[0]. First compute the part that "
+            "depends on the batch size, and keep the assignment the same: v.assign_add(x), or v * decay + x."
         )
     return first
 
@@ -124,7 +127,9 @@ def _linear(
     combining: Combining,
     are_same: Callable[[Sequence[Atom]], bool],
 ) -> ReplicaAssignment | None:
-    """The old value times what is the same on all replicas, plus what may differ: that may be combined beforehand."""
+    """Returns the old value times replicated factors plus terms that may vary, which can be combined before they are
+    sent.
+    """
     nonlinear: Operation | None = None
     for reads in reads_of(event):
         sources = given_by(reads, program)
@@ -141,11 +146,11 @@ def _linear(
 
 
 class _Walk:
-    """Goes through a path.
+    """Analyses the operations of a path.
 
     Attributes:
-      nonlinear: The first operation that is none of sums, products with a factor, and selections.
-      factors: The factors of the products, and what selects.
+      nonlinear: The first operation that is not a sum, a product with a factor, or a selection.
+      factors: The factors of the products, and the conditions of the selections.
     """
 
     def __init__(self, sources: set[int], path: Sequence[Operation], combining: Combining):
@@ -200,7 +205,9 @@ class _Walk:
         return self._operand(atom, operation, Combining.SAME)
 
     def _operand(self, atom: Atom, operation: Operation, combining: Combining) -> int:
-        """A number for an operand in the path: below 0, so that it is none of the program's."""
+        """Returns a new number for an operand of the path. It is negative, so that it differs from the program's
+        numbers.
+        """
         self._operands.append((atom, tuple(operation.eqn.outvars[0].aval.shape)))
         self._combining_of.append(combining)
         return -len(self._operands)

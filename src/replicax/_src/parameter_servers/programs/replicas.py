@@ -1,7 +1,7 @@
-"""A replica function on the devices of a worker: placed in the middle of the function for workers that is being traced.
+"""Lowers a replica function to the devices of a worker, inside the function for workers that is being traced.
 
-The replicas run as one ``shard_map``. What they do to variables leaves it combined, and is noted outside as what one
-does.
+The replicas run as one ``shard_map``. Their changes to variables leave it combined, and are recorded outside like the
+changes of one replica.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _WHOLE, _ROW = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
 @final
 class Observers:
-    """Looks on while the variants of a replica function are traced: what each does to variables."""
+    """Observes the traces of a replica function's variants, and records what each does to variables."""
 
     def __init__(self) -> None:
         self._of_variant: dict[int, list[tuple[Event, int]]] = {}
 
     def observe(self, number: int, call: Callable[[], Any]) -> Any:
-        """Calls a variant: returns what the function does, then the values of its events."""
+        """Calls a variant. Returns its result, then the values of its events."""
         capture = current_capture()
         assert capture is not None
         events = capture.observer = Events()
@@ -55,7 +55,7 @@ class Observers:
         return result, [value for _, values in events.noted for value in values]
 
     def events(self, number: int) -> Sequence[tuple[Event, int]]:
-        """Returns the events of a variant in order, each with the number of its values."""
+        """Returns the events of a variant in order, each with its number of values."""
         return self._of_variant[number]
 
 
@@ -64,7 +64,7 @@ class _Step:
     """An event of all replicas.
 
     Attributes:
-      assignment: None for an optimizer, whose gradients have been summed.
+      assignment: The assignment; None for an optimizer call, whose gradients have been summed.
       num_operands: The number of values that leave the replicas.
     """
 
@@ -75,16 +75,18 @@ class _Step:
 
 @final
 class PlacedReplicas:
-    """A replica function of several replicas.
+    """A replica function, lowered for several replicas.
 
     Args:
-      program: Traced with ``observers``.
-      name: The name of the function, for people.
+      program: The program, traced with ``observers``.
+      name: The name of the function, for messages.
+      observers: The observers of its variants.
+      topology: The devices of the replicas.
       rows_of_replica: The numbers of rows, if replicas have different ones.
-      is_row: For each argument whether it is [R, ...], a row of which each replica has.
+      is_row: True for each argument that is [R, ...], with one row for each replica.
 
     Attributes:
-      program: Without what has been observed: it gives what the function does.
+      program: The program without the observed values: it returns the function's result.
     """
 
     def __init__(
@@ -105,23 +107,23 @@ class PlacedReplicas:
         self.program = _with_outputs(program, self._num_results)
 
     def __call__(self, capture: Capture, events: Events, args: Sequence[Any]) -> list[Any]:
-        """Places it in the function that is being traced; gives the results, rows [R, ...] where they may differ."""
+        """Adds it to the function that is being traced. Returns the results, as rows [R, ...] if they may vary."""
         events.num_replicas = self._topology.num_replicas
         slots = self._inner.slots
         before = [capture.read(slot.variable) for slot in slots]
         consts = [variant.consts for variant in self._inner.variants]
         results, operands, finals = self._on_replicas()(before, consts, list(args))
         self._note(capture, events, operands)
-        # What the servers compute, is known here too, for what reads it afterwards.
+        # This process also computes the servers' updates, for code that reads the variables afterwards.
         with events.unnoted():
             for index, value in zip(self._inner.written, finals, strict=True):
                 capture.write(slots[index].variable, value)
         return results
 
-    # --- what leaves the replicas -----------------------------------------------------------------------
+    # --- values that leave the replicas ------------------------------------------------------------------
 
     def _with_operands(self, program: ReplicaProgram, observers: Observers) -> ReplicaProgram:
-        """The program that gives, after the results, what the events need in place of their values."""
+        """Returns the program with the operands of the events, after the results, in place of the events' values."""
         noted = [observers.events(number) for number in range(len(program.variants))]
         flats = [
             FlatProgram(variant.jaxpr, is_selected=assigning(event for event, _ in events))
@@ -130,8 +132,8 @@ class PlacedReplicas:
         counts = [len(events) for events in noted]
         if len(set(counts)) > 1:
             raise StructureError(
-                f"The replica function assigns variables {' or '.join(map(str, sorted(set(counts))))} times, depending on the "
-                "replica's local batch size. Assign the same variables on all replicas."
+                f"The replica function assigns variables {' or '.join(map(str, sorted(set(counts))))} times, "
+                "depending on the replica's local batch size. Assign the same variables on all replicas."
             )
         num_arrays = program.variants[0].num_arrays
         self._num_results = num_arrays - sum(count for _, count in noted[0])
@@ -174,7 +176,7 @@ class PlacedReplicas:
         def are_same(atoms: Sequence[Atom]) -> bool:
             if not atoms:
                 return True
-            if self._rows is not None:  # and perhaps another one for another batch size
+            if self._rows is not None:  # it may differ for another batch size
                 return False
             jaxpr, consts = _evaluating(
                 variant, program, [(atom, None) for atom in atoms], self._topology.num_replicas
@@ -222,7 +224,7 @@ class PlacedReplicas:
         weight, total = self._weights()
         for i, combining in enumerate(self._combining):
             if combining is Combining.MEAN:
-                # Where a replica has no rows its statistics may be nan: never 0 * nan.
+                # The statistics of a replica without rows may be nan, so never compute 0 * nan.
                 sums[i] = jnp.where(weight > 0, operands[i] * weight.astype(operands[i].dtype), 0)
         combined = list(operands)
         summed = [
@@ -246,7 +248,7 @@ class PlacedReplicas:
         weights = jnp.asarray(self._rows, jnp.float32)
         return weights[jax.lax.axis_index(REPLICA_AXIS)], float(sum(self._rows) or 1)
 
-    # --- what it is outside -------------------------------------------------------------------------------
+    # --- outside of the replicas --------------------------------------------------------------------------
 
     def _note(self, capture: Capture, events: Events, operands: Sequence[Any]) -> None:
         remaining = iter(operands)
@@ -271,7 +273,7 @@ def _evaluating(
     wanted: Sequence[tuple[Atom, tuple[int, ...] | None]],
     num_replicas: int,
 ) -> tuple[Any, list[Any]]:
-    """A trace of what computes some values of a variant."""
+    """Traces the computation of some values of a variant."""
     operations = program.slice([atom for atom, _ in wanted])
 
     def evaluate(*args: Any) -> list[Any]:
@@ -291,7 +293,7 @@ def _broadcast(value: Any, atom: Atom, shape: tuple[int, ...] | None) -> Any:
 def _giving(
     variant: Variant, program: FlatProgram, num_results: int, operands: Sequence[Any], num_replicas: int
 ) -> Variant:
-    """A variant that gives its results, then ``operands``; and the new values of variables, as before."""
+    """Returns a variant whose outputs are its results, then ``operands``, then the variables' new values as before."""
     outputs = program.outputs
     wanted = [
         *((atom, None) for atom in outputs[:num_results]),
@@ -316,7 +318,7 @@ def _leaves_of_result(variant: Variant) -> list[Any]:
 
 
 def _with_outputs(program: ReplicaProgram, num_results: int) -> ReplicaProgram:
-    """The program as it gives what the function returns, for what is made of that."""
+    """Returns the program with the function's results as its only outputs, for the code that uses them."""
     variants = [
         dataclasses.replace(
             variant,

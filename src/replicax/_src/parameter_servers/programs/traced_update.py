@@ -1,4 +1,4 @@
-"""An optimizer's update, traced: one list of operations, and the part of it that each variable needs."""
+"""A traced optimizer update: one list of operations, and the slice of it that each variable needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Written:
     """The change that the update makes to one value that a server holds.
 
     Attributes:
-      old: Its number.
+      old: The number of the old value.
       new: The new value.
     """
 
@@ -39,10 +39,11 @@ class TracedUpdate:
     """An update, traced for some shapes.
 
     Attributes:
-      consts: Values that it holds, by number.
-      gradients: The numbers of those inputs.
-      values, state: What it makes of the variables, and of the state of the optimizer.
-      avals: Shapes and dtypes, by number.
+      program: The operations.
+      consts: The constants, by number.
+      gradients: The numbers of the gradients.
+      values, state: The changes of the variables, and of the state of the optimizer.
+      avals: The shapes and dtypes, by number.
     """
 
     program: FlatProgram
@@ -74,7 +75,7 @@ class TracedUpdate:
         )
 
     def is_alike(self, other: TracedUpdate) -> bool:
-        """True if two are the same but for shapes, so that their values have the same numbers."""
+        """True if two updates differ only in shapes, so that their values have the same numbers."""
         ours, theirs = self.program.operations, other.program.operations
         return len(ours) == len(theirs) and all(
             a.eqn.primitive is b.eqn.primitive and list(a.results) == list(b.results)
@@ -82,7 +83,7 @@ class TracedUpdate:
         )
 
     def scalars(self, wanted: Sequence[Atom], given: Collection[int]) -> list[Any]:
-        """The numbers that stand in what computes some values from others; some may come from a shape."""
+        """Returns the scalar constants in the computation of some values from others. Some may come from a shape."""
         operations = self.program.slice(wanted, set(given))
         used = flat.numbers_in(operations, wanted)
         consts = {n: value for n, value in self.consts.items() if n in used and isinstance(value, _NUMBERS)}
@@ -92,7 +93,7 @@ class TracedUpdate:
         ]
 
     def depends(self, atom: Atom, number: int) -> bool:
-        """True if a value follows from another one."""
+        """True if a value depends on another one."""
         return number in flat.numbers_in(self.program.slice([atom]), [atom])
 
     def function(self, wanted: Sequence[Atom], given: Sequence[int]) -> tuple[Any, Callable[..., list[Any]]]:
@@ -112,7 +113,7 @@ class TracedUpdate:
 
 
 def computable(program: FlatProgram, given: Collection[int]) -> set[int]:
-    """The values that follow from those that are given."""
+    """Returns the values that can be computed from the given ones."""
     known = set(given)
     for operation in program.operations:
         if all(isinstance(a, jax_compat.Literal) or a in known for a in operation.operands):
@@ -145,7 +146,7 @@ _NUMBERS = (np.ndarray, np.generic, float, int)
 
 
 def _literals(eqn: Any) -> list[str]:
-    """The numbers that stand in an equation itself."""
+    """Returns the literals of an equation."""
     return [_shown(atom.val) for atom in eqn.invars if isinstance(atom, jax_compat.Literal)]
 
 

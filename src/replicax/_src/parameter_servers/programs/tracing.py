@@ -1,4 +1,4 @@
-"""Traces a function for workers: with what it does to variables, and with rows in place of tables."""
+"""Traces a function for workers, records its changes to variables, and replaces tables by rows."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ class TableRows:
 
 @dataclass
 class TracedFunction:
-    """A function for workers, traced.
+    """A traced function for workers.
 
     Attributes:
       variant: The trace. Its array outputs are the results, then the values of the events.
-      events: What it does to variables, in order.
-      note_counts: How many values belong to each event.
-      tree: The structure of what it returns, of ``num_outputs`` leaves.
+      events: The changes to variables, in order.
+      note_counts: The number of values of each event.
+      tree: The structure of the function's result, which has ``num_outputs`` leaves.
+      elements: The elements that it takes.
       num_replicas: The number of replicas of the replica functions in it.
-      rows: What it takes of tables; None if it looks nothing up.
+      rows: The lookups in tables; None if it looks nothing up.
     """
 
     variant: Variant
@@ -106,12 +107,12 @@ def trace_function(
         }
         lookups = find_lookups(jaxpr, tables, axis_env)
         kept = {table for n, table in lookups.gradients.items() if n not in of_optimizers}
-        if kept:  # the function returns, or assigns, a gradient
+        if kept:  # the function returns or assigns a gradient
             kept_tables = {lookups.lookups[number].table for number in kept}
             lookups = find_lookups(jaxpr, [t for t in tables if t not in kept_tables], axis_env)
         for whole in lookups.whole:
             if is_looked_up(jaxpr, jaxpr.invars[whole.table]):
-                why = "the replicas of a worker take it" if whole.primitive == "shard_map" else str(whole)
+                why = "the replicas of a worker use it" if whole.primitive == "shard_map" else str(whole)
                 _say_it_is_needed_whole(entries[whole.table - num_consts].slot.name, why)
         if not lookups.lookups:
             return jaxpr, []
@@ -129,7 +130,9 @@ def trace_function(
 
 
 def _without_new_values(variant: Variant) -> Variant:
-    """A trace whose replicas do not compute the new values of variables, which the servers do, unless it uses them."""
+    """Removes the new values of variables from a trace of replicas, unless it uses them, because the servers compute
+    them.
+    """
     jaxpr = variant.jaxpr
     wanted = jax_compat.rebuild(jaxpr, outvars=jaxpr.outvars[: variant.num_arrays])
     reduced, _ = jax_compat.without_dead_code(wanted)
@@ -139,7 +142,7 @@ def _without_new_values(variant: Variant) -> Variant:
 
 
 def _without_updates(jaxpr: Any, num_arrays: int) -> Any:
-    """A trace without what only the new values of variables need: the servers compute them. Its marks stay."""
+    """Removes operations that only new values of variables need, because the servers compute them. Marks stay."""
     outvars = jaxpr.outvars[:num_arrays]
     needed = {atom for atom in outvars if not isinstance(atom, jax_compat.Literal)}
     kept = []
@@ -160,5 +163,7 @@ def _is_table(slot: Slot) -> bool:
 @functools.lru_cache(maxsize=256)
 def _say_it_is_needed_whole(name: str, why: str) -> None:
     log.warning(
-        "Table %r is sent to the workers whole, for more is done with it than rows looked up: %s.", name, why
+        "Table %r is sent to the workers in full, because the function does more than look up rows of it: %s.",
+        name,
+        why,
     )

@@ -1,23 +1,22 @@
-"""Decides what a parameter server computes of an optimizer's update, and what the worker sends for it.
+"""Decides which part of an optimizer's update a parameter server computes, and which values the worker sends for it.
 
-The update is traced once, over whole variables. Everything is decided from the *slice* of each variable: the operations
-that compute its new value and its new slots. No optimizer is known by its name. A server has the variable, its slots,
-and what all variables share (the count of steps, the learning rate). The worker has all gradients. So a slice is
+The update is traced once, over full variables. All decisions use the *slice* of each variable: the operations that
+compute its new value and its new slots. No decision depends on the optimizer's name. A server has the variable, its
+slots, and the shared state (the count of steps, the learning rate). The worker has all gradients. So a slice is
 
 1. *elementwise*, if no operation in it mixes rows (``tracing/row_parallel.py``) or reads another variable. A server
    then updates each shard from that shard's gradient, and a table from the rows that were looked up. This is so for
-   SGD, Adam, Adagrad, RMSprop, Ftrl, Lion and the like, with weight decay, ``clipvalue`` and EMA: these are operations
-   of the slice, and the average of a variable is one of its slots.
-2. elementwise but for *scalars* that follow from gradients: a global norm, a finite check, the norm of a variable in
-   shards (``clipnorm``). The worker computes them from whole gradients and sends them.
-3. elementwise but for *another gradient* that follows from gradients alone, of the same shape (centred, numbered by
-   rows). The worker sends that in the gradient's place.
-4. *per variable*, if it mixes rows of the variable or of its slots (Lamb, Muon, Adafactor). The variable is kept whole
-   on one server. Of a table whose rows are looked up this is refused: it may not fit there.
-5. *coupled*, if it needs the values of other variables. It is refused.
+   SGD, Adam, Adagrad, RMSprop, Ftrl, Lion and similar optimizers, with weight decay, ``clipvalue`` and EMA, because
+   these are operations of the slice, and the average of a variable is one of its slots. 2. elementwise except for
+   *scalars* that follow from gradients: a global norm, a finite check, the norm of a sharded variable
+   (``clipnorm``). The worker computes them from full gradients and sends them. 3. elementwise except for *another
+   gradient* of the same shape that follows from gradients alone (centred, numbered by rows). The worker sends it in
+   place of the gradient. 4. *per variable*, if it mixes rows of the variable or of its slots (Lamb, Muon,
+   Adafactor). The variable is kept on one server, without shards. A table whose rows are looked up is refused,
+   because it may not fit there. 5. *coupled*, if it needs the values of other variables. Such an update is refused.
 
-Where the gradients of several closures are averaged, the only scalars are conditions: those hold if they hold for each
-closure. Whatever else couples variables scales each closure's own gradient, which is the value of case 3.
+If the gradients of several closures are averaged, the only scalars are conditions, which hold if they hold for each
+closure. Other couplings of variables scale each closure's own gradient, which is the value of case 3.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from replicax._src.tracing.row_parallel import Mixing, mixed_values
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of an update: for one variable, or for what all variables share.
+    """A part of an update: that of one variable, or that of the shared state.
 
     Attributes:
       wanted: The new values.
-      gradient: The gradient of the variable; None for what all share.
-      at_server: The inputs that a server has besides.
-      with_rows: The inputs of which it may have some rows only.
+      gradient: The gradient of the variable; None for shared state.
+      at_server: The other inputs that a server has.
+      with_rows: The inputs of which it may have only some rows.
     """
 
     wanted: Sequence[Atom]
@@ -56,7 +55,7 @@ class Sent:
     """The values that the worker sends.
 
     Attributes:
-      gradient: The gradient, or the value in its place; None for what all share.
+      gradient: The gradient, or the value in its place; None for shared state.
       scalars: Other values.
     """
 
@@ -69,7 +68,7 @@ class Sent:
 
 
 def find_mixed(traced: TracedUpdate, part: Slice, sent: Sent) -> Mapping[int, Mixing]:
-    """The values that come of several rows, in what is left of a slice when the worker has sent something."""
+    """Returns the values that mix rows, in the rest of a slice that the worker's values leave."""
     if not part.with_rows:
         return {}
     assert sent.gradient is not None
@@ -81,13 +80,16 @@ def find_mixed(traced: TracedUpdate, part: Slice, sent: Sent) -> Mapping[int, Mi
 def find_sent(
     traced: TracedUpdate, part: Slice, at_worker: Collection[int], *, is_averaged: bool
 ) -> Sent | None:
-    """Finds what a server needs of the worker to compute a slice.
+    """Finds the values that a server needs from the worker to compute a slice.
 
     Args:
+      traced: The update.
+      part: The slice.
       at_worker: The values that the worker can compute.
+      is_averaged: True if the gradients of several closures are averaged.
 
     Returns:
-      None: There is nothing that is enough.
+      None if no values suffice.
     """
     operations = traced.program.slice(part.wanted)
     mixed = find_mixed(traced, part, Sent(part.gradient))
@@ -119,7 +121,7 @@ def _may_be_sent(traced: TracedUpdate, number: int, is_averaged: bool) -> bool:
 def _gradients(
     traced: TracedUpdate, part: Slice, operations: Sequence[Operation], at_worker: Collection[int]
 ) -> Iterator[int | None]:
-    """The gradient, then what may be sent in its place."""
+    """Yields the gradient, then the values that may be sent in its place."""
     yield part.gradient
     if part.gradient is None:
         return

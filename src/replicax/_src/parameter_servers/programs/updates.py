@@ -1,4 +1,4 @@
-"""Builds the program that a parameter server runs when a closure pushes: all that the closure does to pieces there."""
+"""Builds the update program that a parameter server runs when a closure pushes to it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from replicax._src.variables.server_arrays import ServerArray
 
 Values = dict[str, Any]
 Step = Callable[[Values, Sequence[Any]], None]
-"""Takes the values of pieces by key, which it changes, and the operands of the program."""
+"""A step of the program. It changes the values of shards, by key, and takes the operands of the program."""
 
 
 @final
 class UpdateBuilder:
-    """The program of one server, while it is put together.
+    """The program of one server, while it is built.
 
     Args:
-      is_averaged: It is run with the mean of several closures' operands.
+      ps: The number of the server.
+      is_averaged: True if it runs with the mean of several closures' operands.
 
     Attributes:
-      is_averaged: The same.
-      operands: What the worker sends, in order; the caller's own words for it.
+      is_averaged: True if it runs with the mean of several closures' operands.
+      operands: The operands that the worker sends, in order, as the caller describes them.
     """
 
     def __init__(self, ps: int, *, is_averaged: bool = False):
@@ -52,7 +53,7 @@ class UpdateBuilder:
         is_written: bool,
         rows: Iterable[NamedRows] | None = None,
     ) -> str:
-        """The program takes a piece, and perhaps changes it: these rows, or any. Returns its key."""
+        """Makes the program read a shard, and perhaps change it: these rows, or any. Returns its key."""
         self._state.setdefault(piece.key, jax.ShapeDtypeStruct(array.shape_of(piece), array.dtype))
         if is_written:
             before = self._written.get(piece.key, set())
@@ -60,10 +61,10 @@ class UpdateBuilder:
         return piece.key
 
     def take(self, operand: Any, *avals: tuple[Sequence[int], Any]) -> int:
-        """The program takes an operand, of one array or several. Returns the position of the first."""
+        """Adds an operand of one array or several. Returns the position of the first."""
         position = self._positions.get(operand)
         is_condition = avals[0][1] == np.dtype(bool)
-        # What is the same here for two variables need not be so in another function of the round.
+        # Operands of two variables that are equal here may differ in another function of the round.
         if position is None or (self.is_averaged and not is_condition):
             position = self._positions[operand] = len(self._avals)
             self.operands.append(operand)
@@ -77,7 +78,7 @@ class UpdateBuilder:
         self._steps.append(step)
 
     def build(self, platforms: Sequence[str], name: str) -> UpdateProgram:
-        """The program."""
+        """Returns the finished program."""
         keys, written, steps = list(self._state), list(self._written), list(self._steps)
 
         def update(*args: Any) -> list[Any]:

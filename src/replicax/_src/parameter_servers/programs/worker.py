@@ -1,4 +1,4 @@
-"""The worker's side of a closure: what it computes, from what, and which of the results go to the servers."""
+"""The worker's side of a closure: its computation, its inputs, and the results that go to the servers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
 _PRINTS = ("debug_callback", "debug_print")
-SMALL_BYTES = 64 << 10  # a constant of more travels once, by itself
+SMALL_BYTES = 64 << 10  # a larger constant is sent once, on its own
 _Aval = tuple[tuple[int, ...], Any]
 
 
 @final
 class WorkerBuilder:
-    """The worker's program, while it is put together.
+    """The worker's program, while it is built.
 
     Args:
       traced: The function.
-      array_of: The array on the servers of a variable.
+      array_of: Returns the array on the servers of a variable.
 
     Attributes:
       program: The function as one list of operations.
-      notes: What it does to variables, in order, with the values in ``program``.
+      notes: The changes to variables, in order, with their values in ``program``.
       constants: Large arrays that the function closes over, by name; known once it is built.
     """
 
@@ -72,7 +72,7 @@ class WorkerBuilder:
         self._avals = self._known_avals()
 
     def _kinds(self) -> list[tuple[Any, int]]:
-        """Returns the kind of each input after the constants: a variable or an argument of the function, or of a
+        """Returns the kind of each input after the constants: a variable or an argument, of the function or of a
         lookup.
         """
         variant, rows = self._traced.variant, self._traced.rows
@@ -98,12 +98,12 @@ class WorkerBuilder:
 
     @property
     def variables(self) -> list[Any]:
-        """The variables that the function met, tables of which it takes rows included."""
+        """The variables that the function uses, including tables of which it reads rows."""
         met = (entry.slot.variable for entry in self._traced.variant.entries)
         return [variable for variable in met if not isinstance(variable, Element)]
 
     def aval_of(self, atom: Atom) -> _Aval:
-        """Shape and dtype of a value of the program."""
+        """Returns the shape and dtype of a value of the program."""
         if isinstance(atom, jax_compat.Literal):
             aval: Any = atom.aval
             return tuple(aval.shape), aval.dtype
@@ -127,22 +127,20 @@ class WorkerBuilder:
         return {i: lookups[number].num_ids for i, number in self.lookups_of(gradients).items()}
 
     def add_update(self, update: OptimizerUpdate, gradients: Sequence[Atom]) -> None:
-        """The worker computes what servers cannot of an optimizer's update."""
+        """Adds the worker's part of an optimizer's update, which the servers cannot compute."""
         self._updates.append((update, gradients))
 
     def output(self, atom: Atom, update: int | None = None) -> int:
-        """The number of a result of the worker, from now on: a value of the function, or of an update that was
-        added.
-        """
+        """Adds a result of the worker: a value of the function, or of an update that was added. Returns its number."""
         where = 0 if update is None else update + 1
         key = where, id(atom) if isinstance(atom, jax_compat.Literal) else atom
         self._outputs.setdefault(key, (where, atom))
         return len(self._results) + list(self._outputs).index(key)
 
-    # --- putting it together --------------------------------------------------------------------------
+    # --- building -------------------------------------------------------------------------------------
 
     def build(self, name: str, platforms: Sequence[str], pushes: tuple[Push, ...]) -> WorkerProgram:
-        """The program, with all that has been asked for."""
+        """Returns the program, with all results that have been added."""
         wanted = self._wanted()
         operations = self.program.slice(wanted)
         check_callbacks(self.program.operations, operations, name)
@@ -165,7 +163,7 @@ class WorkerBuilder:
         )
 
     def _operands(self, numbers: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes; of several replicas also what of it each of their devices gets."""
+        """Returns shapes and dtypes. With several replicas they also have the sharding over their devices."""
         whole, row = self._shardings
 
         def sharding(number: int) -> Any:
@@ -177,7 +175,7 @@ class WorkerBuilder:
 
     @property
     def _shardings(self) -> tuple[Any, Any]:
-        """The shardings of operands that each device of the worker has whole, and of those of which it has rows."""
+        """Returns the shardings of replicated operands, and of operands of which each device has rows."""
         topology = Topology.elsewhere(self._traced.num_replicas)
         return (topology.replicated, topology.per_replica) if topology.num_replicas > 1 else (None, None)
 
@@ -191,7 +189,9 @@ class WorkerBuilder:
     def _inputs(
         self, used: set[int], arrays: list[ServerArray], lookups: Sequence[Lookup]
     ) -> tuple[dict[int, Any], dict[int, Input]]:
-        """Constants that are part of the program, and what the others of the numbers ``used`` are."""
+        """Returns the constants that are part of the program, and the kinds of the other inputs among the numbers
+        ``used``.
+        """
         small: dict[int, Any] = {}
         inputs: dict[int, Input] = {}
         for number, value in self._consts.items():
@@ -229,7 +229,7 @@ class WorkerBuilder:
         return Input("variable", _number_of(self._array_of(variable), arrays))
 
     def _placed_lookups(self, arrays: list[ServerArray], name: str, platforms: Sequence[str]) -> list[Lookup]:
-        """The lookups as the worker makes them; adds the variables and constants that they need."""
+        """Returns the lookups for the worker's program. Adds the variables and constants that they need."""
         rows, variant = self._traced.rows, self._traced.variant
         if rows is None:
             return []
@@ -259,7 +259,7 @@ class WorkerBuilder:
         return placed
 
     def _state_for_cuts(self, update: OptimizerUpdate) -> dict[int, int]:
-        """Returns the number in the function, by the number in the update, of the state that the worker needs."""
+        """Returns the state that the worker needs: its number in the function, by its number in the update."""
         of_variable = {id(entry.slot.variable): number for number, entry in self._entries.items()}
         state = update.call.state
         return {update.traced.state[n].old: of_variable[id(state[n])] for n in update.needed_state}
@@ -299,7 +299,7 @@ def _of_update(
 
 
 def check_callbacks(every: Sequence[Operation], needed: Sequence[Operation], name: str) -> None:
-    """Says which calls of Python are left out, and refuses those whose results are needed: workers have no such
+    """Warns of Python callbacks that are left out, and refuses those whose results are needed: workers lack that
     code.
     """
     for operation in needed:
@@ -307,9 +307,9 @@ def check_callbacks(every: Sequence[Operation], needed: Sequence[Operation], nam
         calls = [primitive for primitive in found if "callback" in primitive or primitive == "debug_print"]
         if calls:
             raise UnsupportedError(
-                f"{name} calls back into Python ({calls[0]} at {operation.line}), and runs on workers, which have none of your "
-                "code. Compute it with JAX, or before the function is scheduled; what each worker shall compute in Python belongs "
-                "into the function of create_per_worker_dataset."
+                f"{name} calls back into Python ({calls[0]} at {operation.line}), but it runs on workers, which do "
+                "not have your code. Compute it with JAX, or before the function is scheduled. Code that must run in "
+                "Python on each worker belongs into the function of create_per_worker_dataset."
             )
     for operation in every:
         if operation.eqn.primitive.name in _PRINTS:
@@ -324,7 +324,7 @@ def _primitives_in(operation: Operation) -> set[str]:
 @functools.lru_cache(maxsize=256)
 def _say_it_does_not_print(name: str, line: str) -> None:
     log.warning(
-        "What %s prints at %s is left out: it runs on workers. Return the value and print it here.",
+        "%s prints at %s, which is left out because it runs on workers. Return the value and print it here.",
         name,
         line,
     )
@@ -341,7 +341,7 @@ def _evaluated(jaxpr: Any, *args: Any) -> list[Any]:
 
 
 def name_of(array: np.ndarray) -> str:
-    """Returns the name of an array that travels once: a hash of it."""
+    """Returns the name of an array that is sent once: a hash of it."""
     said = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=16)
     said.update(np.ascontiguousarray(array).view(np.uint8).data)
     return said.hexdigest()

@@ -1,1 +1,1 @@
-"""The contents of a parameter server: pieces, updates, copies and snapshots."""
+"""The contents of a parameter server: shards, updates, copies and snapshots."""

@@ -1,4 +1,4 @@
-"""``BackupSync``: brings a backup that joins what it lacks, and takes it at the backup."""
+"""``BackupSync`` brings a joining backup up to date. ``CopyTaker`` receives that data at the backup."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ _ROUNDS: Final = 4
 
 @final
 class BackupSync:
-    """The primary's side: it brings the state at one position, or what came after the backup's own, and then the rest.
+    """The primary's side: it sends the updates that the backup lacks, or first the state and then the later
+    updates.
 
     Args:
-      connect: Gives a client of another server, by its number.
+      state: The state of the group on this server.
+      connect: Returns a client of another server, given the server's number.
     """
 
     def __init__(self, state: GroupState, connect: Callable[[int], Connector]):
         self._state, self._connect = state, connect
 
     def bring(self, view: View) -> None:
-        """Brings all to the backup of a view, and takes it for in sync then, unless another view comes."""
+        """Sends the backup of a view everything it lacks, then marks it as in sync, unless a newer view has
+        arrived.
+        """
         assert view.backup is not None
         way = None
         try:
@@ -49,14 +53,19 @@ class BackupSync:
             self._bring_rest(view, way, acked)
         except Exception as error:
             _log.info(
-                "ps %d could not be brought a copy of group %d: %s", view.backup, self._state.group, error
+                "Could not bring the copy of group %d on ps %d up to date: %s",
+                self._state.group,
+                view.backup,
+                error,
             )
             self._state.lose(view.epoch, error)
             if way is not None:
                 way.close()
 
     def _bring_state(self, view: View, way: BackupWay) -> int:
-        """Returns the number up to which the backup has all: its own, if the log reaches it; else that of the state."""
+        """Returns the number of the last update that the backup has: its own position if the log reaches it, else
+        the state's.
+        """
         fields = self._state.fields("copy", view.epoch, 0)
         said = way.bring(Message({**fields, "part": "where"}))
         at, state = Position(*said["position"]), None
@@ -79,7 +88,9 @@ class BackupSync:
         return at.seq
 
     def _bring_rest(self, view: View, way: BackupWay, acked: int) -> None:
-        """Brings the updates after the state; the last of them while no other is ordered, as others may come faster."""
+        """Sends the updates that follow the state. The last of them are sent while the order is held, so that
+        none is added.
+        """
         for left in reversed(range(_ROUNDS)):
             with self._state.order:
                 entries = self._lacking(view, acked)
@@ -94,7 +105,7 @@ class BackupSync:
             acked = self._bring_entries(view, way, entries, acked)
 
     def _lacking(self, view: View, acked: int) -> list[Entry]:
-        """Returns the updates that the backup lacks. The caller has the order."""
+        """Returns the updates that the backup lacks. The caller holds ``order``."""
         with self._state.changed:
             if not self._state.log.is_on or self._state.rules.epoch != view.epoch:
                 raise _later_view()
@@ -104,7 +115,7 @@ class BackupSync:
         return entries
 
     def _bring_entries(self, view: View, way: BackupWay, entries: Sequence[Entry], acked: int) -> int:
-        """Returns the number of the last one, which the backup has said that it has."""
+        """Sends these updates. Returns the number of the last one that the backup acknowledged."""
         for entry in entries:
             taken = way.bring(self._state.message(view.epoch, entry))
             acked = entry.position.seq
@@ -114,7 +125,8 @@ class BackupSync:
                 if not entry.agrees(taken["outcome"]):
                     self._state.log.end()
                     raise MessageError(
-                        f"At message {acked} it came to {taken['outcome']!r}, not {entry.outcome!r}."
+                        f"Message {acked} gave {taken['outcome']!r} on the backup, and {entry.outcome!r} on the "
+                        "primary."
                     )
                 self._state.log.acknowledge(acked)
                 self._state.changed.notify_all()
@@ -123,18 +135,18 @@ class BackupSync:
 
 @final
 class CopyTaker:
-    """The backup's side: it makes a store of what it is brought."""
+    """The backup's side: it builds a store from what the primary sends."""
 
     def __init__(self, state: GroupState):
         self._state = state
         self._new: Store | None = None
 
     def begin(self) -> None:
-        """Drops what an earlier primary has brought."""
+        """Drops what an earlier primary has sent."""
         self._new = None
 
     def take(self, epoch: int, message: Message) -> Message:
-        """Takes a part of what the primary brings."""
+        """Applies one part of the primary's data."""
         with self._state.changed:
             if not self._state.rules.takes_copy(epoch):
                 return Message({"refused": str(Refusal.INCOMPLETE)})
@@ -155,12 +167,12 @@ class CopyTaker:
                     if not self._state.rules.takes_copy(epoch):
                         return _brought(False, at)
                     self._state.rules.dropped()
-                self._state.store.leave()  # first: there may be no room for both
+                self._state.store.leave()  # before the new store is made: memory may not hold both
                 self._state.store = self._state.new_store()
                 self._state.lacks = ()
             self._new = self._state.new_store()
         store = self._new
-        if store is None and part == "program":  # of one that goes on from its snapshot
+        if store is None and part == "program":  # for a store that was restored from its snapshot
             store = self._state.store
         if store is None:
             return _brought(False, at)
@@ -177,4 +189,4 @@ def _brought(is_taken: bool, at: Position) -> Message:
 
 
 def _later_view() -> UnavailableError:
-    return UnavailableError("The coordinator has decided otherwise meanwhile.")
+    return UnavailableError("A newer view of this group has arrived. Send the request again.")

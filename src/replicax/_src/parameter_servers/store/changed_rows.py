@@ -1,6 +1,6 @@
-"""``ChangedRows``: which rows of a piece have changed since they were written to a snapshot.
+"""``ChangedRows``: the rows of a shard that have changed since the last snapshot.
 
-Pure; the caller has the lock.
+Pure; the caller holds the lock.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from replicax._src.parameter_servers.store.held_values import Spec
 
 MIN_TRACKED_BYTES: Final = 1 << 16
-"""A piece of less is written whole."""
+"""The size from which changed rows are tracked. A smaller shard is written in full."""
 
 _UNIT_BYTES: Final = 256
-"""Rows of less are counted together: a byte for each such unit is a 256th of the piece."""
+"""Rows smaller than this are tracked in units of several rows. One byte per unit costs 1/256 of the shard's size."""
 
 
 def rows_per_unit(spec: Spec) -> int:
-    """Returns the number of rows of such a piece that are written together."""
+    """Returns the number of rows in one unit of a shard with this shape and dtype."""
     shape, dtype = spec
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     return max(1, -(-_UNIT_BYTES // max(1, row_bytes)))
@@ -29,10 +29,10 @@ def rows_per_unit(spec: Spec) -> int:
 
 @final
 class ChangedRows:
-    """The rows of one piece that have changed: any, until it is once known that it has been written.
+    """The rows of one shard that have changed. Until the first snapshot, any row may have changed.
 
     Args:
-      spec: The shape and dtype of the piece.
+      spec: The shape and dtype of the shard.
     """
 
     def __init__(self, spec: Spec):
@@ -44,11 +44,11 @@ class ChangedRows:
         self._units: np.ndarray | None = None  # True for each that has changed; None: any may have
 
     def units(self) -> np.ndarray | None:
-        """The numbers, ascending, of the units of rows that have changed; None: any may have."""
+        """The numbers of the changed units, ascending; None if any unit may have changed."""
         return None if self._units is None else np.flatnonzero(self._units)
 
     def change(self, numbers: Iterable[np.ndarray] | None) -> None:
-        """These rows have other values now; None: any may. Numbers that it does not have are of no row."""
+        """Marks these rows as changed; None marks all. Numbers outside of the shard are ignored."""
         if numbers is None:
             self._units = None
         if self._units is None:
@@ -59,14 +59,14 @@ class ChangedRows:
             self._units[rows // self._rows_per_unit] = True
 
     def begin(self) -> np.ndarray | None:
-        """All is being written: counts anew. Returns what was counted, for ``put_back``."""
+        """Starts a new count, because a snapshot of all changes begins. Returns the old count, for ``put_back``."""
         before = self._units
         if self._is_tracked:
             self._units = np.zeros(-(-self._shape[0] // self._rows_per_unit), bool)
         return before
 
     def put_back(self, before: np.ndarray | None) -> None:
-        """It could not be written: what had been counted counts, too."""
+        """Adds the old count to the new one, because the snapshot failed."""
         if self._units is None or before is None:
             self._units = None
         else:

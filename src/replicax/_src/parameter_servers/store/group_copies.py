@@ -1,4 +1,4 @@
-"""``GroupCopies``: the copies of groups that one parameter server has for one coordinator, by number of the group."""
+"""``GroupCopies``: the copies of groups that one parameter server holds for one coordinator, by group number."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _HELD = ("pieces", "bytes", "programs", "gradient_bytes", "num_snapshots")
 
 @final
 class GroupCopies:
-    """None, until the coordinator has said that there are some.
+    """The copies of groups on one server. It is empty until the coordinator assigns some.
 
     Args:
       task: The number of this server.
-      incarnation: The coordinator's.
-      connect: Gives a client of a parameter server, by its number and its address.
+      incarnation: The session id of the coordinator.
+      connect: Returns a client of a parameter server, given its number and its address.
       log_bytes: The most memory that each group uses for updates that its backup lacks.
-      keep: Makes the keeper of the snapshots of a group's copy, and says whether it restores; None: there are none.
+      keep: Makes the snapshot keeper of a group's copy; its bool says if the keeper restores. None turns
+        snapshots off.
 
     Attributes:
-      incarnation: The coordinator's.
+      incarnation: The session id of the coordinator.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class GroupCopies:
         return bool(self._copies)
 
     def take(self, view: View, addresses: list[str]) -> None:
-        """The coordinator has decided who has a group.
+        """Applies the coordinator's decision about which servers hold a group.
 
         Args:
-          addresses: Those of all parameter servers, in order.
+          view: The servers that hold the group.
+          addresses: The addresses of all parameter servers, in order.
 
         Raises:
-          InvalidArgumentError: This server does not have what it would need.
+          InvalidArgumentError: This server lacks data that its role in the view needs.
         """
         with self._lock:
             self._addresses = addresses
@@ -68,17 +70,17 @@ class GroupCopies:
         copy.take(view)
 
     def restore(self, group: int) -> None:
-        """Begins with a group of which there are snapshots of this coordinator.
+        """Restores a group from the snapshots of this coordinator.
 
         Raises:
-          SnapshotError: None can be read.
+          SnapshotError: No snapshot can be read.
         """
         with self._lock:
             self._add(group, restores=True)
 
     @property
     def restored(self) -> dict[str, Any]:
-        """Tells for each group what was restored."""
+        """Returns a description of the restored snapshot of each group."""
         return {
             str(group): copy.restored for group, copy in self._copies.items() if copy.restored is not None
         }
@@ -91,23 +93,23 @@ class GroupCopies:
         return copy
 
     def answer(self, message: Message) -> Message:
-        """Does what a client, or the primary of a group, asks.
+        """Executes a request of a client or of the primary of a group. Other errors than the one below are the
+        store's.
 
         Raises:
-          UnavailableError: This server does not have the group, or does not serve it.
-          Other errors are the store's.
+          UnavailableError: This server does not hold the group, or does not serve it.
         """
         group = message.header["group"]
         copy = self._copies.get(group)
         if copy is None:
-            raise UnavailableError(f"ps {self._task} does not have group {group}, as far as it knows.")
+            raise UnavailableError(f"ps {self._task} does not hold group {group} in its newest view.")
         if message.header.get("op") in _FROM_PRIMARY:
             return copy.forwarded(message)
         return copy.answer(message)
 
     def statistics(self) -> dict[str, Any]:
-        """Counts what all stores hold together, and what those that it serves have done. ``groups`` tells its part in
-        each.
+        """Sums what all stores hold and what the stores that this server serves have done. ``groups`` has its
+        role in each.
         """
         counts: Counter[str] = Counter()
         served: list[dict[str, Any]] = []
@@ -123,16 +125,16 @@ class GroupCopies:
         return told if self._keep is None else {**told, "snapshot_error": error}
 
     def described(self) -> Mapping[str, Any]:
-        """Tells for each group the part that this server has."""
+        """Returns the role of this server in each group."""
         return {str(group): copy.described() for group, copy in sorted(self._copies.items())}
 
     def close_keepers(self) -> None:
-        """Takes the last snapshot of each, while all is still there."""
+        """Takes a last snapshot of each group, while the stores still exist."""
         for copy in list(self._copies.values()):
             copy.close_keeper()
 
     def close(self) -> None:
-        """Drops all."""
+        """Closes and drops all copies."""
         with self._lock:
             copies, self._copies = self._copies, {}
         for copy in copies.values():

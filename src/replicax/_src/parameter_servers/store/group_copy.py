@@ -1,6 +1,4 @@
-"""``GroupCopy``: one parameter server's copy of a group of pieces, as the primary or the backup
-(``group_rules.py``).
-"""
+"""``GroupCopy``: one parameter server's copy of a group of shards, as primary or backup (see ``group_rules.py``)."""
 
 from __future__ import annotations
 
@@ -27,28 +25,29 @@ from replicax._src.parameter_servers.transport.messages import Message
 _log = logging.getLogger("replicax")
 
 _WAIT_S: Final = 50.0
-"""For the backup's word, or the coordinator's: who asks gives up after 60 s."""
+"""The longest wait for the backup's acknowledgment or the coordinator's decision. Clients give up after 60 s."""
 _ROOM_S: Final = 20.0
-"""While much waits to be brought an update is answered so much later; not never, as bringing takes as long as it takes.
+"""The longest delay of an update's answer while a joining backup lacks much. It slows clients down but never
+blocks them.
 """
 
 
 @final
 class GroupCopy:
-    """A store, the way to the other server that has the same, and the rules. All methods may be called from any thread.
+    """A store, the connection to the other server of the group, and the rules. All methods are thread-safe.
 
-    ``GroupState`` has its parts, and its two locks. ``BackupSync`` brings a backup that joins what it lacks.
+    ``GroupState`` has its parts and its two locks. ``BackupSync`` brings a joining backup up to date.
 
     Args:
-      group: Its number.
+      group: The number of the group.
       task: The number of this server.
-      incarnation: The coordinator's.
-      connect: Gives a client of another server, by its number.
+      incarnation: The session id of the coordinator.
+      connect: Returns a client of another server, given the server's number.
       log_bytes: The most memory for updates that the backup lacks.
-      keep: Makes the keeper of its snapshots, which may restore one; None: there are none.
+      keep: Makes its snapshot keeper, which may restore a snapshot. None turns snapshots off.
 
     Attributes:
-      restored: What the last snapshot before had, if it began with that.
+      restored: The description of the snapshot that it started from; None if it started empty.
     """
 
     def __init__(
@@ -71,17 +70,17 @@ class GroupCopy:
         self.restored = None if self._keeper is None else self._keeper.restored
 
     def take(self, view: View) -> None:
-        """The coordinator has decided who has the group.
+        """Applies the coordinator's decision about which servers hold the group.
 
         Raises:
-          InvalidArgumentError: This server does not have what it would need.
+          InvalidArgumentError: This server lacks data that its role in the view needs.
         """
         with self._state.changed:
             if view.epoch <= self._state.rules.epoch:
                 return
             ways = self._state.take_ways()
         for way in ways:
-            way.close()  # who waits on it looks again
+            way.close()  # threads that wait on it check again
         with self._state.changed:
             was_primary = self._state.rules.is_primary
             if not self._state.rules.take(view):
@@ -101,11 +100,13 @@ class GroupCopy:
             ).start()
 
     def answer(self, message: Message) -> Message:
-        """Does what a client asks, and returns when that cannot be lost any more with one server.
+        """Executes a client's request. Returns when the loss of one server can no longer lose its effect.
+
+        Other errors than the one below are the store's.
 
         Raises:
-          UnavailableError: It is to be sent again, maybe to the other server: whether it is lost is not known here.
-          Other errors are the store's.
+          UnavailableError: The client must send it again, maybe to the other server. It may or may not have been
+            applied.
         """
         is_update = is_change(message.header)
         with self._state.order:
@@ -122,7 +123,7 @@ class GroupCopy:
             began = time.monotonic()
             answer, error, outcome = self._apply(message)
             with self._state.changed:
-                entry.outcome = outcome if is_update else ""  # what only reads is not done there
+                entry.outcome = outcome if is_update else ""  # the backup does not execute reads
             self._patience.took(time.monotonic() - began)
             if partner is not Partner.IN_SYNC and is_update:
                 self._state.own(entry)
@@ -138,12 +139,12 @@ class GroupCopy:
         if error is not None:
             raise error
         assert answer is not None
-        if message.header.get("op") == "checksum":  # the other one's was the same, or it is in sync no more
+        if message.header.get("op") == "checksum":  # the backup's was equal, or it is no longer in sync
             return Message({**answer.header, "is_on_two": self._state.rules.partner is Partner.IN_SYNC})
         return answer
 
     def forwarded(self, message: Message) -> Message:
-        """The primary has sent on a message, or a part of what there is."""
+        """Applies a message that the primary has forwarded, or a part of the state that it sends."""
         header = message.header
         epoch, seq = header["epoch"], header["seq"]
         if header["op"] == "copy":
@@ -160,12 +161,12 @@ class GroupCopy:
             if verdict:
                 with self._state.changed:
                     self._state.rules.applied(Position(header["ordered_in"], seq))
-                    if self._state.rules.is_primary:  # since it began to apply this
+                    if self._state.rules.is_primary:  # it became the primary while it applied this
                         self._state.log.begin(self._state.rules.position)
         return Message({"applied": seq, "outcome": outcome, "writes": self._writes})
 
     def statistics(self) -> dict[str, Any]:
-        """The store's, and of its snapshots."""
+        """The statistics of the store and of its snapshots."""
         return {
             **self._state.store.statistics(),
             **({} if self._keeper is None else self._keeper.statistics()),
@@ -173,23 +174,25 @@ class GroupCopy:
 
     @property
     def is_primary(self) -> bool:
-        """True if it serves clients, as far as it knows."""
+        """True if this server serves clients, in the newest view that it has."""
         with self._state.changed:
             return self._state.rules.is_primary
 
     def described(self) -> dict[str, Any]:
-        """Its part; see ``GroupRules.described``; what went wrong with the backup last; how many updates it has."""
+        """Returns the role of this server (see ``GroupRules.described``), the last error of the backup, and the
+        update count.
+        """
         updates = self._state.store.statistics()["updates"]
         with self._state.changed:
             return {**self._state.rules.described(), "error": self._state.error, "updates": updates}
 
     def close_keeper(self) -> None:
-        """Takes the last snapshot, while all is still there."""
+        """Takes a last snapshot, while the store still exists."""
         if self._keeper is not None:
             self._keeper.close()
 
     def close(self) -> None:
-        """Drops all; who waits raises UnavailableError."""
+        """Closes the connections and drops the store. Threads that wait raise UnavailableError."""
         if self._keeper is not None:
             self._keeper.end()
         with self._state.changed:
@@ -200,11 +203,11 @@ class GroupCopy:
             way.close()
         self._state.store.leave()
 
-    # --- its snapshots, for the keeper -------------------------------------------------------------------
+    # --- snapshots, for the keeper -----------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
-        """Tells what has changed, for the snapshot keeper."""
+        """Returns counters that change with the store, for the snapshot keeper."""
         return self._state.store.progress._replace(position=self.position)
 
     @property
@@ -214,15 +217,16 @@ class GroupCopy:
             return self._state.rules.position
 
     def order_snapshot(self) -> None:
-        """The primary has both servers write a snapshot, at the same place in the order.
+        """Orders a snapshot on both servers, at the same place in the order of updates. Only the primary does
+        this.
 
-        So the primary knows that the backup may let an update wait until there is room beside what it writes.
+        The primary then knows that the backup may delay an update until there is memory beside the snapshot.
         """
-        with contextlib.suppress(UnavailableError):  # another server orders, or there is nobody who may
+        with contextlib.suppress(UnavailableError):  # another server is the primary, or none is
             self.answer(Message({"op": "snapshot", "incarnation": self._state.incarnation}))
 
     def snapshot(self, directory: Path, epoch: int = 0) -> dict[str, Any]:
-        """Writes a snapshot: see ``Store.snapshot``. It has the position of its last update.
+        """Writes a snapshot with the position of the last update: see ``Store.snapshot``.
 
         Raises:
           SnapshotError: It could not be written.
@@ -234,16 +238,18 @@ class GroupCopy:
             with self._state.order:
                 if self._state.is_closed or store is not self._state.store:
                     raise SnapshotError(
-                        f"The copy of group {self._state.group} is replaced; it is written then."
+                        f"The copy of group {self._state.group} is being replaced. The next snapshot will be of "
+                        "the new copy."
                     )
                 yield {"position": list(self.position)}
 
         return store.snapshot(directory, epoch, moment)
 
     def restore(self, directory: Path, epoch: int | None = None) -> dict[str, Any] | None:
-        """Begins with the newest whole snapshot, if it is of this coordinator: see ``Store.restore``.
+        """Restores the newest intact snapshot if it belongs to this coordinator: see ``Store.restore``.
 
-        It is all of the state at its position but for programs, and for gradients that waited for their round.
+        A snapshot has the whole state at its position, without programs and without gradients that wait for their
+        round.
         """
         told = self._state.store.restore(directory, epoch)
         if told is not None and told["incarnation"] == self._state.incarnation:
@@ -255,7 +261,7 @@ class GroupCopy:
         return None
 
     def _apply(self, message: Message) -> tuple[Message | None, Exception | None, str]:
-        """Applies a message. The caller holds the order."""
+        """Applies a message. The caller holds ``order``."""
         if not is_snapshot(message.header):
             return applied(self._state.store, message)
         if self._keeper is not None:
@@ -266,10 +272,10 @@ class GroupCopy:
     def _writes(self) -> bool:
         return self._keeper is not None and self._keeper.is_writing
 
-    # --- the primary: sending on -----------------------------------------------------------------------
+    # --- the primary: forwarding -----------------------------------------------------------------------
 
     def _send(self, epoch: int, entry: Entry) -> None:
-        """Sends an entry to the backup. The caller holds the order. ``_wait`` raises what goes wrong."""
+        """Sends an entry to the backup. The caller holds ``order``. ``_wait`` raises a failure."""
         try:
             way = self._state.way or self._open(epoch)
             if way is not None and way.epoch == epoch:
@@ -278,7 +284,7 @@ class GroupCopy:
             self._state.lose(epoch, error)
 
     def _open(self, epoch: int) -> BackupWay | None:
-        """The way to a backup that had all from the beginning; once."""
+        """Opens the connection to a backup that has had everything from the beginning. It tries once per epoch."""
         with self._state.changed:
             view = self._state.rules.view
             if view is None or view.epoch != epoch or view.backup is None or self._opened_epoch == epoch:
@@ -290,17 +296,18 @@ class GroupCopy:
     # --- the primary: waiting --------------------------------------------------------------------------
 
     def _wait(self, place: Place, until: float) -> None:
-        """Waits until the message at a place may be answered. One of the threads that wait reads from the backup."""
+        """Waits until the message at a place may be answered. One of the waiting threads reads from the backup."""
         while True:
             with self._state.changed:
                 way = self._reads_next(place, until)
             if way is None:
                 return
-            # All of it, though this one may wait no longer: who reads too briefly would lose a backup that is there.
+            # Use the full limit, even if this thread may wait less: a reader with a short limit would lose a
+            # healthy backup.
             self._read(way, self._patience.ack_s())
 
     def _wait_for_room(self) -> None:
-        """Waits while the joining backup lacks much, so that updates come slower than they are brought."""
+        """Waits while the joining backup lacks much, so that updates arrive more slowly than they are sent to it."""
         with self._state.changed:
             self._state.changed.wait_for(lambda: not self._has_much_waiting, _ROOM_S)
 
@@ -313,17 +320,20 @@ class GroupCopy:
         )
 
     def _reads_next(self, place: Place, until: float) -> BackupWay | None:
-        """None when it may be answered; else the way of which this thread reads next. With the lock."""
+        """Returns None once the message may be answered, else the connection that this thread must read next.
+
+        The caller holds ``changed``.
+        """
         while True:
             if self._state.is_closed:
-                raise UnavailableError("The coordinator's time at this parameter server is over.")
+                raise UnavailableError("The coordinator's session on this parameter server has ended.")
             if self._state.rules.may_answer(place):
                 return None
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise UnavailableError(
-                    f"The update was not acknowledged for {_WAIT_S:g} s: the second copy of group {self._state.group} is "
-                    f"{self._state.rules.partner}. {self._state.error}"
+                    f"The update was not acknowledged within {_WAIT_S:g} s: the backup of group "
+                    f"{self._state.group} is {self._state.rules.partner}. {self._state.error}"
                 )
             if (
                 self._state.way is not None
@@ -349,9 +359,9 @@ class GroupCopy:
             self._state.changed.notify_all()
 
     def _note(self, epoch: int, header: Mapping[str, Any]) -> None:
-        """Takes note of what the backup said to a message. The caller has the lock."""
+        """Records the backup's answer to a message. The caller holds ``changed``."""
         if "refused" in header:
-            self._state.error = f"It refuses what it is sent: {header['refused']}."
+            self._state.error = f"The backup refuses what it is sent: {header['refused']}."
             self._state.rules.refused(epoch, Refusal(header["refused"]))
             return
         seq, outcome = header["applied"], header["outcome"]
@@ -366,13 +376,13 @@ class GroupCopy:
 
     def _differs(self, epoch: int, seq: int, outcome: str) -> None:
         self._state.error = (
-            f"At message {seq} it came to {outcome or 'nothing special'}, and this one did not."
+            f"Message {seq} gave {outcome or 'no outcome'!r} on the backup, unlike on the primary."
         )
         _log.error(
-            "The two copies of group %d are not the same: %s The backup is given up, and brought all anew. Do the machines "
-            "have the same jaxlib and the same kind of CPU?",
+            "The two copies of group %d differ: %s The backup is dropped and will be copied again. Check that "
+            "both machines have the same jaxlib and the same kind of CPU.",
             self._state.group,
             self._state.error,
         )
-        self._state.log.end()  # what it has is of no use
+        self._state.log.end()  # its entries are useless for the backup now
         self._state.rules.lose(epoch)

@@ -1,4 +1,4 @@
-"""``Entry``: a client's message in the order of a group, as its log keeps it and its backup gets it."""
+"""``Entry``: a client's message in the order of a group, as the log keeps it and the backup receives it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from replicax._src.parameter_servers.transport.messages import Message
 _READS: Final = frozenset({"find"})
 _DUPLICATE: Final = "duplicate"
 ENTRY_BYTES: Final = 4 << 10
-"""What an entry counts for in a log, besides its arrays."""
+"""The number of bytes that an entry counts for in a log, besides its arrays."""
 
 
 @final
 class Entry:
-    """A message, or in place of one that changes nothing its number: nothing is read there, but refused what cannot be.
+    """A message in the order of a group. A message that changes nothing is kept as its number only.
+
+    For a step the backup reads nothing, but it refuses the reads that the primary refuses.
 
     Attributes:
       position: Its place in the order.
-      header: None: there is nothing to do.
-      outcome: The result, as ``applied`` says; it has to be the same on both servers. None: it is not known yet.
+      header: The header of the message; None if there is nothing to execute.
+      outcome: The result, as ``applied`` returns it. Both servers must get the same one. None until it is known.
     """
 
     __slots__ = ("_is_owned", "arrays", "header", "outcome", "position")
@@ -44,27 +46,27 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that it counts for in a log."""
+        """The number of bytes that the entry counts for in a log."""
         return sum(array.nbytes for array in self.arrays) + ENTRY_BYTES
 
     def own(self) -> None:
-        """Copies its arrays, because the memory of a message is used again."""
+        """Copies the arrays, because the memory of a message is reused."""
         if self._is_owned:
             return
         self._is_owned = True
-        if self.outcome == _DUPLICATE:  # it has changed nothing, and a client that waits sends it many times
+        if self.outcome == _DUPLICATE:  # it changed nothing, and a waiting client may send it many times
             self.header, self.arrays = None, ()
         else:
             self.arrays = [np.array(array) for array in self.arrays]
 
     def agrees(self, outcome: str) -> bool:
-        """True if the backup's result may be that of the primary."""
+        """True if the backup's result is compatible with the primary's."""
         is_empty = self._is_owned and self.outcome == _DUPLICATE and not outcome
         return is_empty or self.outcome in (None, outcome)
 
 
 def is_change(header: Mapping[str, Any]) -> bool:
-    """True if a message changes anything. Messages that only read are not sent to the backup."""
+    """True if a message can change the store. Messages that only read are not sent to the backup."""
     op = header.get("op")
     if op == "step":
         return header.get("program") is not None or header.get("gradients") is not None
@@ -72,12 +74,12 @@ def is_change(header: Mapping[str, Any]) -> bool:
 
 
 def is_snapshot(header: Mapping[str, Any] | None) -> bool:
-    """True if a message asks both servers for a snapshot."""
+    """True if a message orders a snapshot on both servers."""
     return header is not None and header.get("op") == "snapshot"
 
 
 def applied(store: Store, message: Message) -> tuple[Message | None, Exception | None, str]:
-    """The answer or the error, and in a word what came of it: the same on both servers, or they are not the same."""
+    """Applies a message. Returns the answer or the error, and an outcome that must be equal on both servers."""
     try:
         answer = store.answer(message)
     except Exception as error:
@@ -87,7 +89,7 @@ def applied(store: Store, message: Message) -> tuple[Message | None, Exception |
 
 
 def _with_no_row_numbers(message: Message) -> Sequence[np.ndarray]:
-    """The arrays of a step, of row numbers none, but of the same kind."""
+    """Returns the arrays of a step, with empty arrays of row numbers."""
     rows = message.header.get("rows")
     first = len(message.arrays) - len(rows) if isinstance(rows, list) else len(message.arrays)
     if first < 0:

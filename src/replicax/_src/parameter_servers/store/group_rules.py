@@ -1,18 +1,18 @@
-"""The rules for one server's copy of a group's pieces: order, apply, answer. Pure: no clock, no transport.
+"""The rules for one server's copy of a group of shards: order, apply, answer. Pure: no clock, no transport.
 
-With replication the pieces that would be on parameter server g are *group* g: two servers have them, the *primary*,
-which clients talk to, and the *backup*. Who is what is a ``View``; the coordinator alone makes them, each with a higher
-*epoch* than the one before. The rules:
+With replication, the shards of parameter server g form *group* g. Two servers hold a group: the *primary*,
+which clients talk to, and the *backup*. A ``View`` names both. Only the coordinator makes views, each with a
+higher *epoch* than the one before. The rules:
 
-- The primary gives each message of a client a number, in the order in which it applies them, and sends it to the backup
-  with its epoch. The backup applies what comes with its own epoch and the next number, and nothing else.
-- The primary answers a client when the backup has said that it has applied the message and all before it: what was
-  answered is on both. That is so for what only reads, too: who was followed by another primary finds out by asking.
-- A backup that is made the primary takes nothing of the one before it any more, as its epoch is a higher one.
-- A primary that cannot reach its backup answers nobody until the coordinator has said that it is alone.
-- A backup that *joins* lacks something. The primary is as good as alone until it has brought it what it lacks
-  (``log.py``), and needs its word from then on; only after that it tells the coordinator, which may then make it the
-  primary.
+- The primary numbers the messages of clients in the order in which it applies them. It sends each to the backup
+  with its epoch. The backup applies only a message with its own epoch and the next number.
+- The primary answers a client when the backup has acknowledged the message and all before it, so both servers
+  have what was answered. This holds for reads too: a replaced primary finds out by asking the backup.
+- A backup that becomes the primary refuses messages of the earlier primary, because its epoch is higher.
+- A primary that cannot reach its backup answers no client until the coordinator has removed the backup.
+- A backup that *joins* lacks data. The primary does not wait for it until it has sent what the backup lacks
+  (``log.py``). From then on it waits for acknowledgments. Only then it tells the coordinator that the backup is
+  in sync, which may now become the primary.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from replicax._src.parameter_servers.store.log import START, Position
 @final
 @dataclass(frozen=True)
 class View:
-    """Says which servers have the pieces of a group.
+    """The servers that hold the shards of a group.
 
     Attributes:
-      group: Its number.
-      epoch: Higher than that of all views of the group before.
+      group: The number of the group.
+      epoch: A number higher than the epochs of all earlier views of the group.
       primary: The number of the parameter server that clients talk to.
-      backup: The number of the one that has the second copy; None if there is none.
-      is_joining: The backup has nothing yet.
-      since: The group was lost, and goes on from this position, that of the primary; what came after it is gone. None:
-        it was not.
+      backup: The number of the server that has the second copy; None if there is none.
+      is_joining: True if the backup has no data yet.
+      since: The position of the primary from which a lost group resumes; later updates are lost. None if none was
+        lost.
     """
 
     group: int
@@ -51,11 +51,13 @@ class View:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The servers that have to know of it, in this order: a backup has to take what the primary sends."""
+        """The servers that must learn of the view. The backup is first, because it must accept what the primary
+        sends.
+        """
         return (self.primary,) if self.backup is None else (self.backup, self.primary)
 
     def described(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """Returns the view as JSON."""
         return {
             "group": self.group,
             "epoch": self.epoch,
@@ -67,7 +69,7 @@ class View:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Self:
-        """The view that ``described`` came from."""
+        """Makes the view that ``described`` returned."""
         since = described["since"]
         return cls(**{**described, "since": None if since is None else Position(*since)})
 
@@ -77,26 +79,26 @@ class Partner(StrEnum):
 
     NONE = "none"
     JOINING = "joining"
-    """What it lacks is being brought; nobody waits for it."""
+    """The primary is sending what it lacks; no client waits for it."""
     IN_SYNC = "in sync"
-    """Nothing is answered without its word."""
+    """The primary answers no message before the backup has acknowledged it."""
     FAILED = "failed"
-    """It could not be brought what it lacks. Nobody waits for it."""
+    """The primary could not send what it lacks. No client waits for it."""
     LOST = "lost"
-    """It was in sync and does not answer: nothing is answered until the coordinator has decided."""
+    """It was in sync and does not answer. The primary answers no message until the coordinator has decided."""
 
 
 class Refusal(StrEnum):
-    """A reason for which a backup does not take what a primary sends."""
+    """A reason why a backup does not accept a primary's message."""
 
     DEPOSED = "deposed"
-    """It is the primary, in a view with a higher epoch."""
+    """The backup is itself the primary, in a view with a higher epoch."""
     INCOMPLETE = "incomplete"
-    """The backup does not have what came before."""
+    """The backup lacks earlier messages."""
 
 
 class Place(NamedTuple):
-    """The place of a message in the order: the server's term as the primary, and the number of the message."""
+    """The place of a message in the order: the server's term as the primary, and the message's number."""
 
     tenure: int
     seq: int
@@ -104,15 +106,15 @@ class Place(NamedTuple):
 
 @final
 class GroupRules:
-    """One server's part in one group. Not for several threads at once.
+    """The role of one server in one group. Not thread-safe.
 
     Args:
       task: The number of the server.
 
     Attributes:
-      view: The last one that was taken; None before the first.
-      position: The position of the last message that was ordered here, or that a backup applied.
-      partner: The state of the backup, if this is the primary.
+      view: The newest view; None before the first.
+      position: The position of the last message that this server ordered as primary or applied as backup.
+      partner: The state of the backup, if this server is the primary.
     """
 
     def __init__(self, task: int):
@@ -122,44 +124,45 @@ class GroupRules:
         self.partner = Partner.NONE
         self._acked = self._synced_at = 0
         self._tenure = (
-            0  # how often it became the primary: nothing ordered in one term is answered in another
+            0  # how often it became the primary: a message ordered in one term is never answered in another
         )
         self._has_all = True
         self._is_deposed = False
 
     @property
     def seq(self) -> int:
-        """The number of ``position``."""
+        """The number in ``position``."""
         return self.position.seq
 
     @property
     def epoch(self) -> int:
-        """The epoch of the view; 0 before the first."""
+        """The epoch of the view; 0 before the first view."""
         return 0 if self.view is None else self.view.epoch
 
     @property
     def is_primary(self) -> bool:
-        """True if it serves clients, as far as it knows."""
+        """True if this server serves clients, in the newest view that it has."""
         return self.view is not None and self.view.primary == self._task and not self._is_deposed
 
     @property
     def has_partner(self) -> bool:
-        """True if it is the primary, and there is a backup that has not been lost."""
+        """True if this server is the primary and has a backup that is not lost."""
         return self.is_primary and self.partner in (Partner.JOINING, Partner.IN_SYNC)
 
     @property
     def is_backup(self) -> bool:
-        """True if it takes what a primary sends."""
+        """True if this server accepts a primary's messages."""
         return self.view is not None and self.view.backup == self._task
 
     def take(self, view: View) -> bool:
-        """The coordinator has decided. Returns whether that is new; an older view changes nothing.
+        """Applies a view. Returns True if it is new; an older view changes nothing.
 
-        Where it is the backup that joins, it may have more than the primary, or less.
+        A joining backup may have more updates than the primary, or fewer.
 
         Raises:
-          InvalidArgumentError: It would be the primary, or a backup in sync, without having all that was answered; or
-            what the coordinator takes for all.
+          InvalidArgumentError: This server would be the primary or a backup in sync, but lacks updates that were
+            answered, or
+            updates that the coordinator expects it to have.
         """
         if view.epoch <= self.epoch:
             return False
@@ -172,8 +175,8 @@ class GroupRules:
             keeps_all = keeps_all or self.position == view.since
         if not keeps_all and not joins and self._task in view.members:
             raise InvalidArgumentError(
-                f"ps {self._task} does not have all of group {view.group}, and cannot be a member of it in epoch {view.epoch} "
-                "before it has."
+                f"ps {self._task} lacks updates of group {view.group}, so it cannot be a member of it in "
+                f"epoch {view.epoch}. Let it join as a backup first."
             )
         self.view = view
         self._is_deposed = False
@@ -198,12 +201,12 @@ class GroupRules:
     # --- the primary ----------------------------------------------------------------------------------
 
     def order(self, *, is_change: bool = True) -> Place:
-        """The place of a client's message, which is applied next.
+        """Returns the place of a client's message, which is applied next.
 
-        What only reads needs a number where the backup is asked.
+        A message that only reads needs a number if the backup must confirm it.
 
         Raises:
-          UnavailableError: It is to be sent to another server.
+          UnavailableError: The message must be sent to another server.
         """
         self._check_primary()
         if is_change or self.partner is Partner.IN_SYNC:
@@ -211,10 +214,11 @@ class GroupRules:
         return Place(self._tenure, self.seq)
 
     def may_answer(self, place: Place) -> bool:
-        """True if one lost server cannot lose the message at a place any more, nor any before it.
+        """True if the loss of one server can no longer lose the message at a place, nor any before it.
 
         Raises:
-          UnavailableError: It may be lost, or may be not: the client sends it again, to the next primary.
+          UnavailableError: The message may or may not be lost. The client must send it again, to the next
+            primary.
         """
         self._check_primary()
         if place.tenure != self._tenure:
@@ -224,19 +228,19 @@ class GroupRules:
         return self.partner is not Partner.LOST
 
     def acknowledge(self, epoch: int, seq: int) -> None:
-        """The backup of an epoch has applied all up to a number."""
+        """Records that the backup of an epoch has applied all messages up to a number."""
         if epoch == self.epoch and self.is_primary:
             self._acked = max(self._acked, seq)
 
     def refused(self, epoch: int, why: Refusal) -> None:
-        """The backup of an epoch did not take something."""
+        """Records that the backup of an epoch refused a message."""
         if epoch == self.epoch and why is Refusal.DEPOSED:
             self._is_deposed = True
         else:
             self.lose(epoch)
 
     def lose(self, epoch: int) -> None:
-        """The backup of an epoch cannot be reached, or is not as the primary is."""
+        """Records that the backup of an epoch cannot be reached, or differs from the primary."""
         if epoch != self.epoch or not self.is_primary:
             return
         if self.partner is Partner.IN_SYNC:
@@ -245,10 +249,14 @@ class GroupRules:
             self.partner = Partner.FAILED
 
     def synced(self, epoch: int, acked: int) -> bool:
-        """The backup that joins is sent all up to here, and all from here on. Returns whether it still is the one.
+        """Records that the joining backup has been sent everything so far and will be sent everything later.
 
         Args:
-          acked: The number up to which it has said that it has all.
+          epoch: The epoch of the view.
+          acked: The number of the last message that the backup has acknowledged.
+
+        Returns:
+          False if another view has replaced this one.
         """
         if epoch != self.epoch or not self.is_primary or self.partner is not Partner.JOINING:
             return False
@@ -258,45 +266,52 @@ class GroupRules:
     # --- the backup -----------------------------------------------------------------------------------
 
     def forwarded(self, epoch: int, seq: int) -> bool | Refusal:
-        """A primary has sent a message: whether it is to be applied, or had been before; or why it is not taken."""
+        """Checks a primary's message. Returns True to apply it, False if it has been applied before, or a
+        refusal.
+        """
         if epoch < self.epoch and self.is_primary:
             return Refusal.DEPOSED
-        # (In a later view with the same primary it joins: that primary has only not heard of it yet.)
+        # (In a later view with the same primary this server joins, and that primary has not received the view
+        # yet.)
         if epoch != self.epoch or not self.is_backup or not self._has_all or seq > self.seq + 1:
             return Refusal.INCOMPLETE
         return seq == self.seq + 1
 
     def applied(self, position: Position) -> None:
-        """The message at this position is applied."""
+        """Records that the message at this position is applied."""
         self.position = position
 
     def takes_copy(self, epoch: int) -> bool:
-        """True if the primary of that epoch has to bring it the state."""
+        """True if the primary of that epoch must send the state to this server."""
         return epoch == self.epoch and self.is_backup and not self._has_all
 
     def has_copy(self, epoch: int, position: Position) -> bool:
-        """It has all up to a position; False if that is not for it any more."""
+        """Records that this server has everything up to a position. Returns False if the epoch is no longer
+        current.
+        """
         if not self.takes_copy(epoch):
             return False
         self.position, self._has_all = position, True
         return True
 
     def restored(self, position: Position) -> None:
-        """It begins with a snapshot: it lacks what came after that, if anything did."""
+        """Records that this server starts from a snapshot, so it may lack later messages."""
         self.position, self._has_all = position, False
 
     def dropped(self) -> None:
-        """The backup has dropped what it had."""
+        """Records that the backup has dropped its data."""
         self.position = START
 
     # --- for the coordinator --------------------------------------------------------------------------
 
     def described(self) -> dict[str, Any]:
-        """Its part, as JSON: ``epoch``, ``role``, ``position``, and of a primary how the ``backup`` is."""
+        """Returns the role as JSON: ``epoch``, ``role``, ``position``, and on a primary the state of the
+        ``backup``.
+        """
         role = "primary" if self.is_primary else "backup" if self.is_backup else "none"
         backup = self.partner
         if backup is Partner.IN_SYNC and self._acked < self._synced_at:
-            backup = Partner.JOINING  # what was answered while it was not there may not have arrived yet
+            backup = Partner.JOINING  # messages that were answered before it joined may not have arrived yet
         return {"epoch": self.epoch, "role": role, "position": list(self.position), "backup": str(backup)}
 
     def _check_primary(self) -> None:
@@ -306,7 +321,7 @@ class GroupRules:
     def _not_primary(self) -> UnavailableError:
         where = "" if self.view is None else f" of epoch {self.view.epoch}"
         return UnavailableError(
-            f"ps {self._task} does not serve this group of variables, in the view{where} that it knows: the other server that "
-            "has them does.",
+            f"ps {self._task} does not serve this group of variables, in the view{where} that it has. Ask the "
+            "other server that holds the group.",
             f"ps {self._task}",
         )

@@ -1,4 +1,4 @@
-"""``GroupState``: what the roles of a server in a group share: rules, log, store, links to the backup."""
+"""``GroupState``: the rules, log, store and connections that both roles of a server in a group use."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from replicax._src.parameter_servers.transport.messages import Message
 
 @final
 class GroupState:
-    """One server's copy of a group: see ``GroupCopy``.
+    """The state of one server's copy of a group: see ``GroupCopy``.
 
     Attributes:
-      order: Held while a message is sent on and applied. No thread waits for it with ``changed``.
-      changed: Held briefly, for the rules, the log and the links.
-      way: The link to the backup that is in sync.
-      joining_way: The link to the backup that joins.
-      error: The last problem with the backup, for people.
-      lacks: The digests of the programs that a restored store lacks; None: it lacks more, and cannot be brought up.
+      order: The lock held while a message is forwarded and applied. A thread that holds ``changed`` never waits
+        for it.
+      changed: The lock and condition of the rules, the log and the connections. It is held briefly.
+      way: The connection to the backup that is in sync.
+      joining_way: The connection to the backup that joins.
+      error: The last problem with the backup, as text.
+      lacks: The digests of the programs that a restored store lacks. None if it lacks more and needs the whole
+        state.
     """
 
     def __init__(self, group: int, task: int, incarnation: str, log_bytes: int):
@@ -42,19 +44,19 @@ class GroupState:
         self.is_closed = False
 
     def new_store(self) -> Store:
-        """Makes an empty store of the coordinator."""
+        """Returns an empty store that belongs to the coordinator."""
         store = Store()
         store.hello(self.incarnation)
         return store
 
     def take_ways(self) -> list[BackupWay]:
-        """Gives up the links to backups, for the caller to close. The caller has ``changed``."""
+        """Releases the connections to backups, for the caller to close. The caller holds ``changed``."""
         ways = [way for way in (self.way, self.joining_way) if way is not None]
         self.way = self.joining_way = None
         return ways
 
     def use(self, way: BackupWay) -> bool:
-        """Takes a link as that to the backup in sync. Closes it, and returns False, if another view has come."""
+        """Uses a connection for the backup in sync. Closes it and returns False if a newer view has arrived."""
         with self.changed:
             is_of_now = self.rules.epoch == way.epoch and not self.is_closed
             replaced = self.way
@@ -68,7 +70,7 @@ class GroupState:
         return is_of_now
 
     def message(self, epoch: int, entry: Entry) -> Message:
-        """Makes the message that brings an entry to the backup."""
+        """Returns the message that sends an entry to the backup."""
         return Message(
             {
                 **self.fields("forward", epoch, entry.position.seq),
@@ -79,7 +81,7 @@ class GroupState:
         )
 
     def fields(self, op: str, epoch: int, seq: int) -> dict[str, Any]:
-        """Makes the header fields that all messages to the backup have."""
+        """Returns the header fields of every message to the backup."""
         return {
             "op": op,
             "incarnation": self.incarnation,
@@ -89,7 +91,7 @@ class GroupState:
         }
 
     def lose(self, epoch: int, error: Exception) -> None:
-        """Tells the rules that the backup of an epoch is lost, and why."""
+        """Marks the backup of an epoch as lost, and records the error."""
         with self.changed:
             if epoch == self.rules.epoch and not self.is_closed and self.rules.has_partner:
                 self.error = str(error)
@@ -102,9 +104,9 @@ class GroupState:
             return self.log.get(entry.position.seq) is entry
 
     def own(self, entry: Entry) -> None:
-        """Gives an entry that the log keeps memory of its own, which counts. The caller has the order.
+        """Copies the arrays of an entry that the log keeps, and counts their memory. The caller holds ``order``.
 
-        If the log is full then, the backup is lost.
+        If that fills the log, the backup is lost.
         """
         if not self.keeps(entry):
             return
@@ -115,7 +117,7 @@ class GroupState:
                 return
             epoch, way = self.rules.epoch, self.joining_way
             self.changed.notify_all()
-        error = f"The updates that it lacks take more than log_bytes={self.log.max_bytes}."
+        error = f"The updates that the backup lacks take more than log_bytes={self.log.max_bytes}."
         self.lose(epoch, UnavailableError(error))
         if way is not None and way.epoch == epoch:
-            way.close()  # the thread that brings finds that this is over
+            way.close()  # the thread that sends them notices and stops

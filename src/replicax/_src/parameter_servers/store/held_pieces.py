@@ -1,4 +1,6 @@
-"""Pieces as a server holds them, how they are shown, and whether what came fits them. The caller has the lock."""
+"""Shards as a server holds them, views of their values, and checks of messages against them. The caller holds the
+lock.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ MAX_COPIED_BYTES: Final = 4_000_000
 
 @dataclass(slots=True)
 class HeldPiece:
-    """A piece of a variable, here.
+    """A shard of a variable on this server.
 
     Attributes:
-      key: Its name.
-      spec: Shape and dtype.
-      value: Deleted if it was lost in an update that failed while it wrote in place.
-      number: The number of its version. It grows with every change, and is not used again for this key.
-      changed: Since the last snapshot.
+      key: The name of the shard.
+      spec: The shape and dtype.
+      value: The value. It is deleted if an update failed while it wrote in place.
+      number: The number of the version. It grows with every change and is never reused for this key.
+      changed: The rows that have changed since the last snapshot.
     """
 
     key: str
@@ -47,21 +49,25 @@ class HeldPiece:
         return math.prod(shape) * dtype.itemsize
 
     def held(self) -> jax.Array:
-        """The value. Raises RuntimeError if it is lost."""
+        """Returns the value. Raises RuntimeError if it is lost."""
         if self.value.is_deleted():
             raise RuntimeError(
-                f'The value of piece "{self.key}" was lost: an update ran out of memory while it was written in place. '
-                "Assign it, or start the server anew from a snapshot."
+                f'The value of shard "{self.key}" was lost: an update ran out of memory while it wrote in place. '
+                "Assign a value, or restart the server from a snapshot."
             )
         return self.value
 
     def view(self) -> np.ndarray:
-        """The value without a copy. While it is alive an update needs memory for another value: keep it briefly."""
+        """Returns the value without a copy. Keep it briefly: while it exists, an update of the shard needs new
+        memory.
+        """
         return np.asarray(self.held())
 
 
 def shown(pieces: Sequence[HeldPiece]) -> list[np.ndarray]:
-    """Their values: small ones copied, so that the next update need not go to other memory; large ones as views."""
+    """Returns their values: copies of small ones, so that the next update can reuse the memory, and views of
+    large ones.
+    """
     values = [piece.view() for piece in pieces]
     num_bytes = 0
     for index in sorted(range(len(values)), key=lambda i: values[i].nbytes):
@@ -73,12 +79,12 @@ def shown(pieces: Sequence[HeldPiece]) -> list[np.ndarray]:
 
 
 def rows_of(piece: HeldPiece, numbers: np.ndarray) -> np.ndarray:
-    """Copies of rows; a number that is none is that of the first or the last row."""
+    """Returns copies of rows. A number outside of the shard is clipped to the first or the last row."""
     return np.take(piece.view(), numbers, axis=0, mode="clip")
 
 
 def staleness_of(used: Iterable[tuple[HeldPiece, Version | None]], instance: str) -> int | None:
-    """Returns the largest number of changes since a version was used; None if no version is one of this store."""
+    """Returns the largest number of changes since a version was used; None if no version belongs to this store."""
     ages = [
         piece.number - version[1] for piece, version in used if version is not None and version[0] == instance
     ]
@@ -86,42 +92,42 @@ def staleness_of(used: Iterable[tuple[HeldPiece, Version | None]], instance: str
 
 
 def check_tables(tables: Sequence[HeldPiece]) -> None:
-    """Raises InvalidArgumentError for a piece without rows."""
+    """Raises InvalidArgumentError if a shard has no rows."""
     for piece in tables:
         shape, _ = piece.spec
         if not shape or not shape[0]:
             raise InvalidArgumentError(
-                f'Piece "{piece.key}" has the shape {list(shape)}, and rows of it were to be read. '
-                "Pull it whole; rows are those of a piece that has some."
+                f'Shard "{piece.key}" has the shape {list(shape)}, so its rows cannot be read. '
+                "Pull the whole shard; only a shard with at least one row has rows to read."
             )
 
 
 def check_state(update: CompiledUpdate, state: Sequence[HeldPiece]) -> None:
-    """Raises InvalidArgumentError unless the program was exported for these."""
+    """Raises InvalidArgumentError unless the program was exported for these shards."""
     for piece, spec in zip(state, update.state):
         if piece.spec != spec:
             raise InvalidArgumentError(
-                f'Program {update.program.digest} takes piece "{piece.key}" as {text(*spec)}, and it is '
-                f"{text(*piece.spec)}. Export the program for the piece as it is."
+                f'Program {update.program.digest} takes shard "{piece.key}" as {text(*spec)}, and it is '
+                f"{text(*piece.spec)}. Export the program for the shard as it is."
             )
 
 
 def check_assigned(piece: HeldPiece, array: np.ndarray) -> None:
-    """Raises InvalidArgumentError unless the array may be the piece's value."""
+    """Raises InvalidArgumentError unless the array has the shape and dtype of the shard."""
     if piece.spec != (array.shape, array.dtype):
         raise InvalidArgumentError(
-            f'Piece "{piece.key}" is {text(*piece.spec)}, and {text(array.shape, array.dtype)} was to be assigned. '
+            f'Shard "{piece.key}" is {text(*piece.spec)}, and cannot be assigned {text(array.shape, array.dtype)}. '
             "Give a value of its shape and dtype."
         )
 
 
 def text(shape: Sequence[int], dtype: np.dtype[Any]) -> str:
-    """``float32[4, 2]``."""
+    """Returns the shape and dtype as text, such as ``float32[4, 2]``."""
     return f"{dtype.name}{list(shape)}"
 
 
 def few(keys: Mapping[str, Any], limit: int = 5) -> str:
-    """The first keys, for people."""
+    """Returns the first keys as text."""
     if not keys:
         return "none"
     first = ", ".join(f'"{key}"' for key in list(keys)[:limit])

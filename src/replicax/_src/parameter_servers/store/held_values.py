@@ -1,4 +1,6 @@
-"""Values of pieces in memory that is a server's own: made, overwritten in place, and shown."""
+"""Values of shards in memory that the server owns: it creates them, overwrites them in place, and takes views of
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,24 @@ _MIN_IN_PLACE_BYTES: Final = 1 << 22
 
 
 def is_wide(dtype: np.dtype[Any]) -> bool:
-    """True if JAX has this dtype only with x64 enabled."""
+    """True if JAX supports this dtype only with x64 enabled."""
     return dtype in (np.int64, np.uint64, np.float64, np.complex128)
 
 
 def with_dtypes(dtypes: Sequence[np.dtype[Any]]) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which arrays keep these dtypes: a server has the dtypes of whoever it serves."""
+    """Returns a context in which arrays keep these dtypes, so that a server holds the dtypes of its clients."""
     return jax.enable_x64(True) if any(map(is_wide, dtypes)) else contextlib.nullcontext()
 
 
 def copied(value: np.ndarray, device: Any) -> jax.Array:
-    """An array of its own of ``value``, which may be overwritten afterwards. At most one block is there twice."""
+    """Returns a new array with the contents of ``value``, which may then be overwritten. It needs one block of
+    extra memory.
+    """
     if value.nbytes > BYTES_PER_BLOCK and value.ndim:
         return filled(value.shape, value.dtype, device, lambda start, stop: value[start:stop])
     with with_dtypes([value.dtype]):
-        # Not `jax_compat.copied`: it adopts memory of NumPy, which XLA does not write to in place (jax 0.10).
+        # `jax_compat.copied` does not work here: it adopts NumPy's memory, and XLA does not write to that in
+        # place (jax 0.10).
         return jnp.array(value, copy=True, device=device).block_until_ready()
 
 
@@ -44,8 +49,8 @@ def filled(
     rows: Callable[[int, int], np.ndarray],
     rows_per_unit: int = 1,
 ) -> jax.Array:
-    """An array whose rows ``start`` to ``stop`` are ``rows(start, stop)``, asked for in order, in blocks of whole
-    units.
+    """Returns an array whose rows ``start`` to ``stop`` are ``rows(start, stop)``. It asks in order, in blocks of
+    whole units.
     """
     rows_per_block = num_rows_per_block(shape, dtype, rows_per_unit)
     with with_dtypes([dtype]):
@@ -53,23 +58,23 @@ def filled(
         for start in range(0, shape[0], rows_per_block):
             block = rows(start, min(start + rows_per_block, shape[0]))
             value = _with_block(value, block, np.int32(start))
-            value.block_until_ready()  # the block's memory may be used again
+            value.block_until_ready()  # the block's memory is reused
     return value
 
 
 def num_rows_per_block(shape: Sequence[int], dtype: np.dtype[Any], rows_per_unit: int = 1) -> int:
-    """Returns the number of rows of an array that are filled at once: some units."""
+    """Returns the number of rows that are filled at once: a whole number of units."""
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     return max(1, BYTES_PER_BLOCK // max(1, row_bytes * rows_per_unit)) * rows_per_unit
 
 
 def is_overwritten(value: np.ndarray) -> bool:
-    """True if a new value is better written to the memory of the old one than to new memory."""
+    """True if it is faster to write a new value to the old one's memory than to new memory."""
     return value.nbytes >= _MIN_IN_PLACE_BYTES
 
 
 def overwritten(old: jax.Array, value: np.ndarray) -> jax.Array:
-    """``value``, in the memory of ``old``, which is gone then."""
+    """Returns an array with the contents of ``value`` in the memory of ``old``, which is deleted."""
     with with_dtypes([value.dtype]):
         return _second(old, value).block_until_ready()
 

@@ -1,12 +1,13 @@
 """``UpdateLog``: the numbered updates of a store that its backup has not acknowledged. Pure: no clock, no transport.
 
-A store applies updates in one order. An update's *position* is the epoch of the primary that ordered it, and its
-number. There is one primary per epoch, and a backup applies only the next number; so two stores whose last updates have
-the same position have the same contents. This is the log matching property of Raft, and three rules follow from it:
+A store applies updates in one order. An update's *position* is its number and the epoch of the primary that
+ordered it. There is one primary per epoch, and a backup applies only the next number. So two stores whose last
+updates have the same position have the same contents. This is the log matching property of Raft. Three rules
+follow from it:
 
-- A backup that is at a position which the log reaches gets the updates after it.
+- A backup whose position the log reaches gets the updates after it.
 - Any other backup gets the state at one position, and then the updates after it.
-- The log keeps at most ``max_bytes``. Beyond that it is empty, and reaches nothing: the backup gets the state.
+- The log keeps at most ``max_bytes``. Beyond that it is dropped, and the backup gets the state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 class Position(NamedTuple):
-    """The place of an update in the order, and of a store that has applied it and all before it."""
+    """The place of an update in the order. Also the place of a store that has applied it and all earlier updates."""
 
     epoch: int
     seq: int
@@ -32,13 +33,13 @@ START: Final = Position(0, 0)
 
 @final
 class UpdateLog(Generic[T]):
-    """Updates in order, from one position on. Not for several threads at once.
+    """Updates in order, from one position on. Not thread-safe.
 
     Args:
-      max_bytes: The most that the kept updates may take. One update is kept whatever its size.
+      max_bytes: The most bytes of kept updates. A single update is kept whatever its size.
 
     Attributes:
-      num_bytes: What the kept updates take now.
+      num_bytes: The number of bytes of the kept updates.
 
     >>> log = UpdateLog[str](max_bytes=100)
     >>> log.begin(START)
@@ -58,27 +59,27 @@ class UpdateLog(Generic[T]):
 
     @property
     def is_on(self) -> bool:
-        """True if it keeps updates: it has begun, and not ended since."""
+        """True between ``begin`` and ``end``, while it keeps updates."""
         return self._base is not None
 
     @property
     def is_half_full(self) -> bool:
-        """True if updates should come slower."""
+        """True if updates should be slowed down."""
         return 2 * self.num_bytes >= self.max_bytes
 
     def begin(self, position: Position) -> None:
-        """Keeps the updates after a position, and none before it."""
+        """Starts to keep the updates after a position."""
         self.end()
         self._base = position
 
     def end(self) -> None:
-        """Drops all updates, and keeps none until ``begin``."""
+        """Drops all updates and stops keeping them until ``begin``."""
         self._base, self.num_bytes = None, 0
         self._updates.clear()
         self._sizes.clear()
 
     def append(self, position: Position, update: T, num_bytes: int = 0) -> None:
-        """Keeps the next update, if the log is on. It ends if this is too much."""
+        """Keeps the next update, if the log is on. The log ends if it becomes too large."""
         if self._base is None:
             return
         last = self._updates[-1][0] if self._updates else self._base
@@ -88,7 +89,7 @@ class UpdateLog(Generic[T]):
         self.charge(position.seq, num_bytes)
 
     def charge(self, seq: int, num_bytes: int) -> None:
-        """An update that is kept has this size, in place of an earlier one. The log ends if this is too much."""
+        """Sets the size of a kept update. The log ends if it becomes too large."""
         if self._has(seq):
             self.num_bytes += num_bytes - self._sizes.get(seq, 0)
             self._sizes[seq] = num_bytes
@@ -96,17 +97,17 @@ class UpdateLog(Generic[T]):
                 self.end()
 
     def acknowledge(self, seq: int) -> None:
-        """The backup has all updates up to this number."""
+        """Drops all updates up to this number, because the backup has them."""
         while self._updates and self._updates[0][0].seq <= seq:
             self._base = self._updates.popleft()[0]
             self.num_bytes -= self._sizes.pop(self._base.seq, 0)
 
     def get(self, seq: int) -> T | None:
-        """The update of this number, if it is kept."""
+        """Returns the update of this number; None if it is not kept."""
         return self._updates[seq - self._updates[0][0].seq][1] if self._has(seq) else None
 
     def reaches(self, position: Position) -> bool:
-        """True if a store at this position becomes this one by the updates after it."""
+        """True if the updates after this position bring a store from there up to date."""
         if position == self._base:
             return True
         return (
@@ -114,7 +115,7 @@ class UpdateLog(Generic[T]):
         )
 
     def after(self, seq: int) -> list[tuple[Position, T]]:
-        """The updates with higher numbers, in order."""
+        """Returns the updates with higher numbers, in order."""
         return [each for each in self._updates if each[0].seq > seq]
 
     def _has(self, seq: int) -> bool:

@@ -1,7 +1,8 @@
 """Requests to a parameter server, read from the headers of messages.
 
-The peers that send them are authenticated, and of the same version: what does not fit is a mistake of this library, and
-``Store.answer`` says so.
+Peers are authenticated and have the same version. So a malformed request is a bug in this library, and
+``Store.answer``
+says so.
 """
 
 from __future__ import annotations
@@ -20,30 +21,32 @@ from replicax._src.parameter_servers.store.held_values import Spec
 
 Version = tuple[str, int]
 KnownVersions = Sequence[tuple[str, Version | None]]
-"""Keys of pieces, each with the version that is known."""
+"""Keys of shards, each with the version that the client has."""
 
 
 @dataclass(frozen=True)
 class Closure:
-    """The number of a closure and its coordinator. Or those of a round, or of another call that is done once."""
+    """The number of a closure, and the session id of its coordinator. Rounds and other calls that are done once
+    use it too.
+    """
 
     incarnation: str
     number: int
 
     @property
     def of_rounds(self) -> Closure:
-        """This number, as that of a round of the same coordinator."""
+        """The same number, for a round of the same coordinator."""
         return Closure(f"{self.incarnation} rounds", self.number)
 
 
 @dataclass(frozen=True)
 class NewPiece:
-    """A piece to be made.
+    """A shard to be created.
 
     Attributes:
-      key: Its name.
-      spec: Shape and dtype.
-      initial: "array", or the digest of the program that makes the value.
+      key: The name of the shard.
+      spec: The shape and dtype.
+      initial: "array", or the digest of the program that computes the value.
       value: The value, or None.
     """
 
@@ -55,11 +58,12 @@ class NewPiece:
 
 @dataclass(frozen=True)
 class Create:
-    """Pieces to be made.
+    """A request to create shards.
 
     Attributes:
-      if_absent: Those that are there already stay as they are.
-      number: The number of the call; None for one that cannot come twice.
+      pieces: The shards.
+      if_absent: True to leave existing shards as they are.
+      number: The number of the call; None for a call that cannot be repeated.
       low: All calls of that client with lower numbers have ended.
     """
 
@@ -78,11 +82,12 @@ class Create:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients that a closure has for a round.
+    """The gradients of a closure for a round.
 
     Attributes:
       round_number: The number of the round.
-      program: Digest of the update that all of the round make.
+      program: The digest of the update that all closures of the round use.
+      operands: The gradients.
     """
 
     round_number: int
@@ -92,12 +97,12 @@ class Gradients:
 
 @dataclass(frozen=True)
 class ApplyRound:
-    """A round that is to be applied.
+    """A request to apply a round.
 
     Attributes:
       number: The number of the round, and its coordinator.
-      low: All its rounds with lower numbers are over.
-      closures: The numbers of those whose gradients are averaged.
+      low: All rounds of that coordinator with lower numbers are over.
+      closures: The numbers of the closures whose gradients are averaged.
     """
 
     number: Closure
@@ -112,10 +117,10 @@ class ApplyRound:
 
 @dataclass(frozen=True)
 class Assign:
-    """Values for pieces.
+    """A request to assign values to shards.
 
     Attributes:
-      number: The number of the call; None for one that cannot come twice.
+      number: The number of the call; None for a call that cannot be repeated.
       low: All calls of that client with lower numbers have ended.
     """
 
@@ -132,17 +137,17 @@ class Assign:
 
 @dataclass(frozen=True)
 class Step:
-    """An update and a reading, as one.
+    """A request that updates shards and reads shards, as one operation.
 
     Attributes:
-      closure: The closure that pushes; None for a push that cannot come twice.
-      low: All its coordinator's closures with lower numbers have ended.
-      program: Digest; None: only reading.
-      pull: The pieces that are read.
-      rows: Keys of pieces of which rows are read.
-      used: The versions that the closure has computed with; if not said, those of ``pull``.
-      gradients: The gradients that the closure has for a round.
-      only_apply: Nothing is read; a backup does this.
+      closure: The closure that pushes; None for a push that cannot be repeated.
+      low: All closures of its coordinator with lower numbers have ended.
+      program: The digest of the update; None for a read.
+      pull: The shards to read.
+      rows: The keys of the shards of which rows are read.
+      used: The versions that the closure computed with; by default those of ``pull``.
+      gradients: The gradients of the closure for a round.
+      only_apply: True if nothing is read, as on a backup.
     """
 
     closure: Closure | None
@@ -158,13 +163,15 @@ class Step:
 
     @classmethod
     def of(cls, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Self:
-        """Reads a message: its arrays are operands, then gradients, then row numbers for each of ``rows``."""
+        """Reads a message. Its arrays are the operands, the gradients, and row numbers for each of ``rows``, in
+        this order.
+        """
         rows, program, given = header.get("rows") or (), header.get("program"), header.get("gradients")
         stop = len(arrays) - len(rows)
         num_operands = stop if given is None else stop - given["operands"]
         if num_operands < 0 or (program is None and num_operands):
             raise MessageError(
-                f"A step came with {len(arrays)} arrays, which its header does not name: {header!r:.200}."
+                f"The header of a step does not account for its {len(arrays)} arrays: {header!r:.200}."
             )
         gradients = (
             None if given is None else Gradients(given["round"], given["program"], arrays[num_operands:stop])
@@ -186,18 +193,18 @@ class Step:
 
 
 def program_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> UpdateProgram:
-    """Reads the program that a message brings."""
+    """Reads the program in a message."""
     program = UpdateProgram.of(header["described"], arrays[0].tobytes())
     if program.digest != header["digest"]:
         raise InvalidArgumentError(
-            f"The program that was sent as {header['digest']} is {program.digest}. Send it with its own digest."
+            f"The program sent as {header['digest']} has the digest {program.digest}. Send it with its own digest."
         )
     return program
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Pieces and programs that are not needed any more."""
+    """A request to drop shards and programs that are no longer needed."""
 
     keys: Sequence[str]
     programs: Sequence[str]
@@ -209,7 +216,7 @@ class Drop:
 
 
 def keys_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Sequence[str]:
-    """Reads the keys of pieces."""
+    """Reads the keys of shards."""
     return header["keys"]
 
 

@@ -1,4 +1,4 @@
-"""Decides what a snapshot writes of each piece: all of it, the changed rows, or nothing. The caller has the lock."""
+"""Decides what a snapshot writes of each shard: all of it, the changed rows, or nothing. The caller holds the lock."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from replicax._src.parameter_servers.store.snapshot_parts import (
 )
 
 _MOST_CHANGED: Final = 1 / 2
-"""Of a piece; where more has changed, all is written."""
+"""The changed part of a shard from which the whole shard is written."""
 
 _MAX_COPIED_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A piece as it is written.
+    """A shard as it is written.
 
     Attributes:
-      before: What the snapshot before has of it, where not all is written.
-      value: The value of the whole piece: a view, because of which an update needs other memory.
-      units: Of these only the rows are written; None: of all, or, without a value, of none.
-      rows: Copies of these, in place of the value.
+      before: The record in the last snapshot, if not all is written.
+      value: A view of the whole value. While it exists, an update needs new memory.
+      units: The units whose rows are written. None: all rows if there is a value, else no rows.
+      rows: Copies of the rows of ``units``, in place of the value.
     """
 
     key: str
@@ -48,13 +48,13 @@ class Entry:
     rows: np.ndarray | None = None
 
     def record(self, *written: Any) -> PieceRecord:
-        """Returns the record of the piece, once these parts are written."""
+        """Returns the record of the shard, given the parts that were written."""
         before = () if self.before is None else self.before.parts
         return PieceRecord(self.key, self.spec, self.number, rows_per_unit(self.spec), (*before, *written))
 
 
 def write_entry(file: BufferedWriter, number: int, entry: Entry) -> PieceRecord:
-    """Writes what there is to write of a piece to the file of this number."""
+    """Writes a shard's value or changed rows to the file of this number."""
     if entry.units is None:
         return entry.record(*(() if entry.value is None else [write_whole(file, number, entry.value)]))
     if entry.rows is not None:
@@ -71,8 +71,8 @@ class Plan:
     """A plan of what the next snapshot writes.
 
     Attributes:
-      previous: The snapshot from which it goes on; None: it is a base.
-      entries: All pieces, in order.
+      previous: The snapshot that it continues; None if it is a base.
+      entries: All shards, in order.
     """
 
     previous: Manifest | None
@@ -80,18 +80,19 @@ class Plan:
 
     @classmethod
     def of(cls, pieces: Sequence[HeldPiece], previous: Manifest | None) -> Plan:
-        """Takes views and copies of what is to be written.
+        """Takes views and copies of the values to write.
 
         Args:
-          previous: From which it may go on.
+          pieces: The shards.
+          previous: The snapshot that the new one may continue.
 
         Raises:
-          SnapshotError: The value of a piece is lost.
+          SnapshotError: The value of a shard is lost.
         """
         if lost := [piece.key for piece in pieces if piece.value.is_deleted()]:
             raise SnapshotError(
-                f'No snapshot was taken: the value of piece "{lost[0]}" was lost in an update that ran out of memory. Assign '
-                "it, or start the server anew from the snapshot before."
+                f'No snapshot was taken: the value of shard "{lost[0]}" was lost in an update that ran out of memory. '
+                "Assign a value, or restart the server from the last snapshot."
             )
         changes = [_Change.of(piece, previous) for piece in pieces]
         num_new_bytes = sum(change.num_bytes for change in changes)
@@ -109,11 +110,11 @@ class Plan:
 @final
 @dataclass(frozen=True)
 class _Change:
-    """The change of a piece since the snapshot before.
+    """The change of a shard since the last snapshot.
 
     Attributes:
-      units: The units of rows that have changed; None: all may have.
-      before: What the snapshot before has; None: what it has is of no use.
+      units: The units of rows that have changed; None if all may have.
+      before: The record in the last snapshot; None if it cannot be continued.
     """
 
     piece: HeldPiece

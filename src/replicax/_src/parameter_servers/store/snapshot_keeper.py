@@ -1,4 +1,4 @@
-"""``SnapshotKeeper``: takes snapshots of a store from time to time, and begins with the last one."""
+"""``SnapshotKeeper``: writes snapshots of a store at intervals, and restores the last one at the start."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ class Kept(Protocol):
 
 @final
 class SnapshotKeeper:
-    """Writes what has changed every ``interval_s``, on a thread, and at the end. Restores when it is made.
+    """Writes the changes every ``interval_s`` on a thread, and at the end. Restores a snapshot when it is
+    constructed.
 
-    Pieces that were made are in a snapshot soon, 1 s after the last of them: who comes back without them is of no use.
-    Once the coordinator has asked for a snapshot of an epoch it is the one who asks: others would be in the way of
-    those. A snapshot that cannot be written is a warning, one until one can be again, and ``statistics`` says so: the
-    training goes on, and the snapshots before are there.
+    New shards are in a snapshot 1 s after the last of them is created, because a server that restarts without them is
+    useless. Once the coordinator asks for snapshots of epochs, the keeper takes no others, which would delay those. A
+    snapshot that fails logs one warning until one succeeds, and ``statistics`` has the error. Training continues, and
+    the
+    earlier snapshots stay.
 
     Args:
       store: The store of a task that does not listen yet.
-      directory: A folder of this store alone.
-      interval_s: ``math.inf``: only when ``take`` is called, and at the end.
-      restores: False: what is in the folder is of no use.
+      directory: A folder for this store alone.
+      interval_s: The seconds between two snapshots. ``math.inf``: only calls of ``take`` and the end write one.
+      restores: False to ignore the snapshots in the folder.
       when_due: Called when a snapshot is due, in place of ``ask``.
-      turn: The lock of all keepers that have had this folder: one writes at a time.
+      turn: A lock that all keepers of this folder share, so that one writes at a time.
 
     Attributes:
-      restored: What ``restore`` of the store told; None if there was no snapshot.
+      restored: The result of the store's ``restore``; None if there was no snapshot.
 
     Raises:
-      SnapshotError: There are snapshots, and none can be read.
+      SnapshotError: There are snapshots, but none can be read.
     """
 
     def __init__(
@@ -71,12 +73,12 @@ class SnapshotKeeper:
         self._num_taken = 0
         self._error = ""
         self.restored = store.restore(directory) if restores else None
-        self._last = store.progress  # of what is in the newest snapshot
+        self._last = store.progress  # the progress at the newest snapshot
         self._thread = threading.Thread(target=self._run, name="replicax-snapshots", daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
-        """Another coordinator has come: it may leave it to the keeper when there is a snapshot."""
+        """Takes snapshots at intervals again, because another coordinator has come."""
         self._is_driven = False
 
     @property
@@ -85,15 +87,15 @@ class SnapshotKeeper:
         return self._is_asked or self._is_taking
 
     def ask(self) -> None:
-        """Has the thread write a snapshot, if something has changed. Does not wait for it."""
+        """Has the thread write a snapshot if something has changed. Does not wait for it."""
         self._is_asked = True
         self._wake.set()
 
     def take(self, epoch: int = 0) -> dict[str, Any]:
-        """Writes a snapshot now; returns what ``snapshot`` of the store tells.
+        """Writes a snapshot now. Returns the result of the store's ``snapshot``.
 
         Raises:
-          SnapshotError: It could not be written.
+          SnapshotError: The snapshot could not be written.
         """
         with self._lock:
             before = self._store.progress
@@ -101,14 +103,14 @@ class SnapshotKeeper:
             told = self._store.snapshot(self._directory, epoch)
             self._last = before
             self._error = ""
-            self._num_taken += 1  # last: who waits for it may look at the error
+            self._num_taken += 1  # last: a thread that waits for it may read the error
         return told
 
     def restore(self, epoch: int) -> dict[str, Any] | None:
-        """Goes back to a snapshot; returns what ``restore`` of the store tells.
+        """Restores the snapshot of an epoch. Returns the result of the store's ``restore``.
 
         Raises:
-          SnapshotError: There is none of that epoch.
+          SnapshotError: There is no snapshot of that epoch.
         """
         with self._lock:
             self.restored = self._store.restore(self._directory, epoch)
@@ -116,22 +118,22 @@ class SnapshotKeeper:
         return self.restored
 
     def close(self) -> None:
-        """Takes the last one, if there is something to lose, and ends.
+        """Ends the thread, and writes a last snapshot if anything has changed.
 
-        The position is something, too: who comes back lacks only the updates after it.
+        A new position counts as a change: with it, a server that restarts lacks only the later updates.
         """
         self.end()
-        self._thread.join(_JOIN_S)  # it may wait for the other server; while it writes, ``take`` waits
+        self._thread.join(_JOIN_S)  # it may wait for the other server; if it is writing, ``take`` waits
         if self._has_changed or (self._holds_pieces and self._store.progress.position != self._last.position):
             self._take()
 
     def end(self) -> None:
-        """Ends, because what is in the store is of no use any more. Does not wait for the thread."""
+        """Stops without a last snapshot, because the store's contents are useless now. Does not wait for the thread."""
         self._is_over = True
         self._wake.set()
 
     def statistics(self) -> dict[str, Any]:
-        """Tells how many snapshots were taken, and why the last one failed."""
+        """Returns the number of snapshots that were written, and the error of the last one."""
         return {"num_snapshots": self._num_taken, "snapshot_error": self._error}
 
     @property
@@ -154,7 +156,7 @@ class SnapshotKeeper:
                     due = time.monotonic() + self._interval_s
             self._wake.clear()
             if self._is_asked and not self._is_over:
-                self._is_taking, self._is_asked = True, False  # it may be asked again while it writes
+                self._is_taking, self._is_asked = True, False  # another request may come while it writes
                 if self._has_changed:
                     self._take()
                 self._is_taking = False

@@ -1,7 +1,7 @@
-"""The description in a snapshot: the places of the bytes of each piece, and the files that they are in. Pure.
+"""The index of a snapshot: which bytes of which file hold each shard. Pure.
 
-A snapshot is a *base*, in whose file all pieces are, or it goes on from another one: its file has what has changed
-since, and says where the rest is. The files from the base to this one are its *chain*.
+A snapshot is either a *base*, whose file has all shards, or it continues an earlier one: its file has the changes and
+says where the rest is. The files from the base to this one are its *chain*.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from replicax._src.parameter_servers.store.held_values import Spec
 
 FORMAT: Final = 2
 MAX_FILES: Final = 64
-"""In a chain. Who restores opens all of them; at the usual interval there is a new base in about an hour."""
+"""The most files in a chain. A restore opens all of them. At the default interval there is a new base every hour."""
 
 GROWTH: Final = 1.5
-"""A chain has at most so many times the bytes of the pieces: of what is written, two thirds are bases then at worst."""
+"""The largest size of a chain, relative to the shards. So at worst two thirds of the bytes written are bases."""
 
 
 class Block(NamedTuple):
-    """Some bytes of a file, and their checksum (CRC-32)."""
+    """A range of bytes in a file, with its checksum (CRC-32)."""
 
     file: int
     offset: int
@@ -35,11 +35,11 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Values of a piece in one file: of all its rows, or of those of some units.
+    """Values of a shard in one file: of all rows, or of the rows of some units.
 
     Attributes:
-      values: One row after the other.
-      units: The units' numbers, ascending, as ``<u8``; None: all of the piece.
+      values: The rows, one after another.
+      units: The numbers of the units, ascending, as ``<u8``; None for the whole shard.
     """
 
     values: Block
@@ -47,18 +47,18 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of both."""
+        """The number of bytes of the values and the unit numbers."""
         return self.values.num_bytes + (0 if self.units is None else self.units.num_bytes)
 
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """A piece as a snapshot has it.
+    """A shard in a snapshot.
 
     Attributes:
       number: The number of its version.
-      rows_per_unit: Rows that are written together, where not all are.
-      parts: A whole one, and what has replaced rows of it, in order.
+      rows_per_unit: The number of rows that are written together when only some are written.
+      parts: A part with all rows, then parts that replace some rows, in order.
     """
 
     key: str
@@ -75,11 +75,11 @@ class PieceRecord:
 
     @property
     def files(self) -> set[int]:
-        """The numbers of the files that have parts of it."""
+        """The numbers of the files that have parts of the shard."""
         return {part.values.file for part in self.parts}
 
     def described(self) -> dict[str, Any]:
-        """Returns it as JSON."""
+        """Returns the record as JSON."""
         shape, dtype = self.spec
         return {
             "key": self.key,
@@ -92,9 +92,9 @@ class PieceRecord:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], file: int) -> Self:
-        """The record that was described in a file."""
+        """Makes the record that a file describes."""
         spec = (tuple(described["shape"]), np.dtype(jnp.dtype(described["dtype"])))
-        if "parts" not in described:  # of format 1: whole, in the same file
+        if "parts" not in described:  # format 1: the whole shard, in the same file
             place = Block(file, described["offset"], described["bytes"], described["checksum"])
             return cls(described["key"], spec, described["number"], 1, (Part(place),))
         parts = tuple(
@@ -110,9 +110,9 @@ class Manifest:
     """A snapshot.
 
     Attributes:
-      content: What it has besides pieces, as JSON.
-      pieces: The pieces by key.
-      chain: Its files from the base on, and how many bytes of pieces each has.
+      content: Everything besides the shards, as JSON.
+      pieces: The shards by key.
+      chain: The files from the base on, each with its number of bytes of shards.
     """
 
     content: Mapping[str, Any]
@@ -126,21 +126,21 @@ class Manifest:
 
     @property
     def number(self) -> int:
-        """The number of the last file, its own."""
+        """The number of the last file, which is its own."""
         return self.chain[-1][0]
 
     @property
     def files(self) -> set[int]:
-        """The numbers of the files that have parts of it."""
+        """The numbers of the files that have parts of the snapshot."""
         return {file for piece in self.pieces.values() for file in piece.files}
 
     def goes_on(self, num_new_bytes: int, num_bytes: int) -> bool:
-        """True if a snapshot of ``num_bytes`` continues this one's chain; False if it has to be a base."""
+        """True if a snapshot of ``num_bytes`` can continue this one's chain; False if it has to be a base."""
         held = sum(of_file for _, of_file in self.chain)
         return len(self.chain) < MAX_FILES and held + num_new_bytes <= GROWTH * num_bytes
 
     def described(self) -> dict[str, Any]:
-        """Returns it as JSON."""
+        """Returns the index as JSON."""
         return {
             "format": FORMAT,
             "content": self.content,
@@ -150,11 +150,9 @@ class Manifest:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], file: int) -> Self:
-        """The manifest that a file has. Raises SnapshotError if it is of another version."""
+        """Makes the index that a file has. Raises SnapshotError if it has another format."""
         if described["format"] not in (1, FORMAT):
-            raise SnapshotError(
-                f"it has format {described['format']}, and what is read here is up to {FORMAT}"
-            )
+            raise SnapshotError(f"it has format {described['format']}, and this version reads up to {FORMAT}")
         pieces = {piece["key"]: PieceRecord.of(piece, file) for piece in described["pieces"]}
         whole = (file, sum(piece.num_bytes for piece in pieces.values()))
         chain = [(number, num_bytes) for number, num_bytes in described.get("chain", [whole])]

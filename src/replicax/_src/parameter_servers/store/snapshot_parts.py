@@ -1,6 +1,4 @@
-"""The bytes of pieces in the files of snapshots: written, read one after the other, and compared with their
-checksums.
-"""
+"""Writes the bytes of shards to snapshot files, and reads them in order with their checksums."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ _NUMBERS: Final = np.dtype("<u8")
 
 
 def write_whole(file: BufferedWriter, number: int, value: np.ndarray) -> Part:
-    """Writes a value to the file of this number."""
+    """Writes a whole value to the file of this number."""
     return Part(_written(file, number, value.reshape(-1).view(np.uint8).data))
 
 
 def write_units(file: BufferedWriter, number: int, units: np.ndarray, rows: Iterable[np.ndarray]) -> Part:
-    """Writes the rows of some units, in order, some after the others."""
+    """Writes the rows of some units, in order, a few at a time."""
     numbers = _written(file, number, units.astype(_NUMBERS).view(np.uint8).data)
     offset, checksum, num_bytes = _align(file), 0, 0
     for some in rows:
@@ -46,14 +44,14 @@ def write_units(file: BufferedWriter, number: int, units: np.ndarray, rows: Iter
 
 
 def rows_in_turn(value: np.ndarray, units: np.ndarray, rows_per_unit: int) -> Iterator[np.ndarray]:
-    """Copies of the rows of some units, of a megabyte at a time."""
+    """Yields copies of the rows of some units, about a megabyte at a time."""
     at_once = max(1, _UNITS_BYTES // max(1, value[:1].nbytes * rows_per_unit))
     for start in range(0, len(units), at_once):
         yield rows_of_units(value, units[start : start + at_once], rows_per_unit)
 
 
 def rows_of_units(value: np.ndarray, units: np.ndarray, rows_per_unit: int) -> np.ndarray:
-    """Copies of the rows of some units, ascending; the last one of all may have fewer."""
+    """Returns copies of the rows of some units, ascending. The last unit of a shard may have fewer rows."""
     if rows_per_unit == 1:
         return np.take(value, units, axis=0)
     num_whole = len(value) // rows_per_unit
@@ -83,11 +81,12 @@ def _align(file: BufferedWriter) -> int:
 
 @final
 class Bytes:
-    """The bytes of a block, read in order. When the last ones are read, all are what was written.
+    """The bytes of a block, read in order. Once all are read, the checksum has verified them.
 
     Args:
-      file: The file that has it.
-      what: The file, and what the bytes are, for people.
+      file: The file that has the block.
+      block: The range of bytes.
+      what: A description of the bytes for error messages.
     """
 
     def __init__(self, file: BufferedReader, block: Block, what: str):
@@ -95,7 +94,7 @@ class Bytes:
         self._num_read = self._checksum = 0
 
     def read_into(self, memory: memoryview) -> None:
-        """The next ones. Raises SnapshotError if they are missing, or wrong."""
+        """Reads the next bytes. Raises SnapshotError if they are missing or damaged."""
         self._file.seek(self._block.offset + self._num_read)
         if self._file.readinto(memory) != len(memory):
             raise SnapshotError(f"{self._what} is cut off")
@@ -105,21 +104,21 @@ class Bytes:
             raise SnapshotError(f"the checksum of {self._what} is wrong")
 
     def check(self) -> None:
-        """Reads all of them."""
+        """Reads and verifies all bytes."""
         memory = _memory(min(BYTES_PER_BLOCK, self._block.num_bytes)).data
         while left := self._block.num_bytes - self._num_read:
             self.read_into(memory[: min(left, len(memory))])
 
 
 Opened = Callable[[Block, str], Bytes]
-"""The bytes of a block of a piece, by its key."""
+"""Opens a block of a shard, given the shard's key."""
 
 
 def read_value(piece: PieceRecord, opened: Opened, device: Any) -> jax.Array:
-    """The value of a piece, on a device. There is one block of it besides.
+    """Returns the value of a shard on a device. It needs one block of extra memory.
 
     Raises:
-      SnapshotError: It is not as it was written.
+      SnapshotError: The bytes are damaged.
     """
     shape, dtype = piece.spec
     whole, *later = piece.parts
@@ -151,7 +150,7 @@ def read_value(piece: PieceRecord, opened: Opened, device: Any) -> jax.Array:
 
 @final
 class _Units:
-    """The rows of a part of a piece that has some of them, taken in order."""
+    """The rows of a part that has only some units, taken in order."""
 
     def __init__(self, piece: PieceRecord, part: Part, opened: Opened):
         assert part.units is not None
@@ -164,7 +163,7 @@ class _Units:
         self._num_done = 0
 
     def replace(self, rows: np.ndarray, start: int) -> None:
-        """Replaces those of ``rows``, which begin with number ``start``, that are in it."""
+        """Replaces the rows that this part has. ``rows`` begins with row number ``start``."""
         stop = int(np.searchsorted(self._numbers, -(-(start + len(rows)) // self._per_unit)))
         at_once = max(1, _UNITS_BYTES // max(1, rows[:1].nbytes * self._per_unit))
         for first in range(self._num_done, stop, at_once):

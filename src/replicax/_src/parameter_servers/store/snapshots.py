@@ -1,6 +1,6 @@
-"""Snapshots of a store, in the files of a folder: each is written as one, and checked when it is read.
+"""Snapshots of a store, in the files of a folder: each is written atomically and verified when it is read.
 
-What is in one is ``store_contents.py``'s; which files belong together, and stay, ``snapshot_manifest.py``'s.
+``store_contents.py`` says what a snapshot has, and ``snapshot_manifest.py`` which files belong together and are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from replicax._src.parameter_servers.store.snapshot_parts import Bytes, read_val
 log = logging.getLogger("replicax")
 
 _MAGIC: Final = b"rx-ps-01"
-_FOOTER: Final = struct.Struct("<QQII8s")  # of the header: offset, length, checksum; 0; the magic
+_FOOTER: Final = struct.Struct("<QQII8s")  # the header's offset, length and checksum; 0; the magic bytes
 _NAME: Final = re.compile(r"snapshot-(\d{10})\.rxps")
 _PARTIAL: Final = "snapshot.partial"
 
@@ -38,7 +38,7 @@ class SnapshotFolder:
 
     Attributes:
       path: The path of the folder.
-      last: What was written or restored last, from which the next one may go on.
+      last: The snapshot that was last written or restored, which the next one may continue.
     """
 
     def __init__(self, path: Path):
@@ -46,7 +46,7 @@ class SnapshotFolder:
         self.last: Manifest | None = None
 
     def previous(self) -> Manifest | None:
-        """``last``, if all of its files are still there."""
+        """``last``, if all of its files still exist."""
         if self.last is None:
             return None
         num_bytes = dict(self.last.chain)
@@ -68,26 +68,26 @@ class SnapshotFolder:
         plan: Plan,
         on_written: Callable[[str], None] = lambda key: None,
     ) -> tuple[Path, int]:
-        """Writes a snapshot beside those that are there, and then removes those that are not needed any more.
+        """Writes a snapshot, then removes those that are no longer needed.
 
-        There is no half of one: it gets its name when all of it is on the disk.
+        It is atomic: the file gets its name once all of it is on the disk.
 
         Args:
-          content: What is to be read first, as JSON.
-          plan: The pieces. They are taken out as they are written, so that views end early.
-          on_written: Told the key of a piece when that is written.
+          content: The data that is read first, as JSON.
+          plan: The shards. They are removed from the plan as they are written, so that views end early.
+          on_written: Called with the key of each shard once it is written.
 
         Returns:
-          Its file and how many bytes it has.
+          The file, and its number of bytes.
 
         Raises:
-          SnapshotError: It could not be written; those before are as they were.
+          SnapshotError: The snapshot could not be written; earlier ones are unchanged.
         """
         partial, failure = self.path / _PARTIAL, None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             number = max(self._numbers(), default=0) + 1
-            with open(partial, "wb") as file:  # one that a process left here that died gives its room back
+            with open(partial, "wb") as file:  # overwrites what a killed process left, and so frees its space
                 manifest = _write_all(file, number, content, plan, on_written)
                 num_bytes = file.tell()
                 file.flush()
@@ -101,10 +101,10 @@ class SnapshotFolder:
             failure = str(error)
         finally:
             plan.entries.clear()
-        if failure is not None:  # raised here, without the error before, whose frames have views
+        if failure is not None:  # raised here without its cause, whose frames hold views
             raise SnapshotError(
-                f"No snapshot could be written to {self.path}: {failure}. The ones before are as they were. "
-                "Give a folder that can be written to, with room for four times the variables of the server."
+                f"No snapshot could be written to {self.path}: {failure}. Earlier snapshots are unchanged. "
+                "Give a folder that is writable and has room for four times the variables of the server."
             )
         before, self.last = self.last, manifest
         if before is not None:
@@ -112,16 +112,16 @@ class SnapshotFolder:
         return path, num_bytes
 
     def newest_whole(self, epoch: int | None = None) -> tuple[Snapshot, list[str]] | None:
-        """The newest snapshot that is whole, opened, and what is wrong with those that are newer.
+        """Opens the newest intact snapshot, and says what is wrong with the newer ones.
 
         Args:
-          epoch: The epoch that its content has to name; None: any.
+          epoch: The epoch that the snapshot must have; None for any.
 
         Returns:
           None if there is no snapshot.
 
         Raises:
-          SnapshotError: There are some, and none that will do.
+          SnapshotError: There are snapshots, but none is intact and of the epoch.
         """
         refused: list[str] = []
         checked: dict[Block, str] = {}
@@ -138,18 +138,18 @@ class SnapshotFolder:
                     closing.pop_all()
             except (SnapshotError, OSError) as error:
                 refused.append(f"{path.name}: {error}")
-                log.warning("Snapshot %s is not taken: %s", path, error)
+                log.warning("Skipped snapshot %s: %s", path, error)
             else:
                 return snapshot, refused
         if refused:
             raise SnapshotError(
                 f"None of the snapshots in {self.path} can be restored. {'; '.join(refused)}. "
-                "Remove them to start without one, or put back copies of them."
+                "Remove them to start without one, or put intact copies there."
             )
         return None
 
     def newest_owner(self) -> tuple[float, str] | None:
-        """Returns the time of the newest snapshot, and the incarnation that took it. Reads headers only."""
+        """Returns the time of the newest snapshot, and the session id of its coordinator. Reads headers only."""
         for number in sorted(self._numbers(), reverse=True):
             with contextlib.suppress(SnapshotError, OSError):
                 with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
@@ -164,24 +164,26 @@ class SnapshotFolder:
         return [int(name[1]) for name in found if name is not None]
 
     def _remove_others(self, before: Manifest, newest: Manifest) -> None:
-        """Keeps the chain of the newest snapshot, and that of the base before.
+        """Keeps the chain of the newest snapshot and the chain of the base before it, and removes other files.
 
-        So there are two snapshots that have no file in common, once there are two bases. Files with numbers between the
-        two snapshots are of a store that has gone back since: they are not needed.
+        So once there are two bases, two snapshots exist that share no file. Files with numbers between the two
+        snapshots
+        belong to a state that was rolled back, and are not needed.
         """
         first = before.base if newest.base == newest.number else 0
         for number in self._numbers():
             if not first <= number <= before.number and number != newest.number:
-                with contextlib.suppress(OSError):  # another time
+                with contextlib.suppress(OSError):  # the next snapshot tries again
                     self.file(number).unlink()
 
 
 @final
 class Snapshot:
-    """A snapshot that is read.
+    """An open snapshot.
 
     Attributes:
-      manifest: Its pieces, and the places of their bytes.
+      path: The path of its file.
+      manifest: The shards, and where their bytes are.
     """
 
     def __init__(self, file: BufferedReader, number: int, manifest: Manifest):
@@ -191,7 +193,7 @@ class Snapshot:
 
     @classmethod
     def opened(cls, path: Path, number: int) -> Self:
-        """The snapshot in a file. Raises SnapshotError if it has no whole header."""
+        """Opens the snapshot in a file. Raises SnapshotError if its header is not intact."""
         file = open(path, "rb")  # noqa: SIM115 - the object closes it
         try:
             return cls(file, number, Manifest.of(_read_header(file), number))
@@ -210,10 +212,10 @@ class Snapshot:
             file.close()
 
     def check(self, checked: dict[Block, str] | None = None) -> None:
-        """Reads all of it. Raises SnapshotError if something is not as it was written.
+        """Reads and verifies everything. Raises SnapshotError if anything is damaged.
 
         Args:
-          checked: What is known of blocks that other snapshots have too, and becomes known: what is wrong, if anything.
+          checked: The results for blocks that other snapshots share; this call adds its own. "" means intact.
         """
         known = {} if checked is None else checked
         for piece in self.manifest.pieces.values():
@@ -225,10 +227,10 @@ class Snapshot:
                         raise SnapshotError(known[block])
 
     def value(self, piece: PieceRecord, device: Any) -> jax.Array:
-        """The value of a piece, on a device. There is one block of it besides.
+        """Returns the value of a shard on a device. It needs one block of extra memory.
 
         Raises:
-          SnapshotError: It is not as it was written.
+          SnapshotError: The bytes are damaged.
         """
         return read_value(piece, self._bytes, device)
 
@@ -241,7 +243,7 @@ class Snapshot:
 
     def _bytes(self, block: Block, key: str) -> Bytes:
         path = self.path.with_name(f"snapshot-{block.file:010}.rxps")
-        what = f'piece "{key}"' if path == self.path else f'piece "{key}", whose values are in {path.name},'
+        what = f'shard "{key}"' if path == self.path else f'shard "{key}", whose values are in {path.name},'
         if block.file not in self._files:
             try:
                 self._files[block.file] = open(path, "rb")  # noqa: SIM115 - the object closes it
@@ -280,7 +282,7 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
     file.seek(num_bytes - _FOOTER.size)
     offset, length, checksum, _, magic = _FOOTER.unpack(file.read(_FOOTER.size))
     if magic != _MAGIC or offset + length + _FOOTER.size != num_bytes:
-        raise SnapshotError("it does not end as a snapshot does: it is cut off, or of another version")
+        raise SnapshotError("it does not end like a snapshot: it is truncated, or of another version")
     file.seek(offset)
     header = file.read(length)
     if zlib.crc32(header) != checksum:
@@ -289,7 +291,7 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
 
 
 def _sync(directory: Path) -> None:
-    """The name is on the disk, too."""
+    """Writes the directory entry to the disk, so that the file's new name survives a crash."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""``Store``: the pieces of variables that one parameter server holds, and what closures do to them. No transport."""
+"""``Store``: the shards of variables that one parameter server holds, and the operations on them. No transport."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ _Read = Callable[[Mapping[str, Any], Sequence[np.ndarray]], Any]
 
 @final
 class Store:
-    """Pieces, programs that update them, and which closures have done so. All methods may be called from any thread.
+    """Shards, the programs that update them, and the record of closures that did. All methods are thread-safe.
 
-    One lock is held while an update runs and while views are taken, so that nobody sees half of an update; arrays of
-    an answer that are large are views, to be sent outside of the lock and let go then.
+    One lock is held while an update runs and while views are taken, so that no client sees half of an update. Large
+    arrays
+    of an answer are views, to be sent outside of the lock and released then.
 
     Args:
-      device: Where values are held and updates run; a CPU if not given.
+      device: The device of the values and the updates; a CPU if not given.
     """
 
     def __init__(self, device: Any = None):
@@ -71,14 +72,16 @@ class Store:
         }
 
     def answer(self, message: Message) -> Message:
-        """Does what is asked. Its arrays are not needed afterwards; the answer's may be views, to be kept briefly.
+        """Executes a request. Its arrays are not needed afterwards. The answer's arrays may be views; keep them
+        briefly.
 
         Raises:
-          UnavailableError: What is here belongs to another coordinator, or to none. ``TaskService`` knows why: whose
-            messages are answered is its rule, and this message was overtaken.
-          UnknownProgramError: The program is to be sent again; nothing has happened.
-          InvalidArgumentError: Something does not fit; nothing has happened.
-          MessageError: The header is not that of one of these operations; nothing has happened.
+          UnavailableError: The store belongs to another coordinator, or to none. ``TaskService`` decides whose
+            messages are
+            answered and has the reason; this message arrived too late.
+          UnknownProgramError: The program must be sent again; nothing has changed.
+          InvalidArgumentError: The request does not fit the store; nothing has changed.
+          MessageError: The header is not that of a known operation; nothing has changed.
         """
         op = message.header.get("op")
         if op not in self._operations:
@@ -92,29 +95,29 @@ class Store:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
             raise MessageError(
-                f'A message "{op}" lacks something: {error!r}. Its header is {message.header!r:.200}.'
+                f'A message "{op}" has an invalid header: {error!r}. The header is {message.header!r:.200}.'
             ) from error
         return do(asked, message.header.get("incarnation"))
 
     def hello(self, incarnation: str) -> None:
-        """Gives the store to this coordinator. What another one made is dropped."""
+        """Gives the store to this coordinator. Data of another coordinator is dropped."""
         with self._lock:
             if incarnation != self._contents.owner:
                 self._contents.owner = incarnation
                 self._contents.clear()
 
     def leave(self) -> None:
-        """Drops all that is in the store, which belongs to nobody then."""
+        """Drops everything in the store, which then belongs to no coordinator."""
         with self._lock:
             self._contents.owner = None
             self._contents.renew()
             self._contents.clear()
 
     def statistics(self) -> dict[str, Any]:
-        """Counts, as JSON: see ``StoreStatistics``; and ``pieces``, ``bytes``, ``programs``, ``gradient_bytes`` held
-        now.
+        """Returns counts as JSON: see ``StoreStatistics``, and ``pieces``, ``bytes``, ``programs``,
+        ``gradient_bytes`` held now.
 
-        Those of a moment ago while an update lasts: who asks wants to know whether the server is alive.
+        While an update runs, it returns the last counts, because the caller wants to know if the server is alive.
         """
         if not self._lock.acquire(timeout=_BRIEFLY_S if self._told else -1):
             return self._told
@@ -126,89 +129,93 @@ class Store:
 
     @property
     def instance(self) -> str:
-        """Random; versions of another store, one that ran before at the same address say, are no versions here.
+        """A random id. Versions of another store, such as one that ran at the same address before, do not match it.
 
-        A restored store is another one, and so is one whose coordinator has left.
+        A restored store has a new id, and so has a store whose coordinator has left.
         """
         return self._contents.instance
 
     @property
     def progress(self) -> Progress:
-        """Tells what has changed, for a snapshot keeper."""
+        """Counters that change with the store, for a snapshot keeper."""
         return Progress(self.instance, self._contents.num_changes, self._contents.num_created)
 
     def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
-        """Writes what has changed since the one before, and which closures have been applied, to a new file.
+        """Writes the changes since the last snapshot, and the record of applied closures, to a new file.
 
-        Updates go on meanwhile. The values are those of one moment. Until a piece is written, the first update of it
-        needs memory for another value; where that would be much, the update waits, for 40 s at most (``Unwritten``).
-        Where few rows have changed they are copied before. Programs are not in it: only which there were. Nor are
-        gradients that wait for others of their round.
+        Updates continue meanwhile. The values are those of one moment. Until a shard is written, the first update
+        of it needs memory for a second value. If that would be too much memory, the update waits at most 40 s
+        (``Unwritten``). If few rows have changed, they are copied first. The snapshot has the digests of programs,
+        but not the programs, and no gradients that wait for their round.
 
         Args:
-          directory: Of this server alone.
-          epoch: A number by which ``restore`` finds it.
-          moment: Entered while it is decided what is written; what it gives is told by ``restore``.
+          directory: A folder for this server alone.
+          epoch: A number by which ``restore`` finds the snapshot.
+          moment: A context that is active while the values are taken. ``restore`` returns the data that it gives.
 
         Returns:
-          ``file``, ``bytes``, ``epoch``, ``updates``: how many are in the values, and ``is_base``: whether all was
-          written.
+          ``file``, ``bytes``, ``epoch``, ``updates`` (the number of updates in the values), and ``is_base``, which
+          is true if all was written.
 
         Raises:
-          SnapshotError: It could not be written; the snapshots before are as they were.
+          SnapshotError: The snapshot could not be written; earlier ones are unchanged.
         """
         return self._snapshots.write(Path(directory), epoch, moment)
 
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
-        """Takes what is in the newest whole snapshot, in place of all that is here; with a new ``instance``.
+        """Replaces the contents by the newest intact snapshot. The store has a new ``instance`` then.
 
-        Call it before the server serves, or while nothing else is asked of it. The incarnation is the snapshot's.
+        Call it before the server serves, or while no other request is in flight. The store gets the snapshot's
+        coordinator.
 
         Args:
           directory: The folder that was given to ``snapshot``.
-          epoch: The epoch of the snapshot; None: any.
+          epoch: The epoch of the snapshot; None for any.
 
         Returns:
-          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, ``keys`` of
-          the
-          pieces, ``programs`` (digests: they are to be sent again), ``refused``: newer ones, and what is wrong with
-          each;
-          ``age_s``: how long ago it was taken, ``applied``: of the incarnation's closures, see ``Window.extent``,
-          ``position``, if updates have numbers, and ``num_held_gradients``, which it does not have.
+          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, and
+          ``keys`` of the
+          shards; ``programs``, the digests of programs that must be sent again; ``refused``, the problems of newer
+          snapshots;
+          ``age_s``; ``applied``, the extent of applied closures of the coordinator (see ``Window.extent``);
+          ``position``, if
+          updates are numbered; and ``num_held_gradients``, the number of gradients that the snapshot lacks.
 
         Raises:
-          SnapshotError: There are snapshots, and none is whole and of the epoch; nothing has changed.
+          SnapshotError: There are snapshots, but none is intact and of the epoch; nothing has changed.
         """
         return self._snapshots.restore(Path(directory), epoch)
 
     def state(self) -> StoreState:
-        """All that is here, at one moment. Until a view is let go, the first update of its piece needs other memory."""
+        """Returns everything in the store at one moment. While a view exists, the first update of its shard needs new
+        memory.
+        """
         with self._lock:
             return self._contents.state()
 
     def programs(self, digests: Sequence[str]) -> list[UpdateProgram]:
-        """Returns those of these programs that are here."""
+        """Returns those of these programs that the store has."""
         with self._lock:
             found = self._contents.programs
             return [found[digest].program for digest in digests if digest in found]
 
     def begin_with(self, content: Mapping[str, Any]) -> None:
-        """Takes the ``content`` of another store's state, in place of all that is here; with a new ``instance``."""
+        """Replaces everything by the ``content`` of another store's state. The store has a new ``instance`` then."""
         with self._lock:
             self._contents.take(content, {})
 
     def put(self, key: str, number: int, value: np.ndarray) -> None:
-        """Takes a piece of another store's state: a copy of it."""
+        """Adds a copy of a shard of another store's state."""
         piece = HeldPiece(key, (value.shape, value.dtype), copied(value, self.device), number)
         with self._lock:
             self._contents.pieces[key] = piece
 
     def hold(self, number: int, closure: int, digest: str, arrays: Sequence[np.ndarray]) -> None:
-        """Takes gradients of another store's state. Their program has to be here."""
+        """Adds gradients of another store's state. The store must have their program."""
         with self._lock:
             self._contents.gradients.hold(number, closure, self._contents.program(digest), arrays)
 
-    # What is asked of it.
+    # Operations, which clients ask for.
 
     def _create(self, asked: Create, sender: str | None) -> Message:
         contents = self._contents
@@ -221,7 +228,7 @@ class Store:
         values = [self._initial_value(piece, program) for piece, program in zip(new, programs)]
         with self._lock:
             self._check(sender)
-            if contents.has_done(asked.number, asked.low):  # the same message, on an earlier connection
+            if contents.has_done(asked.number, asked.low):  # the same message came on an earlier connection
                 return Message({"duplicate": True})
             absent = [not contents.has(piece, asked.if_absent) for piece in new]
             for piece, value, is_new in zip(new, values, absent):
@@ -232,7 +239,7 @@ class Store:
 
     def _program(self, program: UpdateProgram, sender: str | None) -> Message:
         digest = program.digest
-        with self._compile_lock:  # several workers send one program: one of them waits for the compiler
+        with self._compile_lock:  # several workers send one program; one of them compiles it
             with self._lock:
                 self._check(sender)
                 is_known = digest in self._contents.programs
@@ -281,7 +288,7 @@ class Store:
             pieces = [contents.piece(key) for key in asked.keys]
             for piece, array in zip(pieces, arrays, strict=True):
                 check_assigned(piece, array)
-            # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
+            # Allocate first: writes in place need no memory, so either all values are assigned or none.
             fresh = [
                 copied(array, self.device) if piece.value.is_deleted() or not is_overwritten(array) else None
                 for piece, array in zip(pieces, arrays)
@@ -295,7 +302,7 @@ class Store:
         with self._lock:
             self._check(sender)
             for key in asked.keys:
-                self._contents.pieces.pop(key, None)  # one that was dropped before is not there either
+                self._contents.pieces.pop(key, None)  # it may have been dropped before
             self._contents.gradients.forget(asked.keys)
             for digest in asked.programs:
                 self._contents.programs.pop(digest, None)
@@ -323,8 +330,8 @@ class Store:
         owner = self._contents.owner
         if owner is None or sender != owner:
             raise UnavailableError(
-                f"The parameter server holds what coordinator {owner} made, and got a message of coordinator "
-                f"{sender}: it was started again, or another coordinator has taken it over."
+                f"The parameter server holds variables of coordinator {owner}, and got a message of "
+                f"coordinator {sender}: the server was restarted, or another coordinator has taken it over."
             )
 
     def _initial_value(self, new: NewPiece, program: CompiledUpdate | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""``StoreContents``: what a parameter server holds, and what updates make of it. Its owner has the lock."""
+"""``StoreContents``: what a parameter server holds, and how updates change it. Its owner holds the lock."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from replicax._src.parameter_servers.store.window import Windows
 
 
 class Progress(NamedTuple):
-    """Tells a snapshot keeper what has changed.
+    """Counters that tell a snapshot keeper whether the store has changed.
 
     Attributes:
-      instance: ``Store.instance``.
-      num_changes: It differs after every change of a value.
-      num_created: The number of pieces that have been made, those that are gone included.
+      instance: See ``Store.instance``.
+      num_changes: A number that differs after every change of a value.
+      num_created: The number of shards ever created.
       position: The position of the last update, if updates are numbered.
     """
 
@@ -44,13 +44,13 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreState:
-    """All that a store has, at one moment: for another one.
+    """Everything in a store at one moment, to be sent to another store.
 
     Attributes:
-      content: What is not arrays, as JSON.
-      pieces: Key, number of the version, and a view of the value; to be let go soon.
-      programs: The programs that update pieces.
-      gradients: Those that wait for their round: its number, that of the closure, the program's digest, arrays.
+      content: Everything besides arrays, as JSON.
+      pieces: The key, version number and a view of each shard. Release the views soon.
+      programs: The programs that update shards.
+      gradients: Gradients that wait for their round: the round, the closure, the program's digest, and the arrays.
     """
 
     content: dict[str, Any]
@@ -61,18 +61,18 @@ class StoreState:
 
 @final
 class StoreContents:
-    """Pieces, programs that update them, which closures have done so, gradients that wait, and counts.
+    """Shards, the programs that update them, the record of closures that did, gradients that wait, and counts.
 
     Attributes:
-      instance: Random; see ``Store.instance``.
-      owner: The incarnation of the coordinator that made all this; None if there is none.
-      unwritten: What a snapshot that is being written has in common with the pieces; None if none is.
+      instance: A random id; see ``Store.instance``.
+      owner: The session id of the coordinator that owns the contents; None if there is none.
+      unwritten: The shards that a running snapshot has yet to write; None if no snapshot is being written.
       num_created, num_changes: See ``Progress``.
-      pieces: The pieces by key.
+      pieces: The shards by key.
       programs: The programs by digest.
-      windows: Which closures have been applied, by client, and which rounds and assignments.
-      gradients: Those that wait for others of their round.
-      statistics: Since the coordinator came.
+      windows: The applied closures, rounds and assignments of each client.
+      gradients: Gradients that wait for others of their round.
+      statistics: Counts since the coordinator's session began.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class StoreContents:
         self.clear()
 
     def renew(self) -> None:
-        """Is another instance: versions go back, and what has a number again may be another value."""
+        """Becomes another instance, because version numbers restart and may stand for other values."""
         self.instance = uuid.uuid4().hex
 
     def clear(self) -> None:
-        """Drops all."""
+        """Drops everything."""
         self.pieces: dict[str, HeldPiece] = {}
         self.programs: dict[str, CompiledUpdate] = {}
         self.windows = Windows()
@@ -108,7 +108,7 @@ class StoreContents:
     # --- for a snapshot, or another store --------------------------------------------------------------
 
     def described(self, epoch: int = 0) -> dict[str, Any]:
-        """All but the arrays, as JSON; programs only by what they are."""
+        """Returns everything but the arrays, as JSON. Programs are listed by their digests."""
         return {
             "epoch": epoch,
             "instance": self.instance,
@@ -125,7 +125,7 @@ class StoreContents:
         }
 
     def take(self, described: Mapping[str, Any], pieces: dict[str, HeldPiece]) -> None:
-        """Becomes what was ``described``, with these pieces and no program; another instance."""
+        """Replaces everything by what was ``described``, with these shards and no program, as a new instance."""
         self.renew()
         self.owner, self._highest_number = described["incarnation"], described["highest_number"]
         self.clear()
@@ -134,45 +134,45 @@ class StoreContents:
         self.statistics.updates = described["updates"]
 
     def state(self) -> StoreState:
-        """All of it. Until a view is let go, the first update of its piece needs other memory."""
+        """Returns everything. While a view exists, the first update of its shard needs new memory."""
         pieces = deque((piece.key, piece.number, piece.view()) for piece in self.pieces.values())
         programs = [compiled.program for compiled in self.programs.values()]
         return StoreState(self.described(), pieces, programs, list(self.gradients.held()))
 
-    # --- what is there ---------------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------------
 
     def piece(self, key: Any) -> HeldPiece:
-        """Raises InvalidArgumentError if there is none."""
+        """Returns a shard. Raises InvalidArgumentError if there is none with this key."""
         piece = self.pieces.get(key)
         if piece is None:
             raise InvalidArgumentError(
-                f'There is no piece "{key}" on this parameter server, which has {few(self.pieces)}. Create it first.'
+                f'There is no shard "{key}" on this parameter server, which has {few(self.pieces)}. Create it first.'
             )
         return piece
 
     def program(self, digest: str) -> CompiledUpdate:
-        """Raises UnknownProgramError if it has not been sent."""
+        """Returns a program. Raises UnknownProgramError if it has not been sent."""
         program = self.programs.get(digest)
         if program is None:
-            raise UnknownProgramError(
-                f"The parameter server has no program {digest}: send it (again).", digest
-            )
+            raise UnknownProgramError(f"The parameter server has no program {digest}: send it again.", digest)
         return program
 
     def has(self, new: NewPiece, if_absent: bool) -> bool:
-        """True if a piece is there already. Raises InvalidArgumentError if it should not be, or is another one."""
+        """True if a shard exists already. Raises InvalidArgumentError if it must not exist, or has another shape or
+        dtype.
+        """
         piece = self.pieces.get(new.key)
         if piece is None:
             return False
         if if_absent and piece.spec == new.spec:
             return True
         raise InvalidArgumentError(
-            f'A piece "{new.key}" is there already, {text(*piece.spec)}, and {text(*new.spec)} was to be '
-            'created. Drop it first; or, for one that may be there with this shape and dtype, say "if_absent": true.'
+            f'Shard "{new.key}" exists already as {text(*piece.spec)}, so it cannot be created as {text(*new.spec)}. '
+            'Drop it first. If it may exist with this shape and dtype, say "if_absent": true.'
         )
 
     def has_done(self, number: Closure | None, low: int) -> bool:
-        """True if what is done once has been done. All of that client's calls below ``low`` have ended."""
+        """True if a call that must run once has run. All calls of that client below ``low`` have ended."""
         if number is None:
             return False
         window = self.windows.of_client(number.incarnation)
@@ -180,21 +180,21 @@ class StoreContents:
         return number.number in window
 
     def did(self, number: Closure | None) -> None:
-        """Remembers that what is done once has been done."""
+        """Records that a call that must run once has run."""
         if number is not None:
             self.windows.of_client(number.incarnation).add(number.number)
 
     # --- changes ---------------------------------------------------------------------------------------
 
     def add(self, key: str, spec: Spec, value: jax.Array) -> None:
-        """Has a new piece."""
+        """Adds a new shard."""
         self._highest_number += 1
         self.num_created += 1
         self.num_changes += 1
         self.pieces[key] = HeldPiece(key, spec, value, self._highest_number)
 
     def change(self, piece: HeldPiece, value: jax.Array, rows: Sequence[np.ndarray] | None = None) -> None:
-        """Gives a piece another value; ``rows``: the only ones that may differ."""
+        """Gives a shard another value. If ``rows`` is given, only these rows may differ."""
         piece.value = value
         piece.number += 1
         piece.changed.change(rows)
@@ -204,7 +204,7 @@ class StoreContents:
         self.num_changes += 1
 
     def update(self, step: Step, update: CompiledUpdate | None) -> bool:
-        """Runs the update of a step, if its closure has not been applied. Returns whether it had been."""
+        """Runs the update of a step, unless its closure has been applied. Returns True if it had been."""
         if update is None:
             return False
         closure = step.closure
@@ -224,8 +224,8 @@ class StoreContents:
         return False
 
     def hold(self, step: Step, update: CompiledUpdate) -> None:
-        """Keeps the gradients of a step until those of its round are applied, unless they have been: then it is
-        late.
+        """Keeps the gradients of a step until their round is applied. Gradients of a round that has been applied are
+        dropped.
         """
         assert step.closure is not None
         assert step.gradients is not None
@@ -236,7 +236,7 @@ class StoreContents:
         self.gradients.hold(number, step.closure.number, update, gradients)
 
     def apply_round(self, asked: ApplyRound) -> bool:
-        """Applies the mean of the gradients of a round, if that has not been done. Returns whether it had been."""
+        """Applies the mean of the gradients of a round, unless that has been done. Returns True if it had been."""
         number = asked.number.number
         self.gradients.end_below(asked.low)
         if self.has_done(asked.number, asked.low):

@@ -1,4 +1,4 @@
-"""``StoreSnapshots``: what a store writes to the files of its snapshots, while it serves, and takes from them."""
+"""``StoreSnapshots``: writes a store to snapshot files while it serves, and restores it from them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from replicax._src.parameter_servers.store.store_contents import StoreContents
 from replicax._src.parameter_servers.store.unwritten import Unwritten
 
 LONGEST_WAIT_S: Final = 40.0
-"""For a snapshot: a client gives a call up after 60 s.
+"""The longest wait for a snapshot, because a client gives up after 60 s.
 
-Who waits no longer needs memory for all that is not written yet.
+An update that no longer waits needs extra memory for the shards that are not written yet.
 """
 
 
 Moment = Callable[[], AbstractContextManager[Mapping[str, Any]]]
-"""A time in which nothing changes, and what a snapshot of it says besides. It is short: nothing is written in it."""
+"""A context in which the store does not change, and the data that a snapshot of it has besides. It is short: no I/O."""
 
 
 def any_moment() -> AbstractContextManager[Mapping[str, Any]]:
-    """Each moment of a store whose updates are not numbered is as good as another one."""
+    """Returns a moment for a store whose updates are not numbered. It adds no data."""
     return nullcontext({})
 
 
 @final
 class StoreSnapshots:
-    """Snapshots of what a store has, one at a time; and what waits until there is room beside one.
+    """Writes snapshots of a store one at a time, and delays updates until there is memory beside one.
 
     Args:
       contents: The contents of the store.
       lock: The lock of the contents.
-      device: The device of values that are restored.
+      device: The device of restored values.
     """
 
     def __init__(self, contents: StoreContents, lock: threading.Lock, device: Any):
@@ -69,7 +69,7 @@ class StoreSnapshots:
             with contextlib.closing(snapshot):
                 with self._lock:
                     contents.owner = None
-                    contents.clear()  # first: there may be no room for both
+                    contents.clear()  # before the new values are read: memory may not hold both
                 pieces = {
                     key: HeldPiece(key, piece.spec, snapshot.value(piece, self._device), piece.number)
                     for key, piece in snapshot.manifest.pieces.items()
@@ -81,7 +81,7 @@ class StoreSnapshots:
                 contents.take(snapshot.content, pieces)
         told = {name: snapshot.content[name] for name in ("epoch", "incarnation", "updates")}
         programs = [program["digest"] for program in snapshot.content["programs"]]
-        taken = snapshot.content.get("time")  # earlier versions did not say
+        taken = snapshot.content.get("time")  # earlier versions did not write it
         return {
             **told,
             "file": str(snapshot.path),
@@ -96,11 +96,11 @@ class StoreSnapshots:
         }
 
     def wait_for_room(self, keys: Sequence[str]) -> None:
-        """Waits until these pieces can change beside a snapshot that is being written.
+        """Waits until these shards can change beside a snapshot that is being written.
 
-        With the lock, which others have meanwhile.
+        The caller holds the lock, which is released while it waits.
         """
-        until = math.inf  # that of the first one: another may follow at once
+        until = math.inf  # the deadline of the first snapshot, as another may follow at once
         while (unwritten := self._contents.unwritten) is not None and not unwritten.has_room(keys):
             until = min(until, unwritten.until)
             left_s = until - time.monotonic()
@@ -108,7 +108,7 @@ class StoreSnapshots:
                 return
 
     def _folder_of(self, directory: Path) -> SnapshotFolder:
-        """Returns the folder of the snapshot before, which the next one continues; a new one for another folder."""
+        """Returns the folder of the last snapshot, which the next one continues, or a new object for another folder."""
         if self._folder is None or self._folder.path != directory:
             self._folder = SnapshotFolder(directory)
         return self._folder

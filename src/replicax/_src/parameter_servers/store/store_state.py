@@ -1,4 +1,4 @@
-"""The contents of a store as messages to another server, and the store that is made of them there."""
+"""Sends the contents of a store to another server as messages, and makes a store of them there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from replicax._src.parameter_servers.transport.messages import Message
 
 
 def state_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
-    """Headers and arrays, in order.
+    """Yields headers and arrays, in order.
 
-    Each piece is let go when the next one is asked for: until then it is there twice.
+    Each shard is released when the next one is requested. Until then an update of it needs new memory.
     """
     yield {"part": "state", "content": state.content}, ()
     while state.pieces:
@@ -31,14 +31,14 @@ def state_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence
 def program_messages(
     programs: Iterable[UpdateProgram],
 ) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
-    """Headers and arrays of programs."""
+    """Yields headers and arrays of programs."""
     for program in programs:
         blob = np.frombuffer(program.blob, np.uint8)
         yield {"part": "program", "digest": program.digest, "described": program.described()}, [blob]
 
 
 def take_part(store: Store, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bool:
-    """Puts one of ``state_messages`` into a new store. Returns True for the last one."""
+    """Adds one of ``state_messages`` to a new store. Returns True for the last one."""
     match header["part"]:
         case "state":
             store.begin_with(header["content"])

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass
 class Staleness:
-    """Counts by how many updates of others the values were older that closures computed their own updates with."""
+    """Counts of staleness: by how many other updates the values had changed between a closure's read and its update."""
 
     num: int = 0
     total: int = 0
@@ -20,14 +20,16 @@ class Staleness:
     buckets: Counter[int] = field(default_factory=Counter)  # number of bits -> how many
 
     def count(self, staleness: int) -> None:
-        """One update has been applied."""
+        """Records one update."""
         self.num += 1
         self.total += staleness
         self.max = max(self.max, staleness)
         self.buckets[staleness.bit_length()] += 1
 
     def described(self) -> dict[str, Any]:
-        """``histogram``: the lowest staleness of each bucket, 0, 1, 2, 4, 8, ..., and how many updates are in it."""
+        """Returns the counts as JSON. ``histogram`` maps the lowest staleness of each bucket (0, 1, 2, 4, 8, ...) to
+        a count.
+        """
         return {
             "num": self.num,
             "mean": self.total / self.num if self.num else 0.0,
@@ -41,12 +43,12 @@ class StoreStatistics:
     """Counts.
 
     Attributes:
-      updates: The number of updates that were applied, of closures and others.
-      duplicates: The updates that were not, because their closure had been applied, or had ended.
-      pulls: Answers with values or rows.
-      pieces_sent: Values in these; those that had not changed are not among them.
-      rows_sent: The rows of all pieces in these.
-      staleness: The staleness of updates whose closures said which versions they had.
+      updates: The number of updates that were applied, by closures and by other calls.
+      duplicates: The number of updates that were not, because their closure had been applied or had ended.
+      pulls: The number of answers with values or rows.
+      pieces_sent: The number of values in these answers. Unchanged values are not sent.
+      rows_sent: The number of rows in these answers.
+      staleness: The staleness of updates whose closures sent the versions that they had read.
     """
 
     updates: int = 0
@@ -57,11 +59,11 @@ class StoreStatistics:
     staleness: Staleness = field(default_factory=Staleness)
 
     def count_pull(self, values: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
-        """An answer has these."""
+        """Records an answer with these values and rows."""
         self.pulls += 1
         self.pieces_sent += len(values)
         self.rows_sent += sum(map(len, rows))
 
     def described(self) -> dict[str, Any]:
-        """Returns it as JSON."""
+        """Returns the counts as JSON."""
         return {**vars(self), "staleness": self.staleness.described()}

@@ -1,7 +1,4 @@
-"""``Unwritten``: what a snapshot and its store have in common until it is written, and how much may be there twice.
-
-Pure.
-"""
+"""``Unwritten``: the shards that a snapshot has yet to write, and a limit on the memory that this costs. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +11,15 @@ _TWICE: Final = 1 / 8
 
 @final
 class Unwritten:
-    """Pieces that a snapshot has yet to write.
+    """Shards that a snapshot has yet to write.
 
-    Until then the first update of one leaves its value, and makes another one.
-
-    So much may be there twice: an eighth of all pieces, or 64 MB. What would need more has to wait until more is
-    written.
+    Until one is written, the first update of it cannot reuse its memory, and needs memory for a second value. These
+    second values may take an eighth of the memory of all shards, or 64 MB. Updates that would need more must wait.
 
     Args:
-      sizes: Bytes of each piece, by its key.
-      keys: The keys of those that are not written yet.
-      until: The end of all waits for room: what has waited until then goes on.
+      sizes: The number of bytes of each shard, by its key.
+      keys: The keys of the shards that are not written yet.
+      until: The time at which all waits for memory end.
     """
 
     def __init__(self, sizes: Mapping[str, int], keys: Iterable[str], until: float):
@@ -34,16 +29,16 @@ class Unwritten:
         self._most_bytes = max(_MIN_TWICE_BYTES, _TWICE * sum(sizes.values()))
 
     def has_room(self, keys: Iterable[str]) -> bool:
-        """True if these may change now."""
+        """True if these shards may change now."""
         more = sum(self._shared.get(key, 0) for key in keys)
         return not more or sum(self._twice.values()) + more <= self._most_bytes
 
     def change(self, key: str) -> None:
-        """One has another value now."""
+        """Records that a shard has another value."""
         if (size := self._shared.pop(key, None)) is not None:
             self._twice[key] = size
 
     def written(self, key: str) -> None:
-        """One is in the file."""
+        """Records that a shard is in the file."""
         self._shared.pop(key, None)
         self._twice.pop(key, None)

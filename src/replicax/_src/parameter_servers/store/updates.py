@@ -1,4 +1,4 @@
-"""Update programs, compiled: they run in place, on the values of pieces."""
+"""Compiled update programs, which run in place on the values of shards."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class CompiledUpdate:
     """An update program, ready to run on one device.
 
     Attributes:
-      program: The program that it was made of.
-      state: (shape, dtype) of the values of the program's state, in order.
-      operands: (shape, dtype) of its operands.
-      results: (shape, dtype) of what it gives: of a program without state the initial value of a piece.
+      program: The program that was compiled.
+      state: The shape and dtype of each value of the program's state, in order.
+      operands: The shape and dtype of each operand.
+      results: The shape and dtype of each result. A program without state returns the initial value of a shard.
 
     Raises:
-      InvalidArgumentError: The blob is no program, or not one that updates pieces on this device.
+      InvalidArgumentError: The blob is not a program, or not one that updates shards on this device.
     """
 
     def __init__(self, program: UpdateProgram, device: Any):
@@ -45,7 +45,7 @@ class CompiledUpdate:
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", 0)
 
     def rows(self, operands: Sequence[np.ndarray]) -> list[list[np.ndarray] | None]:
-        """Returns for each piece that is written the numbers of the rows that may change; None: any."""
+        """Returns for each written shard the numbers of the rows that may change; None if any may."""
         if not self.program.rows:
             return [None] * len(self.program.written)
         return [
@@ -54,36 +54,37 @@ class CompiledUpdate:
         ]
 
     def check_operands(self, operands: Sequence[np.ndarray]) -> None:
-        """Raises InvalidArgumentError unless the program takes these."""
+        """Raises InvalidArgumentError unless the program takes these operands."""
         got = [(value.shape, value.dtype) for value in operands]
         if got != self.operands:
             raise InvalidArgumentError(
                 f"Program {self.program.digest} takes the operands {_texts(self.operands)}, got {_texts(got)}. "
-                "Send what the program was exported for, or export another program."
+                "Send operands of the shapes and dtypes that the program was exported for, or export another program."
             )
 
     def __call__(self, state: Sequence[jax.Array], operands: Sequence[np.ndarray]) -> list[jax.Array]:
-        """The results, when they are there. The values of the written state are gone then: theirs is the memory.
+        """Returns the results when they are ready. They take the memory of the written state, whose old values are
+        deleted.
 
         Raises:
-          MemoryError: There is no room for what is in between; nothing has happened.
+          MemoryError: There is no memory for temporary values; nothing has changed.
         """
         self._check_memory()
         with with_dtypes(self._wide):
             results = self._run(*state, *operands)
-        results[0].block_until_ready()  # all are ready at once; and what fails on a CPU says so only here
+        results[0].block_until_ready()  # all are ready together; a failure on a CPU is raised here
         return results
 
     def _check_memory(self) -> None:
-        # What runs out of memory in XLA has lost the buffers that it was to write (jax 0.10): ask before.
+        # XLA loses the buffers that it would write if it runs out of memory (jax 0.10), so check the memory first.
         if self._temporary_bytes < _MIN_CHECKED_BYTES:
             return
         try:
             np.empty(self._temporary_bytes, np.uint8)
         except MemoryError:
             raise MemoryError(
-                f"Program {self.program.digest} needs {self._temporary_bytes} bytes in between, more than there are. "
-                "Nothing was updated. Use more parameter servers, or smaller pieces."
+                f"Program {self.program.digest} needs {self._temporary_bytes} bytes of temporary memory, more "
+                "than is free. Nothing was updated. Use more parameter servers, or smaller shards."
             ) from None
 
 
@@ -91,16 +92,17 @@ def _deserialized(program: UpdateProgram, device: Any) -> export.Exported:
     try:
         exported = export.deserialize(bytearray(program.blob))
     except ImportError:
-        raise  # what is missing says so
+        raise  # the message of an ImportError names what is missing
     except Exception as error:
         raise InvalidArgumentError(
-            f"{len(program.blob)} bytes are no program: {error}. "
-            "Send what jax.export gives, of a version of JAX that this one reads."
+            f"{len(program.blob)} bytes are not a program: {error}. "
+            "Send the output of jax.export, of a version of JAX that this one reads."
         ) from error
     platform = export_platform(device)
     if platform not in exported.platforms or exported.nr_devices != 1:
         raise InvalidArgumentError(
-            f"An update program for {exported.nr_devices} devices of {', '.join(exported.platforms)} cannot run on one "
+            f"An update program for {exported.nr_devices} devices of {', '.join(exported.platforms)} cannot run on "
+            "one "
             f'of {platform}. Export it with platforms=["{platform}"].'
         )
     return exported
@@ -115,8 +117,9 @@ def _check(program: UpdateProgram, inputs: Sequence[Spec], results: Sequence[Spe
     is_initial = not inputs and len(results) == 1
     if not is_initial and (list(results) != expected or not expected):
         raise InvalidArgumentError(
-            f"An update program gives {_texts(results)}, where the pieces that it writes are {_texts(expected)}. It has "
-            "to give one new value for each of these, in order, with its shape and dtype; and to write at least one."
+            f"An update program returns {_texts(results)}, but the shards that it writes are "
+            f"{_texts(expected)}. It has to return one new value for each of these, in order, with its shape "
+            "and dtype, and to write at least one."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which closures have been applied: each at most once. Pure."""
+"""The record of closures that have been applied, which makes each run at most once. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ MAX_WINDOWS: Final = 1024
 class Window:
     """The numbers of one coordinator's closures that have been applied.
 
-    Below the low-water mark every closure has ended: none of these is applied any more. Above it runs of numbers are
-    kept. Their count, and so the memory, follows the number of closures that are unfinished or had nothing to apply
-    here.
+    All closures below the low-water mark have ended, so none of these is applied again. Above it, runs of numbers are
+    kept. The memory grows with the number of closures that are unfinished or had nothing to apply here.
 
     Args:
       low: The low-water mark: the lowest number that has not ended.
@@ -29,21 +28,21 @@ class Window:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """All closures below the first number have been applied, or had nothing to apply; none from the second on has
-        been.
+        """Two numbers: below the first, all closures have been applied or had nothing to apply; from the second on,
+        none has.
         """
         is_joined = bool(self._starts) and self._starts[0] <= self._low
         return self._stops[0] if is_joined else self._low, max([self._low, *self._stops[-1:]])
 
     def __contains__(self, number: int) -> bool:
-        """True if a closure must not be applied: it has been, or it has ended."""
+        """True if a closure must not be applied, because it has been applied or has ended."""
         if number < self._low:
             return True
         before = bisect_right(self._starts, number) - 1
         return before >= 0 and number < self._stops[before]
 
     def add(self, number: int) -> None:
-        """Counts a closure as applied."""
+        """Records that a closure has been applied."""
         if number in self:
             return
         after = bisect_right(self._starts, number)
@@ -61,7 +60,9 @@ class Window:
             self._stops.insert(after, number + 1)
 
     def raise_low(self, low: int) -> None:
-        """All closures below ``low`` have ended. The mark never sinks: a lower one is an older message."""
+        """Records that all closures below ``low`` have ended. A lower mark than the current one is late, and is
+        ignored.
+        """
         if low <= self._low:
             return
         self._low = low
@@ -69,12 +70,12 @@ class Window:
         del self._starts[:ended], self._stops[:ended]
 
     def described(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """Returns the window as JSON."""
         return {"low": self._low, "runs": [list(run) for run in zip(self._starts, self._stops)]}
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Self:
-        """The window that ``described`` came from."""
+        """Makes the window that ``described`` returned."""
         window = cls(described["low"])
         window._starts = [start for start, _ in described["runs"]]
         window._stops = [stop for _, stop in described["runs"]]
@@ -83,15 +84,13 @@ class Window:
 
 @final
 class Windows:
-    """The windows of several clients. Beyond ``MAX_WINDOWS``, that of the client that was silent for longest is
-    forgotten.
-    """
+    """The windows of several clients. Beyond ``MAX_WINDOWS``, the window of the longest silent client is dropped."""
 
     def __init__(self) -> None:
         self._windows: OrderedDict[str, Window] = OrderedDict()
 
     def of_client(self, incarnation: str) -> Window:
-        """One client's; a new one if it has not been asked for before."""
+        """Returns the window of a client, and makes it at the first call."""
         window = self._windows.get(incarnation)
         if window is None:
             window = self._windows[incarnation] = Window()
@@ -101,12 +100,12 @@ class Windows:
         return window
 
     def described(self) -> dict[str, Any]:
-        """All of them, as JSON."""
+        """Returns the windows as JSON."""
         return {name: window.described() for name, window in self._windows.items()}
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Self:
-        """Makes the windows that ``described`` came from."""
+        """Makes the windows that ``described`` returned."""
         windows = cls()
         windows._windows.update((name, Window.of(window)) for name, window in described.items())
         return windows

@@ -1,6 +1,6 @@
 """``ParameterServerStrategy``: variables on parameter servers, functions on workers, each at its own pace.
 
-Of its two forms this file has what they share, and the one with a coordinator; ``shared_servers.py`` begins the other.
+It has two forms. This file has what they share, and the form with a coordinator; ``shared_servers.py`` has the other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _GROUP_S: Final = 10.0
 
 
 class ClosesItself(Protocol):
-    """A ClusterCoordinator, as far as its strategy is concerned."""
+    """The interface of a ClusterCoordinator that its strategy needs."""
 
     def close(self) -> None: ...
 
@@ -65,38 +65,39 @@ class ClosesItself(Protocol):
 class ParameterServerStrategy(Strategy):
     """Asynchronous training: parameter servers hold the variables, workers compute, and do not wait for each other.
 
-    Make variables, models, optimizers and metrics in ``scope()``. A function that runs reads them, computes, and pushes
-    gradients and other assignments to the servers, each of which applies them once and as one. There are two forms:
+    Make variables, models, optimizers and metrics in ``scope()``. A function reads them, computes, and pushes
+    gradients and other assignments to the servers. Each server applies these once, atomically. There are two forms:
 
-    - This process is the coordinator, the chief: it gives functions to
-      ``rx.coordinator.ClusterCoordinator(strategy).schedule``, and some worker runs each. Workers run ``rx.Server``, or
-      ``replicax server``.
-    - Every worker runs the program by itself, as in TensorFlow 1: ``run`` computes here, on variables that all share.
-      The chief (worker 0 if there is none) makes them, the others wait for that; one that starts again goes on with
-      what is there. Each has its own data.
+    - This process is the coordinator, the chief. It gives functions to
+      ``rx.coordinator.ClusterCoordinator(strategy).schedule``, and any worker runs each. Workers run ``rx.Server``,
+      or ``replicax server``.
+    - Every worker runs the program, as in TensorFlow 1: ``run`` computes in this process, on variables that all
+      workers share. The chief (worker 0 if there is none) creates them, and the others wait for it. A worker that
+      restarts resumes with the current variables. Each worker has its own data.
 
     Parameter servers run ``rx.Server``, or ``replicax server``.
 
     Args:
       cluster_resolver: Describes the cluster: a chief if there is a coordinator, workers, at least one ps; default:
         from the environment.
-      variable_partitioner: Into how many shards a variable is cut: ``rx.experimental.partitioners``. Without it each
-        variable is whole, on the server that has the fewest bytes.
-      devices_per_worker: On how many devices each worker runs a replica of what ``run`` is given, in sync. They are
-        ``num_replicas_in_sync``. None: what ``replicax launch --devices-per-worker`` says, or 1.
-      replication: On how many parameter servers each piece of a variable is: 1, or 2. With 2 a server may die, and
-        nothing that was acknowledged is lost: the next one has it, and the ``ClusterCoordinator`` has all go on there,
-        within seconds. For a coordinator with at least two parameter servers, which do each update twice. None: what
-        ``replicax launch --replication`` says, or 1.
-      is_coordinator: Which form it is. None: in a worker the second; in a chief the first, unless ``replicax launch``
-        has been told that workers run the script (``--script-in workers``).
+      variable_partitioner: Chooses the number of shards of a variable: ``rx.experimental.partitioners``. Without it
+        no variable is sharded, and each is on the server that has the fewest bytes.
+      devices_per_worker: The number of devices of each worker, each of which runs a replica of ``run``'s function,
+        in sync. It is ``num_replicas_in_sync``. None for the number of ``replicax launch --devices-per-worker``, or
+        1.
+      replication: The number of copies of each shard, on different parameter servers: 1, or 2. With 2, if a server
+        dies, no acknowledged update is lost: the ``ClusterCoordinator`` switches to the other copy within seconds.
+        It needs a coordinator and at least two parameter servers, which apply each update twice. None for the
+        number of ``replicax launch --replication``, or 1.
+      is_coordinator: True for the first form, False for the second. None chooses the second in a worker, and the
+        first in a chief, unless ``replicax launch --script-in workers`` has started it.
 
     Attributes:
-      own_coordinator: The ClusterCoordinator that Keras's ``fit`` has made, where there was none.
+      own_coordinator: The ClusterCoordinator that Keras's ``fit`` has made if there was none.
 
     Raises:
-      TaskError: The cluster has no worker or no ps, or this process is not what it has to be.
-      UnavailableError: A task does not answer; or the chief has not made what others wait for.
+      TaskError: The cluster has no worker or no ps, or this process has the wrong task.
+      UnavailableError: A task does not answer, or the chief has not created variables that others wait for.
 
     Source: tf.distribute.ParameterServerStrategy; tf.compat.v1.distribute.experimental.ParameterServerStrategy.
     """
@@ -132,12 +133,12 @@ class ParameterServerStrategy(Strategy):
         session = shared_session(membership, os.environ)
         self._set_up(session, variable_partitioner, resolver, membership)
         log.info(
-            "Using ParameterServerStrategy in %s: one of %d workers that run the program, %d parameter servers.",
+            "Using ParameterServerStrategy in %s: one of %d workers that run the program, with %d parameter servers.",
             membership.task,
             membership.num_workers,
             session.num_ps,
         )
-        self.topology  # begins JAX's backend, and checks that there are enough devices  # noqa: B018
+        self.topology  # starts JAX's backend, and checks that there are enough devices  # noqa: B018
         num_here = jax.local_device_count()
         if not says_devices and num_here > self._num_devices:
             warn_of_unused_devices(str(membership.task), num_here, self._num_devices)
@@ -149,9 +150,9 @@ class ParameterServerStrategy(Strategy):
         num_ps = spec.num_tasks("ps")
         if num_ps < replication:
             raise InvalidArgumentError(
-                f"ParameterServerStrategy(replication={replication}): each variable is on {replication} parameter servers, and "
-                f"the cluster{from_source(spec.source)} has {num_ps}. Add the address of another one (replicax launch --ps 2), "
-                "or leave replication out."
+                f"replication={replication} needs {replication} parameter servers, but the "
+                f"cluster{from_source(spec.source)} has {num_ps}. Add the address of another one (replicax "
+                "launch --ps 2), or remove replication."
             )
         tasks = Tasks(
             addresses(spec, "worker"), addresses(spec, "ps"), Credentials.of_environment(os.environ)
@@ -165,7 +166,7 @@ class ParameterServerStrategy(Strategy):
         session = Session(servers, platforms, tasks, intervals_s, groups=groups)
         self._set_up(session, variable_partitioner, resolver)
         log.info(
-            "Using ParameterServerStrategy: %d workers, %d parameter servers%s.",
+            "Using ParameterServerStrategy with %d workers and %d parameter servers%s.",
             len(tasks.addresses("worker")),
             num_ps,
             ", each variable on two of them" if groups is not None else "",
@@ -211,13 +212,13 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this process gives functions to workers; otherwise it is one of several that run them by
-        themselves.
+        """True if this process gives functions to workers; False if it is one of several workers that run the
+        program.
         """
         return self.worker_of_own is None
 
     def topology_of_worker(self) -> Topology:
-        """The replicas of a worker; of another process, if this is the coordinator.
+        """Returns the topology of a worker's replicas. If this is the coordinator, the worker is another process.
 
         Raises:
           DeviceError: This worker has fewer devices.
@@ -227,15 +228,17 @@ class ParameterServerStrategy(Strategy):
         devices = jax.local_devices()
         if len(devices) < self._num_devices:
             raise DeviceError(
-                f"Workers have {self._num_devices} devices (devices_per_worker), and this one has {len(devices)}. Start all with "
-                f"as many, or say the number that they have; for virtual ones: rx.config.set_local_devices({self._num_devices})."
+                f"Workers have {self._num_devices} devices (devices_per_worker), but this one has "
+                f"{len(devices)}. Start all with as many, or use the number that they have; for virtual ones: "
+                f"rx.config.set_local_devices({self._num_devices})."
             )
         return Topology.of(devices[: self._num_devices])
 
     def close(self) -> None:
-        """Ends the time with the workers and the parameter servers; variables are gone. They wait for another chief.
+        """Ends the session with the workers and the parameter servers, which drop the variables and wait for another
+        chief.
 
-        Where each worker runs by itself, once all of them have closed theirs, or ended.
+        If every worker runs the program, the session ends once all of them have closed their strategies, or ended.
         """
         if self.own_coordinator is not None:
             self.own_coordinator.close()
@@ -255,7 +258,7 @@ class ParameterServerStrategy(Strategy):
             "parameter servers": num_ps,
             "devices of each worker": self._num_devices,
             "variables": "on the parameter servers, "
-            + ("whole" if self.variable_partitioner is None else "cut by a partitioner"),
+            + ("not sharded" if self.variable_partitioner is None else "sharded by a partitioner"),
             "this process": "the coordinator" if self.worker_of_own is None else self.worker_of_own.task,
         }
         rows = [(f"ps {number}", address) for number, address in enumerate(self.session.ps_addresses)]
@@ -269,16 +272,16 @@ class ParameterServerStrategy(Strategy):
         self.close()
 
     def __reduce__(self) -> Any:
-        # A dataset function that names the strategy travels to workers, and needs little of it.
+        # A dataset function that uses the strategy is sent to workers, which need only this part of it.
         return StrategyOnWorker, (self.num_replicas_in_sync,)
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None, *, distribute_options: Any = None
     ) -> Any:
-        """A dataset of which each worker has all; of a coordinator for
+        """Returns a dataset of which each worker reads all. On a coordinator use it with
         ``ClusterCoordinator.create_per_worker_dataset``.
 
-        Workers do not share it, whatever ``distribute_options`` say: each goes through it at its own pace.
+        Workers do not split it, whatever ``distribute_options`` say: each iterates over it at its own pace.
         """
         if not self.is_coordinator:
             return datasets.distribute(self.topology, dataset, options, distribute_options)
@@ -287,7 +290,7 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """What ``dataset_fn`` makes on each worker; of a coordinator for
+        """Returns the dataset that ``dataset_fn`` makes on each worker. On a coordinator use it with
         ``ClusterCoordinator.create_per_worker_dataset``.
         """
         if not self.is_coordinator:
@@ -305,16 +308,17 @@ class ParameterServerStrategy(Strategy):
             return self._run_here(self.closures.prepare(fn, args, kwargs, is_replica_function=True))
 
     def run_as_one(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """In a function for workers: what ``fn`` gives for a whole batch, computed on all devices of a worker."""
+        """Returns ``fn`` of a full batch, computed on all devices of a worker. Call it in a function for workers."""
         return run_as_one(self, fn, batch)
 
     def _check_devices_here(self, name: str, num_replicas: int) -> None:
         have = jax.local_device_count()
         if have < num_replicas:
             raise DeviceError(
-                f"{name} was called outside of a scheduled function, where it runs in this process: on {num_replicas} devices, as "
-                f"on a worker (devices_per_worker), and there are {have} here. Give it to ClusterCoordinator.schedule; to try "
-                f"it here call rx.config.set_local_devices({num_replicas}) at the start of the program."
+                f"{name} was called outside of a scheduled function, so it runs in this process, like on a "
+                f"worker on {num_replicas} devices (devices_per_worker), but there are {have} here. Give it "
+                "to ClusterCoordinator.schedule; to try it here call "
+                f"rx.config.set_local_devices({num_replicas}) at the start of the program."
             )
 
     def _run_here(self, prepared: PreparedClosure) -> Any:
@@ -332,7 +336,7 @@ class ParameterServerStrategy(Strategy):
         )
         try:
             result = self._runner_here.run(call)
-        except UnknownProgramError:  # it was not run here before, or long ago
+        except UnknownProgramError:  # it never ran here, or was dropped since
             for digest in programs.values():
                 self._runner_here.add_program(traced.program(digest))
             for name, array in traced.constants.items():
@@ -343,54 +347,53 @@ class ParameterServerStrategy(Strategy):
         return prepared.assemble([jax.numpy.asarray(array) for array in result.results])
 
     def _own(self, name: str, resource: str) -> ValueResource:
-        """What this process has of that which each worker has its own of."""
+        """Returns this process's per-worker value."""
         if self.worker_of_own is None or resource != WORKER_INDEX:
             raise ContextError(
-                f"{name} takes what each worker has of its own ({resource}), and was called outside of a scheduled function, in a "
-                "process that is no worker. Give a function that calls it to ClusterCoordinator.schedule."
+                f"{name} uses a worker's own input ({resource}), but was called outside of a scheduled function, in "
+                "a process that is not a worker. Give a function that calls it to ClusterCoordinator.schedule."
             )
         return ValueResource(np.int32(self.worker_of_own.id_in_cluster), WorkerPlace())
 
 
 def devices_of_worker(given: int | None) -> int:
-    """How many devices of each worker are used: what the program says, or the launcher, or 1."""
+    """Returns the number of devices of each worker: the program's, or the launcher's, or 1."""
     if given is None:
         return optional_number(os.environ, DEVICES_VARIABLE) or 1
     return whole_number("ParameterServerStrategy(devices_per_worker=…)", given, least=1)
 
 
 def _replication_of(given: int | None, is_coordinator: bool) -> int:
-    """On how many parameter servers each piece is: what the program says, or the launcher, or 1.
+    """Returns the number of copies of each shard: the program's, or the launcher's, or 1.
 
     Raises:
-      InvalidArgumentError: It cannot be that.
+      InvalidArgumentError: The number is not allowed.
     """
     replication = (optional_number(os.environ, REPLICATION_VARIABLE) or 1) if given is None else given
     if type(replication) is not int or replication not in (1, 2):
         raise InvalidArgumentError(
-            f"ParameterServerStrategy(replication={replication!r}): it is 1, each variable on one parameter server, or 2."
+            f"replication must be 1, each variable on one parameter server, or 2; got {replication!r}."
         )
     if replication > 1 and not is_coordinator:
         raise InvalidArgumentError(
-            "ParameterServerStrategy(replication=2): a coordinator decides which of two parameter servers is used, and here every "
-            "worker runs the program by itself. Let a chief schedule functions, or leave replication out."
+            "replication=2 needs a coordinator that chooses between two parameter servers, but here every "
+            "worker runs the program. Let a chief schedule functions, or remove replication."
         )
     return replication
 
 
 def _begin_groups(tasks: Tasks, intervals_s: Sequence[float | None]) -> Groups:
-    """Has each piece on two parameter servers, from the first one on.
+    """Assigns each shard to two parameter servers, from the start.
 
     Raises:
-      InvalidArgumentError: Some take snapshots, and others do not.
+      InvalidArgumentError: Some servers take snapshots, and others do not.
       UnavailableError: A parameter server does not answer.
     """
     without = [f"ps {n}" for n, interval_s in enumerate(intervals_s) if interval_s is None]
     if without and len(without) < len(intervals_s):
         raise InvalidArgumentError(
-            f"ParameterServerStrategy(replication=2): {', '.join(without)} take(s) no snapshots, and other parameter servers do. "
-            "Two servers that have the same variables write them together: start all with snapshot_dir (--snapshot-dir), or "
-            "none."
+            f"replication=2: {', '.join(without)} take(s) no snapshots, but other parameter servers do. Two servers "
+            "that have the same variables write them together: start all with snapshot_dir (--snapshot-dir), or none."
         )
     groups = Groups(len(intervals_s))
     for view in groups.views:
@@ -400,17 +403,18 @@ def _begin_groups(tasks: Tasks, intervals_s: Sequence[float | None]) -> Groups:
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
-    """The cluster of which this process is the coordinator.
+    """Returns the cluster of which this process is the coordinator.
 
     Raises:
-      TaskError: It is not such a cluster, or this process is not its chief. The texts begin with TensorFlow's.
+      TaskError: It is not such a cluster, or this process is not its chief. The messages begin like TensorFlow's.
     """
     spec = resolver.cluster_spec()
     source = from_source(spec.source)
     wrong = [job for job in spec.jobs if job not in ("chief", "worker", "ps", "evaluator")]
     if wrong:
         raise TaskError(
-            f"Disallowed task type found in cluster spec{source}: {listed(wrong)}. Allowed are chief, worker, ps and evaluator."
+            f"Disallowed task type found in cluster spec{source}: {listed(wrong)}. Allowed are chief, worker, "
+            "ps and evaluator."
         )
     for job in ("worker", "ps"):
         if job not in spec.jobs or not spec.num_tasks(job):
@@ -424,8 +428,8 @@ def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
         )
     if resolver.task_type in ("worker", "ps"):
         raise TaskError(
-            f"This process is {resolver.task_type} {resolver.task_id}{source}, and the coordinator's ParameterServerStrategy is "
-            "made by the chief alone. In this task run `replicax server`, or rx.Server(...).join()."
+            f"This process is {resolver.task_type} {resolver.task_id}{source}, but only the chief makes the "
+            "coordinator's ParameterServerStrategy. In this task run `replicax server`, or rx.Server(...).join()."
         )
     return spec
 

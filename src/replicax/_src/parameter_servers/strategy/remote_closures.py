@@ -1,5 +1,5 @@
-"""``Closures``: a call of a function as a closure that workers run; a function is traced once for arguments of a
-kind.
+"""``Closures``: turns a function call into a closure that workers run. It traces each function once per kind of
+arguments.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedClosure:
-    """A call of a function, ready to be sent.
+    """A function call, ready to be sent.
 
     Attributes:
       traced: The function.
       arguments: The arrays among the arguments, and those that the function closes over.
-      sources: What it takes elements from, in the order of the program's iterators.
-      named: Names of those ``arguments`` that travel once, by position.
-      leaves: All arguments, and what the function closes over; none if it closes over no arrays.
+      sources: The iterators that it takes elements from, in the order of the program's iterators.
+      named: The names of those ``arguments`` that are sent once, by position.
+      leaves: All arguments, and the arrays that the function closes over; empty if it closes over none.
     """
 
     traced: WorkerFunction
@@ -60,28 +60,28 @@ class PreparedClosure:
 
     @property
     def programs(self) -> dict[str, str]:
-        """Digests of the workers' programs, by signature of the elements."""
+        """The digests of the workers' programs, by signature of the elements."""
         return self.traced.programs
 
     @property
     def constants(self) -> dict[str, np.ndarray]:
-        """What travels once, by name."""
+        """The arrays that are sent once, by name."""
         if not self.named:
             return self.traced.constants
         return self.traced.constants | {name: self.arguments[n] for n, name in self.named.items()}
 
     @property
     def iterators(self) -> list[str]:
-        """What the workers call that which it takes elements from."""
+        """The workers' names of the iterators that it takes elements from."""
         return [source.resource for source in self.sources]
 
     @property
     def round_key(self) -> str | None:
-        """What closures have in common whose gradients are averaged."""
+        """A key that is equal for closures whose gradients are averaged."""
         return self.traced.first.round_key
 
     def program(self, digest: str) -> WorkerProgram:
-        """A worker's program."""
+        """Returns a worker's program."""
         return self.traced.program(digest)
 
     def make(self, signature: str) -> str:
@@ -89,22 +89,24 @@ class PreparedClosure:
         return self.traced.make(signature, self.leaves)
 
     def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
-        """What the function returns, of the worker's results for elements of a signature; None: of the first one's."""
+        """Returns the function's result, from the worker's results for elements of a signature; None for the first
+        one.
+        """
         return self.traced.closure(signature).assemble(arrays)
 
 
 @final
 class Closures:
-    """Makes closures of functions, and keeps what it has traced.
+    """Makes closures of functions, and caches the traces.
 
     Args:
-      strategy: Its ``slots`` are used.
-      session: Where the variables are.
+      strategy: The strategy, whose ``slots`` are used.
+      session: The session that has the variables.
     """
 
     def __init__(self, strategy: ParameterServerStrategy, session: Session):
         self._strategy, self._session = strategy, session
-        self._slots = SlotTable(1)  # of cross-replica code
+        self._slots = SlotTable(1)  # for cross-replica code
         self._cache: ProgramCache[WorkerFunction] = ProgramCache()
 
     def prepare(
@@ -116,11 +118,14 @@ class Closures:
         is_replica_function: bool = False,
         num_averaged: int | None = None,
     ) -> PreparedClosure:
-        """A call of ``fn``, traced for workers; its variables are on the servers then.
+        """Returns a call of ``fn``, traced for workers. It creates the variables of ``fn`` on the servers.
 
         Args:
-          is_replica_function: Whether it is called in replica context.
-          num_averaged: Of how many closures the gradients are averaged for an update; None: each pushes its own.
+          fn: The function.
+          args: Its arguments.
+          kwargs: Its keyword arguments.
+          is_replica_function: True if it is called in replica context.
+          num_averaged: The number of closures whose gradients are averaged for one update; None for no averaging.
         """
         use_imported()
         call = Call(fn, args, kwargs or {}, _is_leaf)
@@ -147,7 +152,7 @@ class Closures:
                     fn, call.tree, call.described, sources, is_replica_function, num_averaged
                 )
             programs.put(signature, call.described, traced)
-            if getattr(fn, "replicax_family", None) is None:  # of ours, for each variable
+            if getattr(fn, "replicax_family", None) is None:  # replicax makes one for each variable
                 self._cache.report_trace(fn, call.described)
         named: dict[int, str] = {}
         if lifted:
@@ -209,8 +214,8 @@ def _is_leaf(leaf: Any) -> bool:
 def _check_no_modules(nest: Any) -> None:
     if open_modules(nest)[1] is not None:
         raise UnsupportedError(
-            "An nnx module is an argument of a function for workers, which could not update it. Pass the module's state as "
-            "arrays (nnx.split), or keep it in variables made in strategy.scope()."
+            "An nnx module was passed to a function for workers, which cannot update it. Pass the module's "
+            "state as arrays (nnx.split), or keep it in variables made in strategy.scope()."
         )
 
 
@@ -219,9 +224,9 @@ def _check_no_iterators(leaves: Sequence[Any]) -> None:
     found = next((x for x in leaves if isinstance(x, Iterator) and not isinstance(x, PerWorkerInput)), None)
     if found is not None:
         raise InvalidArgumentError(
-            f"A function for workers got {found!r}, an iterator of this process: all its calls would get the element that is next "
-            "while it is traced. Have each worker make its own: iterator = iter(coordinator.create_per_worker_dataset("
-            "dataset_fn)); or pass next(iterator)."
+            f"A function for workers got {found!r}, an iterator of this process. All calls would get the "
+            "element that is next while the function is traced. Have each worker make its own: iterator = "
+            "iter(coordinator.create_per_worker_dataset(dataset_fn)); or pass next(iterator)."
         )
 
 
@@ -230,23 +235,23 @@ def _is_of_source(leaf: Leaf) -> bool:
 
 
 def _of_worker(leaf: Any) -> tuple[Leaf, None] | None:
-    """Describes what each worker has its own of."""
+    """Describes a per-worker input; None for any other leaf."""
     if not isinstance(leaf, PerWorkerInput):
         return None
     return Leaf("static", value=(PerWorkerInput, leaf.described)), None
 
 
 def _sendable(array: Any, described: Leaf) -> np.ndarray:
-    """An array of the arguments as it travels; of typed random keys their data."""
+    """Returns an array of the arguments as it is sent; for typed random keys their data."""
     dtype = described.dtype
     if not isinstance(dtype, np.dtype):
         return np.asarray(jax.random.key_data(array))
-    # It may be written before it is sent: itself, or what it is a view of.
+    # The caller may change it before it is sent, directly or through the array that it is a view of.
     is_theirs = isinstance(array, np.ndarray) and (array.flags.writeable or array.base is not None)
-    with np.errstate(over="ignore"):  # what does not fit is found later, if it is used
+    with np.errstate(over="ignore"):  # a value that does not fit is found later, if it is used
         return (np.array if is_theirs else np.asarray)(array, dtype)
 
 
 def _pattern(sources: Sequence[PerWorkerInput]) -> tuple[int, ...]:
-    """Which of them are the same one."""
+    """Returns for each source the position of its first occurrence."""
     return tuple(sources.index(source) for source in sources)

@@ -1,4 +1,4 @@
-"""``strategy.run`` with parameter servers: the replicas of one worker, in the function that is being traced for it."""
+"""``strategy.run`` with parameter servers: runs the replicas of a worker, inside the function that is traced for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger("replicax")
 def run_on_replicas(
     strategy: ParameterServerStrategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs a replica function in the function that is being traced."""
+    """Adds a replica function to the function that is being traced."""
     if strategy.num_replicas_in_sync > 1:
         return _run_on_several(strategy, fn, args, kwargs)
     replica = ReplicaContext(strategy, None, OneReplica())
@@ -42,11 +42,13 @@ def run_on_replicas(
 
 
 def run_as_one(strategy: ParameterServerStrategy, fn: Callable[..., Any], batch: Any) -> Any:
-    """Calls ``fn`` of a whole batch, in the function that is being traced: what one device computes, on all of a
-    worker's.
+    """Calls ``fn`` with a full batch, in the function that is being traced, and computes it on all devices of a
+    worker.
 
     Args:
-      batch: A nest of arrays [rows, ...], or of what each replica has of them.
+      strategy: The strategy.
+      fn: The function.
+      batch: A pytree of arrays [rows, ...], or of their per-replica parts.
     """
     capture = current_capture()
     assert capture is not None
@@ -100,11 +102,12 @@ def _run_on_several(
 class RemoteRunner:
     """``Strategy.run`` with parameter servers: a part of the function for workers that is being traced.
 
-    Anywhere else the function is run in this process, on the servers' variables.
+    Outside of a trace, the function runs in this process, on the servers' variables.
 
     Args:
+      strategy: The strategy.
       run_here: Runs a replica function in this process, given its arguments.
-      is_coordinator: Whether this process is one, and computing not its work.
+      is_coordinator: True if this process is a coordinator, whose workers should compute instead.
     """
 
     def __init__(
@@ -127,23 +130,23 @@ class RemoteRunner:
                 _say_it_runs_here(key.name_of(fn))
             return self._run_here(fn, args, kwargs)
         if not context.in_replica_function():
-            capture.use_strategy(self._strategy)  # an rx.function learns of it, and is run here
+            capture.use_strategy(self._strategy)  # an rx.function records it, and runs in this process
         if context.in_replica_function() or not isinstance(capture.observer, Events):
             raise CrossReplicaContextError(
-                "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do that work in the "
-                "replica function, or after run."
+                "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do the "
+                "work in the replica function, or after run."
             )
         return run_on_replicas(self._strategy, key.unwrap(fn), args, kwargs)
 
     def owned(self, array: Any) -> Any:
-        """Remembers nothing: arguments of workers are copies."""
+        """Returns the array and records nothing, because workers get copies of arguments."""
         return array
 
 
 @functools.cache
 def _say_it_runs_here(name: str) -> None:
     log.warning(
-        "strategy.run of %s was called outside of a scheduled function: it runs in this process, the coordinator. To run it "
-        "on the workers give a function that calls it to ClusterCoordinator.schedule.",
+        "strategy.run of %s was called outside of a scheduled function, so it runs in this process, the "
+        "coordinator. To run it on the workers, give a function that calls it to ClusterCoordinator.schedule.",
         name,
     )

@@ -1,4 +1,4 @@
-"""How one worker of several that each run the program begins its part in what they share: the parameter servers."""
+"""Starts a worker that runs the program itself, and shares the parameter servers with other such workers."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from replicax._src.parameter_servers.client.tasks import Share, Tasks
 
 
 def worker_of_own(resolver: ClusterResolver) -> Membership:
-    """Which of the workers this process is.
+    """Returns the place of this process among the workers.
 
     Raises:
-      TaskError: There is no parameter server, or it is none of them. The first text begins with TensorFlow's.
+      TaskError: There is no parameter server, or this process is not a worker. The first message begins like
+        TensorFlow's.
     """
     membership = membership_of(resolver)
     spec, task = membership.spec, membership.task
     source = from_source(spec.source)
     if "ps" not in spec.jobs or not spec.num_tasks("ps"):
         raise TaskError(
-            f"The cluster spec needs to have `ps` jobs. The cluster{source} has {listed(spec.jobs) or 'no tasks'}. Add the "
-            "addresses of its parameter servers; on one machine: replicax launch --workers 2 --ps 1 --no-chief train.py"
+            f"The cluster spec needs to have `ps` jobs. The cluster{source} has "
+            f"{listed(spec.jobs) or 'no tasks'}. Add the addresses of its parameter servers; on one machine: "
+            "replicax launch --workers 2 --ps 1 --no-chief train.py"
         )
     if task.type not in ("chief", "worker"):
         raise TaskError(
-            f"This process is {task}{source}, and only the chief and workers run the program on shared parameter servers. An "
-            "evaluator reads checkpoints, with another strategy; a ps runs `replicax server`."
+            f"This process is {task}{source}, but only the chief and workers run the program on shared parameter "
+            "servers. An evaluator reads checkpoints, with another strategy; a ps runs `replicax server`."
         )
     return membership
 
 
 def shared_session(membership: Membership, environ: Mapping[str, str]) -> Session:
-    """Comes together with the others; waits for the parameter servers, and the chief.
+    """Joins the session of the other workers. Waits for the parameter servers and the chief.
 
     Raises:
-      UnavailableError: A parameter server does not answer, or the chief has not begun.
+      UnavailableError: A parameter server does not answer, or the chief has not started the session.
     """
     limit = limit_s(environ, START_LIMIT)
     share = Share([str(task) for task in membership.workers], str(membership.task))
@@ -62,11 +64,11 @@ def shared_session(membership: Membership, environ: Mapping[str, str]) -> Sessio
 
 
 def addresses(spec: ClusterSpec, job: str) -> list[str]:
-    """Of the tasks of a job, in order."""
+    """Returns the addresses of the tasks of a job, in order."""
     return [spec.task_address(job, index) for index in spec.task_indices(job)]
 
 
 def snapshot_interval_s(told: Mapping[str, Any]) -> float | None:
-    """Of a parameter server, as it tells of itself; None if it takes no snapshots."""
+    """Returns the snapshot interval in a parameter server's description of itself; None if it takes no snapshots."""
     snapshots = told["snapshots"]
     return None if snapshots is None else float(snapshots["interval_s"])

@@ -1,4 +1,4 @@
-"""``WorkerFunction``: a function for workers, traced: its programs, by platform and by the shapes of what it takes."""
+"""``WorkerFunction``: a traced function for workers, with programs by platform and by the shapes of its elements."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from replicax._src.user_code import UNKNOWN, user_line_of
 from replicax._src.variables.server_arrays import ServerArray
 
 tracing_lock = threading.RLock()
-"""Held while a function for workers is traced: an update is traced with variables that say they have a shard's shape.
+"""Held while a function for workers is traced, because tracing an update gives variables the shape of a shard for a
+while.
 """
 _MAX_SIGNATURES = 32
-_COMPARED_BYTES = 256 << 10  # at once, so that they stay near the processor
+_COMPARED_BYTES = 256 << 10  # compared at once, so that they stay in the processor's cache
 
 
 @final
@@ -35,7 +36,7 @@ class WorkerFunction:
     """A function with arguments of certain kinds, and its closures, by the shapes of the elements that it takes.
 
     Attributes:
-      first: The closure of the elements that the iterators said.
+      first: The closure for elements with the shapes of the iterators' specs.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class WorkerFunction:
         self._programs: dict[str, str] = {}
         self._session, self._trace, self._sources = session, trace, sources
         self._closures: dict[str, RemoteClosure] = {}
-        self._ends: dict[str, str] = {}  # by signature, why the function cannot do with so few elements
+        self._ends: dict[str, str] = {}  # the error for too few elements, by signature
         self._of_digest: dict[str, WorkerProgram] = {}
         self._platforms = frozenset(platforms_of_workers(session))
         self.constants: dict[str, np.ndarray] = {}
@@ -69,13 +70,13 @@ class WorkerFunction:
 
     @property
     def programs(self) -> dict[str, str]:
-        """The digests of the workers' programs, by signature of the elements, for all platforms that workers have by
-        now.
+        """The digests of the workers' programs, by signature of the elements, for all platforms of the workers so
+        far.
         """
         return self.programs_for(platforms_of_workers(self._session))
 
     def programs_for(self, platforms: Collection[str]) -> dict[str, str]:
-        """The same for some platforms, and those for which there are programs."""
+        """Returns the same for these platforms, in addition to those for which programs exist."""
         if not self._platforms.issuperset(platforms):
             with tracing_lock:
                 self._platforms = self._platforms.union(platforms)
@@ -90,13 +91,11 @@ class WorkerFunction:
         return program.digest
 
     def program(self, digest: str) -> WorkerProgram:
-        """The worker's program."""
+        """Returns the worker's program."""
         return self._of_digest[digest]
 
     def is_valid(self) -> bool:
-        """Whether the arrays that it uses are where they were: an optimizer may have been given more copies of its
-        own.
-        """
+        """True if the arrays that it uses have not moved; an optimizer may have got more copies of its own."""
         layout = self._session.layout
         if layout != self._layout:
             if any(_where(c.arrays) != where for c, where in self._found.items()):
@@ -105,12 +104,12 @@ class WorkerFunction:
         return True
 
     def sources_of(self, arguments: Sequence[PerWorkerInput]) -> list[PerWorkerInput]:
-        """What a call with these arguments takes elements from, in the order of the program's iterators."""
+        """Returns the sources of elements of a call with these arguments, in the order of the program's iterators."""
         replaced = {id(traced): now for traced, now in zip(self._sources, arguments, strict=True)}
         return [replaced.get(id(source), source) for source in self.first.elements.sources]
 
     def names_of(self, arrays: Sequence[np.ndarray], num_lifted: int) -> dict[int, str]:
-        """Names for those of the last ``num_lifted`` arrays that are large, and as they were the last time."""
+        """Returns names for those of the last ``num_lifted`` arrays that are large and unchanged since the last one."""
         names: dict[int, str] = {}
         for position in range(len(arrays) - num_lifted, len(arrays)):
             array = arrays[position]
@@ -127,20 +126,22 @@ class WorkerFunction:
         return names
 
     def closure(self, signature: str | None) -> RemoteClosure:
-        """That of elements of a signature; None: the first one."""
+        """Returns the closure for elements of a signature; None for the first one."""
         return self.first if signature is None else self._closures[signature]
 
     def make(self, signature: str, leaves: Sequence[Any] = ()) -> str:
         """Traces the function for elements of other shapes, or for fewer. Returns the digest of the worker's program.
 
         Args:
-          leaves: Of a call whose function closes over arrays. They are checked if this program is the first to use
-            them.
+          signature: The signature of the elements.
+          leaves: The leaves of a call whose function closes over arrays, which are checked if this program is the
+            first to
+            use them.
 
         Raises:
-          InvalidArgumentError: There have been too many.
+          InvalidArgumentError: There are too many signatures.
           NarrowingError: See ``check_closure``.
-          OutOfRangeError: It needs an element that is missing.
+          OutOfRangeError: The function needs an element that is missing.
         """
         with tracing_lock:
             self.programs_for(platforms_of_workers(self._session))
@@ -151,8 +152,8 @@ class WorkerFunction:
             raise OutOfRangeError(self._ends[signature])
         if len(self._closures) >= _MAX_SIGNATURES:
             raise InvalidArgumentError(
-                f"{self.name} has met elements of {len(self._closures)} different shapes, and is compiled for each: the next has "
-                f"{signature}. Pad what varies to a few sizes, in the dataset."
+                f"{self.name} has got elements of {len(self._closures)} different shapes, and is compiled for "
+                f"each; the next has {signature}. Pad the elements to a few sizes, in the dataset."
             )
         elements = self.first.elements
         offer = Offer(
@@ -169,7 +170,8 @@ class WorkerFunction:
         except Exception as error:
             if (line := user_line_of(error)) != UNKNOWN:
                 error.add_note(
-                    f"(At {line}, when {self.name} was traced once more: for elements of other shapes, or for those that are left.)"
+                    f"(At {line}, when {self.name} was traced again, for elements of other shapes or for "
+                    "fewer elements.)"
                 )
             raise
         return self._programs[signature]
@@ -180,14 +182,14 @@ class WorkerFunction:
         closure = self._trace(offer)
         if offer is not None and not offer.is_short and closure.returns != self.first.returns:
             raise UnsupportedError(
-                f"{self.name} returns something else for elements of other shapes ({signature}): {closure.returns} in place of "
-                f"{self.first.returns}. Return arrays whose number does not depend on shapes; for a number of rows "
-                "jnp.int32(x.shape[0])."
+                f"{self.name} returns another structure for elements of other shapes ({signature}): "
+                f"{closure.returns} in place of {self.first.returns}. Return a number of arrays that does not "
+                "depend on shapes; for a number of rows return jnp.int32(x.shape[0])."
             )
         if offer is not None and (closure.round_key is None) != (self.first.round_key is None):
             raise UnsupportedError(
-                f"{self.name} applies gradients for some elements only, and not for others ({signature}: shapes and dtypes, null "
-                "after the last element). Schedule another function where none are applied."
+                f"{self.name} applies gradients only for some elements, and not for others ({signature}: shapes and "
+                "dtypes, null after the last element). Schedule another function that applies none."
             )
         self._session.keep_programs(closure, closure.updates)
         key = signature or closure.elements.signature
@@ -204,13 +206,13 @@ class WorkerFunction:
 
 
 def platforms_of_workers(session: Session) -> Collection[str]:
-    """Those that have been met; before that this process's."""
+    """Returns the platforms of the workers that have connected, or this process's before any has."""
     return session.worker_platforms or (default_platform(),)
 
 
 def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays of one shape and dtype have the same bytes; sooner said if they have not."""
-    if one.ctypes.data == other.ctypes.data:  # an array of JAX, seen twice
+    """True if two arrays of one shape and dtype have the same bytes; faster if they have not."""
+    if one.ctypes.data == other.ctypes.data:  # the same JAX array
         return True
     these, those = (np.ravel(array).view(np.uint8) for array in (one, other))
     parts = (slice(start, start + _COMPARED_BYTES) for start in range(0, len(these), _COMPARED_BYTES))
@@ -222,7 +224,7 @@ def _where(arrays: Sequence[ServerArray]) -> list[Any]:
 
 
 def _leaves(described: Any) -> tuple[jax.ShapeDtypeStruct, ...] | None:
-    """Of one element of a signature; None if it is missing."""
+    """Returns the leaves of one element of a signature; None if it is missing."""
     if described is None:
         return None
     return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in described)

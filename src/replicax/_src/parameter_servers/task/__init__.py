@@ -1,1 +1,1 @@
-"""One process of a cluster: what it answers, for whom, and how it is set up."""
+"""One task of a cluster: its server, its lease, its work for a coordinator, and the setup of its process."""

@@ -1,13 +1,12 @@
-"""``Lease``: for which coordinator a task works, and until when: the one rule for whose messages are answered. Pure:
-whoever calls it has the clock.
+"""``Lease``: the coordinator whose session a task serves, and the one rule that says whose messages are answered.
 
-A coordinator is known by its *incarnation*. ``hello`` begins its time at a task, ``leave`` ends it, and so do another
-coordinator's ``hello`` and silence: no ``hello`` and no ``beat`` for as long as is allowed. Who has left, was followed
-or was silent does not come back: what was made for it is gone, and it has to know. One that was silent, and knows, says
-so with its ``hello``.
+Pure: the caller has the clock. A coordinator's session is known by its *incarnation*. ``hello`` starts a session on a
+task. ``leave`` ends it. So do another coordinator's ``hello``, and silence: no ``hello`` and no ``beat`` within the
+allowed time. A session that has ended does not come back, because its data is dropped and the coordinator must know
+that. A coordinator that was silent, and knows it, says so in its ``hello``.
 
-Several programs may share one incarnation. Each is a *member* then, and says who all of them are when it leaves: the
-time ends with the last one.
+Several programs may share one incarnation. Each is then a *member*, and names all members when it leaves. The session
+ends with the last member.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _NUM_PAST: Final = 1000
 
 @final
 class Lease:
-    """Says whose messages a task answers. Not for several threads at once.
+    """The rule that says whose messages a task answers. Not thread-safe.
 
     Args:
-      task: What messages call the task: ``"ps 0"``.
-      silence_timeout_s: For how long a coordinator may be silent.
-      now: Seconds, of the clock that all methods are told.
+      task: The name of the task in messages: ``"ps 0"``.
+      silence_timeout_s: The longest time for which a coordinator may be silent.
+      now: The time in seconds, of the clock that all methods use.
 
     >>> lease = Lease("ps 0", silence_timeout_s=60.0, now=0.0)
     >>> lease.hello("a", now=1.0), lease.hello("a", now=2.0), lease.is_silent(now=63.0)
@@ -46,25 +45,29 @@ class Lease:
 
     @property
     def has_ended(self) -> bool:
-        """True if it has worked for a coordinator, and does for none now."""
+        """True if it has served a session, and serves none now."""
         return self._has_ended and self._incarnation is None
 
     @property
     def incarnation(self) -> str | None:
-        """The incarnation of the coordinator that it works for; None while it waits for one."""
+        """The incarnation of the coordinator that it serves; None while it waits for one."""
         return self._incarnation
 
     def hello(self, incarnation: str, now: float, member: str | None = None, *, again: bool = False) -> bool:
-        """Begins the time of a coordinator; returns whether it has not begun before.
+        """Starts the session of a coordinator. Returns True if it is new.
 
-        A member that has left, and says it again, is there again.
+        A member that has left and says hello again is back.
 
         Args:
-          again: It knows that all is gone if its time has ended by silence, and begins anew then, unless another one
-            has come.
+          incarnation: The session id of the coordinator.
+          now: The time.
+          member: The name of the program, if several share the session.
+          again: True if the coordinator knows that its data is lost when its session ended by silence. It then starts
+            again,
+            unless another coordinator has come.
 
         Raises:
-          StaleCoordinatorError: Its time has ended before.
+          StaleCoordinatorError: Its session has ended before.
         """
         if again and incarnation == self._silent:
             self._past.pop(incarnation, None)
@@ -78,14 +81,14 @@ class Lease:
         return is_new
 
     def withdraw(self) -> None:
-        """Takes back a hello: nothing could be begun for that coordinator. It may say hello again."""
+        """Reverts a hello, because the session could not be set up. The coordinator may say hello again."""
         self._incarnation = None
 
     def beat(self, incarnation: str, now: float) -> None:
-        """The coordinator is there. Nothing if the task does not know it, and has no other: it was started again since.
+        """Records that the coordinator is alive. A task that restarted, and knows no coordinator, ignores it.
 
         Raises:
-          StaleCoordinatorError: It is not the one that the task works for.
+          StaleCoordinatorError: The task serves another coordinator.
         """
         if incarnation == self._incarnation:
             self._last_heard = now
@@ -95,9 +98,9 @@ class Lease:
     def leave(
         self, incarnation: str, now: float, member: str | None = None, members: Collection[str] = ()
     ) -> bool:
-        """Ends the time of a coordinator; of one that several share, once all members have left.
+        """Ends the session of a coordinator. A shared session ends once all members have left.
 
-        Returns whether it ended.
+        Returns True if it ended.
         """
         if incarnation != self._incarnation:
             return False
@@ -110,25 +113,26 @@ class Lease:
         return True
 
     def give_up(self, now: float) -> None:
-        """Ends the time of a coordinator that ``is_silent``."""
+        """Ends the session of a coordinator that ``is_silent``."""
         self._silent = self._incarnation
-        self._end(f"nothing was heard of it for {self._silence_timeout_s:g} s")
+        self._end(f"it was silent for {self._silence_timeout_s:g} s")
         self._last_heard = now
 
     def is_silent(self, now: float) -> bool:
-        """True if it works for a coordinator of which it has heard nothing for too long."""
+        """True if it serves a coordinator that has been silent for too long."""
         return self._incarnation is not None and now - self._last_heard > self._silence_timeout_s
 
     def waited_s(self, now: float) -> float:
-        """Returns for how long it has waited for a coordinator; 0 if it has one."""
+        """Returns how long it has waited for a coordinator; 0 if it has one."""
         return 0.0 if self._incarnation is not None else now - self._last_heard
 
     def check(self, incarnation: str | None) -> None:
-        """Refuses whoever is not the coordinator that the task works for.
+        """Refuses a coordinator whose session this is not.
 
         Raises:
-          StaleCoordinatorError: It is another one.
-          UnavailableError: There is none, and never was this one: the task was started again since.
+          StaleCoordinatorError: The task serves another coordinator.
+          UnavailableError: The task serves none and does not know this one, for example because the task has
+            restarted.
         """
         if incarnation is not None:
             if incarnation == self._incarnation:
@@ -136,20 +140,20 @@ class Lease:
             self._refuse_past(incarnation)
         if self._incarnation is not None:
             raise StaleCoordinatorError(
-                f"{self._task} works for the coordinator {self._incarnation}, not for {incarnation}. One cluster has one "
+                f"{self._task} serves the coordinator {self._incarnation}, not {incarnation}. A cluster has one "
                 "coordinator at a time; the next one takes over with its hello."
             )
         raise UnavailableError(
-            f"{self._task} does not know the coordinator {incarnation or 'of a message'}: it was started again since, or nobody has said "
-            "hello to it.",
+            f"{self._task} does not know the coordinator {incarnation or 'of a message'}: the task has "
+            "restarted, or no coordinator has said hello to it.",
             self._task,
         )
 
     def _refuse_past(self, incarnation: str) -> None:
         if incarnation in self._past:
             raise StaleCoordinatorError(
-                f"{self._task} does not work for the coordinator {incarnation} any more: {self._past[incarnation]}, and "
-                "what was made for it is gone. Make the strategy and the coordinator anew, in a new process."
+                f"{self._task} no longer serves the coordinator {incarnation}: {self._past[incarnation]}, and "
+                "its data was dropped. Make a new strategy and a new coordinator, in a new process."
             )
 
     def _end(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Sets up JAX in a process that is a task of a cluster with parameter servers, before JAX starts in it."""
+"""Configures JAX in a process that is a task of a cluster with parameter servers, before JAX starts."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _BEGAN_S: Final = time.monotonic()
 
 
 def vitals() -> dict[str, Any]:
-    """Returns the state of this process as JSON: its number, uptime, and memory in RAM (None where /proc does not
-    tell).
-    """
+    """Returns the state of this process as JSON: its pid, uptime, and resident memory (None without /proc)."""
     pid = os.getpid()
     return {"pid": pid, "uptime_s": time.monotonic() - _BEGAN_S, "resident_bytes": resident_bytes(pid)}
 
 
 def prepare_process(cluster: ClusterSpec, task: Task) -> None:
-    """Sets what the user has not: devices, threads, and where compiled programs are kept. Nothing once JAX has started.
+    """Configures devices, threads and the cache of compiled programs, unless the user has. Does nothing once JAX has
+    started.
 
-    A ps computes on the CPU, so that it takes no accelerator from a worker of its host. The tasks of a host share its
-    cores. Programs are kept in a folder of the user's, so that a worker that is started again need not compile them
-    again: in JAX_COMPILATION_CACHE_DIR, if it is set; ``REPLICAX_PROGRAM_CACHE`` names another folder, or is ``off``.
+    A ps computes on the CPU, so that it takes no accelerator from a worker on its host. The tasks of a host share its
+    cores. Compiled programs are cached in a folder of the user, so that a restarted worker need not compile them
+    again:
+    in JAX_COMPILATION_CACHE_DIR, if it is set. ``REPLICAX_PROGRAM_CACHE`` names another folder, or is ``off``.
     """
     if backend_started():
         return
     if task.type == "ps" and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     if task.type == "ps":
-        # Who runs an update waits for it, under a lock: another thread would only begin later.
+        # The thread that runs an update waits for it under a lock, so a second thread would only delay it.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     prepare_backend(cluster.num_tasks_beside(task))
     folder = program_cache(os.environ)
@@ -51,7 +51,7 @@ def prepare_process(cluster: ClusterSpec, task: Task) -> None:
 
 
 def program_cache(environ: Mapping[str, str]) -> Path | None:
-    """Returns the folder of compiled programs; None if they are not kept.
+    """Returns the folder of the cache of compiled programs; None if it is off.
 
     >>> program_cache({"XDG_CACHE_HOME": "/caches"}), program_cache({"REPLICAX_PROGRAM_CACHE": "off"})
     (PosixPath('/caches/replicax/programs'), None)

@@ -1,7 +1,4 @@
-"""The arguments of a server: ``ServerDef`` says which task it is, ``ServerOptions`` how it behaves.
-
-Pure.
-"""
+"""The arguments of a server: ``ServerDef`` identifies its task, and ``ServerOptions`` has its options. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ JOBS: Final = ("worker", "ps")
 @final
 @dataclass(frozen=True)
 class ServerDef:
-    """Which task of which cluster a server is: ``tf.train.ServerDef``.
+    """The cluster of a server, and its task in it: ``tf.train.ServerDef``.
 
     Attributes:
       cluster: All tasks.
@@ -33,8 +30,8 @@ class ServerDef:
       protocol: ``grpc``, or ``grpc+tls``, which needs a certificate.
 
     Raises:
-      InvalidArgumentError: Another job or protocol.
-      ClusterError: The cluster is wrong, or does not have the task.
+      InvalidArgumentError: The job or the protocol is not one of these.
+      ClusterError: The cluster is invalid, or does not have the task.
     """
 
     cluster: ClusterSpec
@@ -50,7 +47,7 @@ class ServerDef:
             )
         if self.protocol not in PROTOCOLS:
             raise InvalidArgumentError(
-                f"protocol={self.protocol!r}: a Server talks {' or '.join(map(repr, PROTOCOLS))}; None is 'grpc'."
+                f"protocol must be {' or '.join(map(repr, PROTOCOLS))}, got {self.protocol!r}; None is 'grpc'."
             )
         Membership(self.cluster, self.task)
 
@@ -74,11 +71,10 @@ class ServerDef:
         task_index: int | None,
         protocol: str | None,
     ) -> ServerDef:
-        """Combines the arguments of ``Server``, as in TensorFlow: what is left out follows from the others where it
-        can.
+        """Combines the arguments of ``Server``, as in TensorFlow. Missing ones follow from the others if possible.
 
         Raises:
-          InvalidArgumentError: Something is missing.
+          InvalidArgumentError: A required argument is missing.
           ClusterError: As for ``ServerDef``.
         """
         if isinstance(server_or_cluster_def, ServerDef):
@@ -98,8 +94,8 @@ class ServerDef:
 def _only(names: Sequence[Any], argument: str) -> Any:
     if len(names) != 1:
         raise InvalidArgumentError(
-            f"Must specify an explicit `{argument}`: the cluster has {listed(names)}, and which of them this server is "
-            "does not follow from it."
+            f"Must specify an explicit `{argument}`: the cluster has {listed(names)}, and this server could "
+            "be any of them."
         )
     return names[0]
 
@@ -110,20 +106,20 @@ class ServerOptions:
     """Options of a server: the ``config`` of ``Server``.
 
     Attributes:
-      credentials: What others must have to talk to it, and what it shows to others. None: those of the environment.
-      on_coordinator_loss: "wait": a task whose coordinator is gone drops what was made for it, and waits for the next
-        one. "exit": it ends.
-      silence_timeout_s: After how long without a word a coordinator is gone.
-      wait_timeout_s: For how long it waits for a coordinator, the first or the next, before it ends.
-      snapshot_dir: Where a ps writes its values from time to time, into a folder of its own, and when it is ended in
-        order. Started again with the same folder it goes on from there; with ``replication=2`` only if the other
-        server of a variable is gone, too. None: it does not.
-      snapshot_interval_s: The time between two of them; ``math.inf``: only when the coordinator asks for one.
+      credentials: The credentials that it shares with the other tasks; None for those of the environment.
+      on_coordinator_loss: The reaction to the loss of the coordinator. "wait": the task drops that coordinator's
+        data, and waits for the next one. "exit": the task ends.
+      silence_timeout_s: The time in seconds after which a silent coordinator is lost.
+      wait_timeout_s: The longest wait in seconds for a coordinator, the first or the next, before the task ends.
+      snapshot_dir: The directory in which a ps writes snapshots of its values, into a folder of its own, at
+        intervals and at an orderly end. A ps that restarts with the same directory resumes from there; with
+        ``replication=2`` only if the other server of a variable is lost too. None turns snapshots off.
+      snapshot_interval_s: The seconds between two snapshots. ``math.inf``: only when the coordinator asks for one.
       log_bytes: With ``replication=2``, the most memory that a ps uses for updates that a backup lacks, for
         each group of variables. A backup that lacks more gets the whole state.
 
     Raises:
-      InvalidArgumentError: A value that is not allowed.
+      InvalidArgumentError: A value is not allowed.
     """
 
     credentials: Credentials | None = None
@@ -137,12 +133,12 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.on_coordinator_loss not in ("wait", "exit"):
             raise InvalidArgumentError(
-                f"on_coordinator_loss={self.on_coordinator_loss!r}: it is 'wait' or 'exit'."
+                f"on_coordinator_loss must be 'wait' or 'exit', got {self.on_coordinator_loss!r}."
             )
         for name in ("silence_timeout_s", "wait_timeout_s", "snapshot_interval_s"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(
-                    f"{name}={getattr(self, name)!r}: it is a number of seconds above 0, or math.inf."
+                    f"{name} must be a number of seconds above 0, or math.inf; got {getattr(self, name)!r}."
                 )
         if type(self.log_bytes) is not int or self.log_bytes < 1:
-            raise InvalidArgumentError(f"log_bytes={self.log_bytes!r}: it is a number of bytes, 1 or more.")
+            raise InvalidArgumentError(f"log_bytes must be a number of at least 1; got {self.log_bytes!r}.")

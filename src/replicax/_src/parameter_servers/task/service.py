@@ -1,6 +1,7 @@
-"""``TaskService``: what a task answers, whatever its type: who its coordinator is, and the messages of that one.
+"""``TaskService``: answers the messages of a task, of any type, and knows whose messages it answers.
 
-What it does for a coordinator is its ``Work``, made at the coordinator's ``hello`` and closed when its time is over.
+The task's service to a coordinator is its ``Work``. It is made at the coordinator's ``hello``, and closed when the
+session ends.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ Ask = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Work(Protocol):
-    """The work of a task for one coordinator. Several threads may call it."""
+    """The work of a task for one coordinator. Thread-safe."""
 
     def answer(self, message: Message) -> Message:
-        """Does what a message asks."""
+        """Executes a request."""
         ...
 
     def statistics(self) -> Mapping[str, Any]:
-        """Returns what the coordinator is told with each beat."""
+        """Returns the statistics that the coordinator gets with each heartbeat."""
         ...
 
     def close(self) -> None:
-        """Drops all that was made for the coordinator."""
+        """Drops all data of the coordinator."""
         ...
 
 
@@ -43,24 +44,24 @@ class Host(Protocol):
     """The parts of a task that do not depend on its coordinator.
 
     Attributes:
-      asks: What a coordinator may ask besides what every task answers.
+      asks: The requests that a coordinator may send besides those that every task answers.
     """
 
     asks: Mapping[str, Ask]
 
     @property
     def instance(self) -> str:
-        """Random; another one if what was here is gone."""
+        """A random id, which changes when the task's data is lost."""
         ...
 
     @property
     def snapshots(self) -> Mapping[str, Any] | None:
-        """Tells how often it writes snapshots; None if it does not, so that a restarted task has nothing."""
+        """The snapshot interval; None if it writes no snapshots, so that a restarted task has no data."""
         ...
 
     @property
     def restored(self) -> Mapping[str, Any] | None:
-        """Tells what it has restored from a process before it; None if nothing."""
+        """A description of the data restored from an earlier process; None if there is none."""
         ...
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
@@ -68,20 +69,20 @@ class Host(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it, while what was made for the coordinator is still there."""
+        """Ends the host, while the coordinator's data still exists."""
         ...
 
 
 @final
 class TaskService:
-    """Answers asks and messages, from any thread. ``transport.TaskServer`` calls it.
+    """Answers requests and messages, from any thread. ``transport.TaskServer`` calls it.
 
     Args:
-      task: Which one this is.
-      host: What it has; it makes the work for a coordinator.
-      about: What ``hello`` tells of this process.
-      lease: Whose messages are answered.
-      measure: How the process is now, for the beats: JSON.
+      task: The name of the task.
+      host: The host, which makes the work for a coordinator.
+      about: The description of this process that ``hello`` returns.
+      lease: The rule that says whose messages are answered.
+      measure: Returns the state of the process for the heartbeats, as JSON.
     """
 
     def __init__(
@@ -105,34 +106,34 @@ class TaskService:
             "stop": self._stop,
             **{what: functools.partial(self._ask_host, ask) for what, ask in host.asks.items()},
         }
-        if host.restored is not None:  # whoever made that may go on
+        if host.restored is not None:  # the coordinator of these snapshots may resume
             self._begin(host.restored["incarnation"], ())
 
     @property
     def is_to_stop(self) -> threading.Event:
-        """Is set when somebody has asked the task to end."""
+        """An event that is set when a client has asked the task to end."""
         return self._is_to_stop
 
     def ask(self, what: str, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answers one of the small questions that every task is asked.
+        """Answers one of the small requests that every task answers.
 
         Raises:
-          InvalidArgumentError: There is no such question.
-          StaleCoordinatorError: The coordinator's time at this task is over.
+          InvalidArgumentError: There is no such request.
+          StaleCoordinatorError: The coordinator's session on this task has ended.
         """
         if what not in self._asks:
             raise InvalidArgumentError(
-                f"{self._task} was asked {what!r}; it answers {', '.join(self._asks)}. Are all tasks of the same version of "
-                "replicax?"
+                f"{self._task} was asked {what!r}, but it answers only {', '.join(self._asks)}. Use the same "
+                "version of replicax for all tasks."
             )
         return self._asks[what](header)
 
     def answer(self, message: Message) -> Message:
-        """Answers an ask, or a message of the coordinator or of one of its workers.
+        """Answers a request, or a message of the coordinator or of one of its workers.
 
         Raises:
-          InvalidArgumentError: There is no such ask.
-          StaleCoordinatorError: The coordinator's time at this task is over.
+          InvalidArgumentError: There is no such request.
+          StaleCoordinatorError: The coordinator's session on this task has ended.
         """
         if "ask" in message.header:
             return Message(self.ask(str(message.header["ask"]), message.header))
@@ -143,43 +144,43 @@ class TaskService:
         return work.answer(message)
 
     def watch(self, now: float) -> None:
-        """Gives up a coordinator that is silent."""
+        """Ends the session of a coordinator that is silent for too long."""
         with self._lock:
             if self._lease.is_silent(now):
                 _log.warning(
-                    "%s: its coordinator %s is silent and is given up.", self._task, self._lease.incarnation
+                    "%s: its coordinator %s is silent; its session ends.", self._task, self._lease.incarnation
                 )
                 self._lease.give_up(now)
                 self._drop()
 
     @property
     def incarnation(self) -> str | None:
-        """The incarnation of the coordinator; None while there is none."""
+        """The session id of the coordinator; None while there is none."""
         return self._lease.incarnation
 
     @property
     def has_lost_coordinator(self) -> bool:
-        """True if there was one, and is none now."""
+        """True if there was a coordinator, and is none now."""
         with self._lock:
             return self._lease.has_ended
 
     def waited_s(self, now: float) -> float:
-        """Returns for how long there has been no coordinator."""
+        """Returns how long there has been no coordinator."""
         return self._lease.waited_s(now)
 
     def close(self) -> None:
-        """Drops what was made for the coordinator."""
+        """Drops all data of the coordinator."""
         with self._lock:
             self._drop()
 
     def statistics(self) -> dict[str, Any]:
-        """Which coordinator it works for, what its work counts, and how its process is."""
+        """Returns its coordinator, the statistics of its work, and the state of its process."""
         with self._lock:
             work = self._work
         counts = {} if work is None else work.statistics()
         return {"incarnation": self._lease.incarnation, "process": self._measure(), **counts}
 
-    # --- the asks -----------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------
 
     def _hello(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
@@ -226,7 +227,7 @@ class TaskService:
         return {}
 
     def _status(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Tells anybody what it does. Nothing changes."""
+        """Describes the task to any client. Changes nothing."""
         told = {"incarnation": self._lease.incarnation, "statistics": self.statistics()}
         return {**self._described(), **told}
 

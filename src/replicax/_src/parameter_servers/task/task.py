@@ -40,24 +40,24 @@ _STOP_TIMEOUT_S: Final = 10.0
 class Server:
     """A worker or a parameter server, without any code of the user's: ``tf.distribute.Server``.
 
-    It does what the coordinator sends it, from threads of its own, until it is stopped. Several may be in one process.
-    Where ``TF_CONFIG`` says that this process is this very task, JAX is set up for it (threads, the CPU for a ps, a
-    folder for compiled programs), unless it has started; ``replicax server`` does that too.
+    It serves the coordinator on threads of its own until it is stopped. One process may have several servers. If
+    ``TF_CONFIG`` says that this process is this task, JAX is configured for it (threads, the CPU for a ps, a cache
+    of compiled programs), unless JAX has started. ``replicax server`` does that too.
 
     Args:
       server_or_cluster_def: The cluster: a ClusterSpec, a ClusterDef or a dict of jobs; or a ServerDef.
-      job_name: ``worker`` or ``ps``. None: that of the ServerDef, or the only one.
-      task_index: None: that of the ServerDef, or of the only task of the job.
-      protocol: ``grpc`` or ``grpc+tls``; with a certificate among the credentials it is always TLS.
-      config: How it is a task, a ``ServerOptions``. TensorFlow has a ConfigProto here.
-      start: False: it starts when ``start`` is called.
+      job_name: ``worker`` or ``ps``. None for that of the ServerDef, or the only job.
+      task_index: The index of the task. None for that of the ServerDef, or the only task of the job.
+      protocol: ``grpc`` or ``grpc+tls``. If the credentials have a certificate, TLS is always used.
+      config: A ``ServerOptions``, where TensorFlow takes a ConfigProto.
+      start: False to start it later with ``start()``.
 
     Raises:
-      InvalidArgumentError: Something is missing, or not one of what is allowed.
-      ClusterError: The cluster is wrong, or does not have this task.
+      InvalidArgumentError: An argument is missing, or not allowed.
+      ClusterError: The cluster is invalid, or does not have this task.
       UnavailableError: It cannot listen at its address.
-      SnapshotError: It has snapshots, and none can be read.
-      MissingExtraError: xxhash or cloudpickle is not installed: the extra ``ps``.
+      SnapshotError: It has snapshots, but none can be read.
+      MissingExtraError: xxhash or cloudpickle is not installed; the extra ``ps`` has both.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Server:
     ):
         if config is not None and not isinstance(config, ServerOptions):
             raise InvalidArgumentError(
-                f"Server: config is an rx.ServerOptions, got {type(config).__name__}. What a ConfigProto says about "
-                "devices, JAX is told by its own settings."
+                f"config must be an rx.ServerOptions, got {type(config).__name__}. Use JAX's own settings for "
+                "the devices that a ConfigProto would configure."
             )
         self._options = ServerOptions() if config is None else config
         self._server_def = ServerDef.of(server_or_cluster_def, job_name, task_index, protocol)
         self._credentials = self._options.credentials or Credentials.of_environment(os.environ)
         if self._server_def.protocol == "grpc+tls" and not self._credentials.uses_tls:
             raise InvalidArgumentError(
-                "Server: protocol='grpc+tls' needs a certificate and its key: set REPLICAX_TLS_CERTIFICATE and "
+                "protocol='grpc+tls' needs a certificate and its key: set REPLICAX_TLS_CERTIFICATE and "
                 "REPLICAX_TLS_KEY, or give Credentials in rx.ServerOptions."
             )
         self._host: Host | None = None
@@ -96,21 +96,21 @@ class Server:
 
     @staticmethod
     def create_local_server(config: ServerOptions | None = None, start: bool = True) -> Server:
-        """A worker on its own, at a free port of this machine, which ``target`` tells.
+        """Makes a single worker at a free port of this machine. ``target`` has its address.
 
-        TensorFlow's is a job of its own name, ``local``, for a Session to connect to.
+        TensorFlow makes a job named ``local`` instead, to which a Session connects.
         """
         return Server({"worker": ["localhost:0"]}, config=config, start=start)
 
     @property
     def server_def(self) -> ServerDef:
-        """Which task of which cluster it is."""
+        """The cluster and the task of this server."""
         return self._server_def
 
     @property
     def target(self) -> str:
-        """The address at which it listens: ``grpc://localhost:2222``. Port 0 is replaced by the free one, once it has
-        started.
+        """The address at which it listens: ``grpc://localhost:2222``. Once started, it has the actual port in place
+        of 0.
         """
         host, port = split_address(self._server_def.address)
         port = port if self._transport is None else self._transport.port
@@ -118,7 +118,7 @@ class Server:
         return f"{scheme}://{join_address(host, port)}"
 
     def start(self) -> None:
-        """Starts it: it listens when this returns. Nothing if it has been started.
+        """Starts the server, which listens when this returns. Does nothing if it has been started.
 
         Raises:
           ContextError: It has been stopped; make another one.
@@ -126,7 +126,7 @@ class Server:
         """
         with self._lock:
             if self._is_ending.is_set():
-                raise ContextError("Server.start: it has been stopped. Make another Server.")
+                raise ContextError("Server.start(): this Server has been stopped. Make another one.")
             if self._transport is not None:
                 return
             from replicax._src.parameter_servers.task.work import host_of
@@ -147,16 +147,17 @@ class Server:
         atexit.register(self.stop)
 
     def join(self) -> None:
-        """Blocks until it has ended: by ``stop``, by the coordinator, or, in the main thread, by SIGTERM or Ctrl-C.
+        """Blocks until the server ends: by ``stop``, by the coordinator, or, in the main thread, by SIGTERM or
+        Ctrl-C.
 
         Raises:
           ContextError: It has not been started.
         """
         if self._service is None:
-            raise ContextError("Server.join: it has not been started. Call start() first.")
+            raise ContextError("Server.join(): this Server has not been started. Call start() first.")
         with _at_sigterm(self._service.is_to_stop.set):
             try:
-                # In ticks: a signal may come to another thread, and wakes only that one.
+                # Wait in short intervals: a signal may arrive in another thread, and wakes only that one.
                 while not self._is_over.wait(_TICK_S):
                     pass
             except BaseException:  # Ctrl-C
@@ -164,7 +165,7 @@ class Server:
                 raise
 
     def stop(self) -> None:
-        """Ends it, within seconds: streams are closed, and what was made for the coordinator is dropped."""
+        """Ends the server within seconds: closes its connections and drops the coordinator's data."""
         with self._lock:
             is_first = not self._is_ending.is_set()
             self._is_ending.set()
@@ -181,7 +182,7 @@ class Server:
         self._is_over.wait(_STOP_TIMEOUT_S)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the statistics of its connections, of its coordinator, and of its work for that one."""
+        """Returns the statistics of its connections and of its work, with the session id of its coordinator."""
         if self._transport is None or self._service is None:
             return {}
         return {
@@ -200,34 +201,34 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    # --- in its threads -----------------------------------------------------------------------------------
+    # --- threads ------------------------------------------------------------------------------------------
 
     def _measured(self) -> dict[str, Any]:
         transport = self._transport
         return {**vitals(), "transport": {} if transport is None else transport.statistics()}
 
     def _watch(self) -> None:
-        """Checks that the coordinator is there, until the task has to stop."""
+        """Checks the coordinator's lease until the task must stop."""
         assert self._service is not None
         while not self._service.is_to_stop.wait(_TICK_S):
             now = time.monotonic()
             self._service.watch(now)
             if self._options.on_coordinator_loss == "exit" and self._service.has_lost_coordinator:
-                _log.warning("%s: its coordinator is gone; it ends.", self._server_def.task)
+                _log.warning("%s: lost its coordinator; exiting.", self._server_def.task)
                 break
             if self._service.waited_s(now) > self._options.wait_timeout_s:
                 _log.warning(
-                    "%s: no coordinator has come for %g s; it ends.",
+                    "%s: no coordinator has connected for %g s; exiting.",
                     self._server_def.task,
                     self._options.wait_timeout_s,
                 )
                 break
-        time.sleep(_LAST_WORDS_S)  # who asked it to stop is answered
+        time.sleep(_LAST_WORDS_S)  # the client that asked it to stop gets its answer
         self.stop()
 
 
 def about_this_process() -> dict[str, Any]:
-    """Returns what a coordinator has to know of this process, to export programs for it. Starts JAX's backend."""
+    """Returns the properties of this process that a coordinator needs to export programs. Starts JAX's backend."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     return {
         "versions": versions,
@@ -238,7 +239,7 @@ def about_this_process() -> dict[str, Any]:
 
 
 def _is_this_process(definition: ServerDef) -> bool:
-    """True if TF_CONFIG says that this process is that task. It is not if several servers are in one process."""
+    """True if TF_CONFIG says that this process is that task. False if one process has several servers."""
     try:
         resolver = TFConfigClusterResolver()
         return (resolver.task_type, resolver.task_id) == (definition.job_name, definition.task_index)
@@ -248,7 +249,7 @@ def _is_this_process(definition: ServerDef) -> bool:
 
 @contextlib.contextmanager
 def _at_sigterm(call: Callable[[], None]) -> Iterator[None]:
-    """Calls ``call`` when SIGTERM comes, where that would end the process otherwise. In the main thread only."""
+    """Calls ``call`` at SIGTERM if the signal would otherwise end the process. It works in the main thread only."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

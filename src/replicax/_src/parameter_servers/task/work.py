@@ -1,4 +1,4 @@
-"""The work of a task for one coordinator, by its job: a parameter server holds pieces, a worker runs closures."""
+"""The work of a task for one coordinator, by its job: a parameter server holds shards, a worker runs closures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from replicax._src.parameter_servers.worker.worker import Worker
 
 
 def host_of(definition: ServerDef, options: ServerOptions, credentials: Credentials) -> Host:
-    """Makes the host of the task of a definition."""
+    """Makes the host of a task."""
     if definition.job_name == "ps":
         folder = options.snapshot_dir
         own = None if folder is None else Path(folder) / f"ps-{definition.task_index}"
@@ -40,7 +40,7 @@ def host_of(definition: ServerDef, options: ServerOptions, credentials: Credenti
 
 @final
 class WorkerHost:
-    """A worker's: nothing. What it has is its coordinator's."""
+    """The host of a worker. It has no data that outlives its coordinator."""
 
     def __init__(self, place: WorkerPlace, credentials: Credentials):
         self.asks: Mapping[str, Ask] = {"primaries": self._primaries}
@@ -50,16 +50,16 @@ class WorkerHost:
         self._servers: ServerClients | None = None
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
-        """Connects to no ps yet: that is done at first use."""
+        """Makes the work. It connects to no ps before the first use."""
         clients = [TaskClient(address, self._credentials, f"ps {index}") for index, address in enumerate(ps)]
         self._servers = ServerClients(clients, incarnation)
         return Worker(self._servers, self._place, lambda: _traffic(clients))
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing, because a worker has no data to save."""
 
     def _primaries(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Variables are on two parameter servers each, and these are the ones that serve them."""
+        """Switches the connections to the parameter servers that serve the variables now."""
         if self._servers is not None:
             self._servers.use_primaries(map(View.of, header["views"]))
         return {}
@@ -67,19 +67,19 @@ class WorkerHost:
 
 @final
 class PsHost:
-    """A parameter server's: its store, and what keeps it in files: the store's own, or those of each group.
+    """The host of a parameter server: its store and the store's snapshots, or the copies and snapshots of groups.
 
-    It begins with the snapshots of one coordinator, that of the newest.
+    It starts with the snapshots of one coordinator, the one that took the newest snapshot.
 
     Args:
-      directory: The folder of the snapshots of this task; None: there are none.
-      interval_s: Between two of them.
+      directory: The folder of the snapshots of this task; None turns snapshots off.
+      interval_s: The seconds between two snapshots.
       index: The index of this task.
-      credentials: The credentials for other parameter servers, if variables are on two each.
+      credentials: The credentials for other parameter servers, with ``replication=2``.
       log_bytes: The most memory that each group uses for updates that its backup lacks.
 
     Raises:
-      SnapshotError: There are snapshots, and none can be read.
+      SnapshotError: There are snapshots, but none can be read.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PsHost:
         return self._restored_groups or self._keeper.restored
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
-        """Begins the work for a coordinator. What is in the store stays, if it is of that coordinator."""
+        """Makes the work for a coordinator. The store keeps its contents if they belong to that coordinator."""
         if self._keeper is not None:
             self._keeper.begin()
         restored, self._restored = self._restored, None
@@ -127,7 +127,7 @@ class PsHost:
             restored.close()
             restored = None
         if restored is None:
-            self._restored_groups = {}  # that is gone
+            self._restored_groups = {}  # their data is dropped
             restored = self._new_copies(incarnation)
         self._copies = restored
         return PsWork(self._store, incarnation, self._copies, self._keeper)
@@ -140,12 +140,12 @@ class PsHost:
             self._copies.close_keepers()
 
     def _restore_newest(self, directory: Path) -> None:
-        """Begins with the snapshots of one coordinator. Those of others are of no use any more, and may be older."""
+        """Restores the snapshots of the coordinator that took the newest one. Those of others are obsolete."""
         found = sorted(directory.glob("group-*")) if directory.is_dir() else []
         groups = {int(path.name[6:]): path for path in found if re.fullmatch(r"group-\d+", path.name)}
         owners = {path: SnapshotFolder(path).newest_owner() for path in (directory, *groups.values())}
         _, newest = max((owner for owner in owners.values() if owner is not None), default=(0.0, None))
-        # Where no header can be read, restoring says what is wrong.
+        # If no header can be read, restoring raises the reason.
         is_wanted = {path: owner is None or owner[1] == newest for path, owner in owners.items()}
         self._keeper = SnapshotKeeper(
             self._store, directory, self._interval_s, restores=is_wanted.pop(directory)
@@ -177,10 +177,10 @@ class PsHost:
         return TaskClient(address, self._credentials, f"ps {index}")
 
     def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Takes the decision of who has a group of pieces; tells which parts this task has now."""
+        """Applies the coordinator's decision about which servers hold a group. Returns the roles of this task."""
         assert self._copies is not None
-        if header["incarnation"] != self._copies.incarnation:  # another coordinator has come meanwhile
-            raise StaleCoordinatorError(f"The time of coordinator {header['incarnation']} is over.")
+        if header["incarnation"] != self._copies.incarnation:  # another coordinator has come in the meantime
+            raise StaleCoordinatorError(f"The session of coordinator {header['incarnation']} has ended.")
         self._copies.take(View.of(header["view"]), header["ps"])
         return {"groups": self._copies.described()}
 
@@ -196,12 +196,12 @@ class PsHost:
 
 @final
 class PsWork:
-    """A parameter server's: its store, where the coordinator's time begins and ends with it.
+    """The work of a parameter server: its store, which belongs to one coordinator during the session.
 
     Args:
       store: The store of the task.
-      incarnation: The coordinator's.
-      copies: What it has of groups, if variables are on two parameter servers each; the store has nothing then.
+      incarnation: The session id of the coordinator.
+      copies: The copies of groups, with ``replication=2``; the store is empty then.
       keeper: The keeper of the store's snapshots, if there are any.
     """
 
@@ -212,24 +212,24 @@ class PsWork:
         store.hello(incarnation)
 
     def answer(self, message: Message) -> Message:
-        """Does what a message asks."""
+        """Executes a request."""
         if "group" in message.header:
             return self._copies.answer(message)
         return self._store.answer(message)
 
     def statistics(self) -> Mapping[str, Any]:
-        """The store's, and of its snapshots."""
+        """Returns the statistics of the store and of its snapshots."""
         held = self._copies if self._copies else self._store
         of_own = {} if self._keeper is None else self._keeper.statistics()
         return {**of_own, **held.statistics()}
 
     def close(self) -> None:
-        """Drops all pieces."""
+        """Drops all shards."""
         self._copies.close()
         self._store.leave()
 
 
 def _traffic(clients: Sequence[TaskClient]) -> dict[str, int]:
-    """Bytes that clients have received and sent."""
+    """Returns the number of bytes that clients have received and sent."""
     counts = [client.statistics() for client in clients]
     return {way: sum(count[way] for count in counts) for way in ("bytes_in", "bytes_out")}

@@ -1,1 +1,1 @@
-"""Questions and messages between tasks, over the wire."""
+"""Requests and messages between tasks, over the wire."""

@@ -1,7 +1,9 @@
-"""Memory that messages are received into: aligned as JAX adopts it without a copy, and used again. Pure.
+"""Memory into which messages are received. It is aligned so that JAX adopts it without a copy, and it is reused.
+Pure.
 
-A fresh block of 64 MB costs more (its pages are made when they are first touched) than the copy into it. JAX keeps what
-it adopts, so a block is used again only when nobody has an array in it any more: then, and not before, it comes back.
+A new block of 64 MB costs more than the copy into it, because its pages are made when they are first touched. JAX
+keeps
+the memory that it adopts, so a block is reused only after all arrays in it are deleted.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ _MOST_IDLE = 3
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of 64."""
+    """Returns the next multiple of 64."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_empty(num_bytes: int) -> np.ndarray:
-    """uint8 memory at a multiple of 64."""
+    """Returns uint8 memory at a multiple of 64."""
     block = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -_address(block) % ALIGNMENT
     return block[start : start + num_bytes]
@@ -33,17 +35,17 @@ def _address(block: np.ndarray) -> int:
 
 @final
 class Buffers:
-    """Blocks of memory to receive into, for one stream; three at most are kept while nobody uses them.
+    """Blocks of memory to receive into, for one connection. It keeps at most three idle blocks.
 
-    ``take`` is for one thread at a time; blocks come back on any.
+    One thread at a time may call ``take``; blocks are returned from any thread.
     """
 
     def __init__(self) -> None:
-        # That which has been idle longest goes first.
+        # The block that has been idle for longest is dropped first.
         self._idle: deque[np.ndarray] = deque(maxlen=_MOST_IDLE)
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """uint8 memory of that size or up to twice as much, at a multiple of 64, with anything in it."""
+        """Returns uninitialized uint8 memory of that size or up to twice as much, at a multiple of 64."""
         found = None
         others = []
         while self._idle:
@@ -56,7 +58,7 @@ class Buffers:
         return aligned_empty(num_bytes) if found is None else found
 
     def lend(self, memory: np.ndarray) -> np.ndarray:
-        """Returns this memory, read-only. It comes back here when the array and all views of it are gone."""
+        """Returns this memory, read-only. The block becomes idle again when the array and all its views are deleted."""
         return np.asarray(_Lease(memory, self._idle))
 
 

@@ -1,6 +1,6 @@
-"""The places of the arrays of a message in its body, and their description. Pure.
+"""The places of a message's arrays in its body, and their description. Pure.
 
-The steps of a training have messages with the same arrays again and again, but for their values: a layout is made once.
+Training steps send messages with the same arrays again and again, with other values, so layouts are cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from replicax._src.parameter_servers.errors import MessageError
 from replicax._src.parameter_servers.transport.buffers import aligned
 
 INLINE_BYTES: Final = 60 * 1024
-"""Of the arrays that stand in the head."""
+"""The most bytes of arrays in the head."""
 
 _MOST_DIMS: Final = 64
 _MOST_KEPT: Final = 128
@@ -32,7 +32,7 @@ _SMALL_DTYPES: Final = (
 _DTYPES: Final = {name: np.dtype(name) for name in _NUMPY_DTYPES.split()} | {
     name: np.dtype(kind)
     for name in _SMALL_DTYPES.split()
-    if (kind := getattr(ml_dtypes, name, None)) is not None  # older ones have fewer
+    if (kind := getattr(ml_dtypes, name, None)) is not None  # older versions of ml_dtypes have fewer
 }
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -43,11 +43,11 @@ class Layout(NamedTuple):
     """The arrays of a message: each at a multiple of 64 bytes, the small ones first.
 
     Attributes:
-      specs: Dtype and shape of each.
-      text: The same, as JSON: what is sent.
-      offsets: Where each begins. Those before ``inline_bytes`` stand in the head, the others after it.
-      inline_bytes: The bytes of those in the head.
-      num_bytes: The bytes of all.
+      specs: The dtype and shape of each array.
+      text: The same, as JSON: the form in which it is sent.
+      offsets: The start of each array. Arrays before ``inline_bytes`` are in the head, the others after it.
+      inline_bytes: The number of bytes of the arrays in the head.
+      num_bytes: The number of bytes of all arrays.
     """
 
     specs: tuple[Spec, ...]
@@ -61,7 +61,7 @@ _kept: dict[tuple[Spec, ...] | bytes, Layout] = {}
 
 
 def layout_of(arrays: Sequence[np.ndarray]) -> Layout:
-    """Returns the layout of arrays to be sent, whose dtypes travel."""
+    """Returns the layout of arrays to be sent, whose dtypes are allowed."""
     specs = tuple([(array.dtype, array.shape) for array in arrays])
     found = _kept.get(specs)
     if found is None:
@@ -74,25 +74,25 @@ def announced_layout(text: bytes) -> Layout:
     """Returns the layout of arrays that ``text`` announces.
 
     Raises:
-      MessageError: They are none.
+      MessageError: The text is not valid.
     """
     found = _kept.get(text)
     if found is None:
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise MessageError(f"What tells of a message's arrays is not JSON: {text[:40]!r}.") from error
+            raise MessageError(f"The description of arrays is not JSON: {text[:40]!r}.") from error
         if not isinstance(given, list):
-            raise MessageError(f"What tells of a message's arrays is no list: {text[:40]!r}.")
+            raise MessageError(f"The description of arrays is not a list: {text[:40]!r}.")
         found = _keep(text, _made(tuple(map(_checked, given)), text))
     return found
 
 
 def sendable(array: np.ndarray) -> np.ndarray:
-    """An array as it travels: C-contiguous, of this machine's byte order.
+    """Returns an array as it is sent: C-contiguous, in this machine's byte order.
 
     Raises:
-      MessageError: It is of a dtype that does not travel.
+      MessageError: Its dtype cannot be sent.
     """
     if type(array) is not np.ndarray or not array.flags.c_contiguous:
         array = np.asarray(array, order="C")
@@ -102,7 +102,7 @@ def sendable(array: np.ndarray) -> np.ndarray:
     if native in _NAMES:
         return array.astype(native)
     raise MessageError(
-        f"An array of dtype {array.dtype} does not travel. These do: {', '.join(_DTYPES)}. Of typed PRNG keys send "
+        f"An array of dtype {array.dtype} cannot be sent. These can: {', '.join(_DTYPES)}. For typed PRNG keys send "
         f"jax.random.key_data(keys)."
     )
 
@@ -110,7 +110,7 @@ def sendable(array: np.ndarray) -> np.ndarray:
 def _keep(key: tuple[Spec, ...] | bytes, layout: Layout) -> Layout:
     if len(layout.text) <= _LONGEST_KEPT:
         if len(_kept) >= _MOST_KEPT:
-            _kept.clear()  # (from any thread: one that finds nothing makes it anew)
+            _kept.clear()  # (safe from any thread: a thread that misses an entry makes it again)
         _kept[key] = layout
     return layout
 
@@ -133,15 +133,16 @@ def _made(specs: tuple[Spec, ...], text: bytes) -> Layout:
 
 def _checked(array: object) -> Spec:
     if not (isinstance(array, list) and len(array) == 2 and isinstance(array[0], str)):
-        raise MessageError(f"An array is announced by its dtype and shape, not by {repr(array)[:80]}.")
+        raise MessageError(f"An array must be announced by its dtype and shape, got {repr(array)[:80]}.")
     name, shape = array
     if name not in _DTYPES:
         raise MessageError(
-            f"An array of dtype {name[:40]!r} was announced. These travel: {', '.join(_DTYPES)}."
+            f"An array of dtype {name[:40]!r} was announced. Allowed are {', '.join(_DTYPES)}."
         )
     if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(_is_size(size) for size in shape):
         raise MessageError(
-            f"An array of shape {repr(shape)[:80]} was announced: at most {_MOST_DIMS} whole numbers from 0 are one."
+            f"An array of shape {repr(shape)[:80]} was announced. A shape has at most {_MOST_DIMS} whole "
+            "numbers, each at least 0."
         )
     return _DTYPES[name], tuple(shape)
 

@@ -1,4 +1,4 @@
-"""Messages between tasks: a header and arrays. Pure: how they become bytes, and what may come from a stranger.
+"""Messages between tasks: a header and arrays. Pure: encoding, decoding, and checks of data of unauthenticated peers.
 
 A message is the head and the body of one frame (``wire/frames.py``). The head has two lengths; the header and a
 description of the arrays, both as JSON; and the small arrays. The other arrays are the body. Each array starts at a
@@ -28,12 +28,14 @@ _JSON: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 @dataclass(frozen=True)
 class Message:
-    """A header of JSON values, and arrays of any dtype that JAX has (bfloat16 and its kin by ``ml_dtypes``).
+    """A header of JSON values, and arrays of any dtype of JAX (bfloat16 and similar ones by ``ml_dtypes``).
 
     Attributes:
-      header: ``op`` says what is asked. An answer that failed has ``error``: ``type``, ``text`` and ``details``.
-      arrays: To send: any NumPy arrays; they must not change until the answer has come. Received: C-contiguous,
-        read-only, each at a multiple of 64 bytes, and valid for as long as they are kept.
+      header: The fields. ``op`` names the request. The answer of a failed request has ``error``: ``type``, ``text``
+        and
+        ``details``.
+      arrays: To send, any NumPy arrays; they must not change before the answer has arrived. Received arrays are
+        C-contiguous, read-only, at multiples of 64 bytes, and valid for as long as they exist.
     """
 
     header: Mapping[str, Any]
@@ -47,22 +49,21 @@ class Encoded(NamedTuple):
     body: Sequence[Part]
 
 
-# --- to bytes -----------------------------------------------------------------------------------------
+# --- encoding -----------------------------------------------------------------------------------------
 
 
 def encode(message: Message) -> Encoded:
-    """A message as bytes.
+    """Encodes a message.
 
     Raises:
-      MessageError: An array is of a dtype that does not travel, the header has what is not JSON, or one of both is too
-        large.
+      MessageError: A dtype is not allowed, the header is not JSON, or the header or the arrays are too large.
     """
     arrays = [sendable(array) for array in message.arrays]
     layout = layout_of(arrays)
     if layout.num_bytes > LARGEST_BODY:
         raise MessageError(
-            f"The arrays of a message have {layout.num_bytes} bytes, at most {LARGEST_BODY} travel. Cut the variable into "
-            "smaller shards."
+            f"The arrays of a message have {layout.num_bytes} bytes, but at most {LARGEST_BODY} can be sent. "
+            "Split the variable into smaller shards."
         )
     header = header_bytes(message.header)
     head = [_LENGTHS.pack(len(header), len(layout.text)), header, layout.text]
@@ -81,26 +82,27 @@ def encode(message: Message) -> Encoded:
 
 
 def header_bytes(fields: Mapping[str, Any]) -> bytes:
-    """A header as JSON.
+    """Encodes a header as JSON.
 
     Raises:
-      MessageError: It has other values than those of JSON, or is too large.
+      MessageError: It has values that are not JSON, or is too large.
     """
     try:
         text = _JSON.encode(fields).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise MessageError(
-            f"A header of a message is not JSON: {error}. It may have texts, numbers of Python, booleans, None, "
-            f"lists, and dicts with texts as keys; arrays go into `arrays`."
+            f"A header of a message is not JSON: {error}. It may have strings, Python numbers, booleans, None, "
+            f"lists, and dicts with strings as keys; arrays belong into `arrays`."
         ) from error
     if len(text) > LARGEST_HEADER:
         raise MessageError(
-            f"A header of a message has {len(text)} bytes, at most {LARGEST_HEADER} travel. Send large things as arrays."
+            f"A header of a message has {len(text)} bytes, but at most {LARGEST_HEADER} can be sent. Send "
+            "large data as arrays."
         )
     return text
 
 
-# --- from bytes ---------------------------------------------------------------------------------------
+# --- decoding -----------------------------------------------------------------------------------------
 
 
 class _Announced(NamedTuple):
@@ -110,7 +112,7 @@ class _Announced(NamedTuple):
 
 @final
 class Decoder:
-    """Makes messages of the heads and bodies of frames. After an error it takes no more.
+    """Makes messages of the heads and bodies of frames. Do not use it after an error.
 
     Args:
       buffers: The memory for bodies.
@@ -122,10 +124,10 @@ class Decoder:
         self._memory = np.empty(0, np.uint8)
 
     def decode(self, head: Part) -> Message:
-        """The message of a frame without a body.
+        """Returns the message of a frame without a body.
 
         Raises:
-          MessageError: This is no message.
+          MessageError: The frame is not a message.
         """
         announced, inline = _decoded_head(head, 0)
         if not announced.arrays.specs:
@@ -136,10 +138,10 @@ class Decoder:
         return Message(announced.header, _views(announced, memory))
 
     def room(self, head: Part, num_bytes: int) -> memoryview:
-        """Memory for the body of a frame. Write the body there, and call ``filled``.
+        """Returns memory for the body of a frame. Write the body there, and call ``filled``.
 
         Raises:
-          MessageError: This is no message, or it is too large.
+          MessageError: The frame is not a message, or is too large.
         """
         self._announced, inline = _decoded_head(head, num_bytes)
         total = self._announced.arrays.num_bytes
@@ -147,13 +149,13 @@ class Decoder:
             self._memory = self._buffers.take(total)
         except MemoryError:
             raise MessageError(
-                f"A message of {total} bytes was announced: there is no memory for it."
+                f"A message of {total} bytes was announced, but there is not enough memory."
             ) from None
         self._memory[: len(inline)] = inline
         return self._memory[len(inline) : total].data
 
     def filled(self) -> Message:
-        """The message whose body is in ``room`` now."""
+        """Returns the message whose body has been written to ``room``."""
         announced, memory = self._announced, self._memory
         assert announced is not None
         self._announced, self._memory = None, np.empty(0, np.uint8)
@@ -161,51 +163,52 @@ class Decoder:
 
 
 def _decoded_head(head: Part, body_bytes: int) -> tuple[_Announced, np.ndarray]:
-    """Returns what a head announces, and the arrays that stand in it.
+    """Returns the announcement in a head, and the arrays in it.
 
     Raises:
-      MessageError: It is no head, or announces too much.
+      MessageError: The head is not valid, or announces too much.
     """
     if len(head) < _LENGTHS.size:
         raise MessageError(
-            f"{len(head)} bytes are no message: the first {_LENGTHS.size} say how long its parts are."
+            f"{len(head)} bytes are not a message: the first {_LENGTHS.size} bytes have the lengths of its parts."
         )
     header_bytes_, arrays_bytes = _LENGTHS.unpack_from(head)
     if max(header_bytes_, arrays_bytes) > LARGEST_HEADER:
         raise MessageError(
-            f"A header of {max(header_bytes_, arrays_bytes)} bytes was announced, at most {LARGEST_HEADER} are taken."
+            f"A header of {max(header_bytes_, arrays_bytes)} bytes was announced, but at most "
+            f"{LARGEST_HEADER} are allowed."
         )
     of_arrays = _LENGTHS.size + header_bytes_
     after = of_arrays + arrays_bytes
     if len(head) < after:
-        raise MessageError(f"A head has {len(head)} bytes, at least {after} were announced.")
+        raise MessageError(f"A head has {len(head)} bytes, but at least {after} were announced.")
     header = decoded_header(bytes(head[_LENGTHS.size : of_arrays]))
     arrays = announced_layout(bytes(head[of_arrays:after]))
     if (len(head), body_bytes) != (after + arrays.inline_bytes, arrays.num_bytes - arrays.inline_bytes):
         raise MessageError(
-            f"Arrays of {arrays.inline_bytes} and {arrays.num_bytes - arrays.inline_bytes} bytes were announced; "
-            f"{len(head) - after} came in the head, and {body_bytes} are to come after it."
+            f"Arrays of {arrays.inline_bytes} and {arrays.num_bytes - arrays.inline_bytes} bytes were announced, but "
+            f"{len(head) - after} came in the head, and {body_bytes} follow it."
         )
     return _Announced(header, arrays), np.frombuffer(head, np.uint8)[after:]
 
 
 def decoded_header(text: bytes) -> dict[str, Any]:
-    """The fields of a header that came as JSON.
+    """Returns the fields of a header that arrived as JSON.
 
     Raises:
-      MessageError: It is not JSON, or no object.
+      MessageError: It is not JSON, or not an object.
     """
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"The header of a message is not JSON: {bytes(text[:40])!r}.") from error
     if not isinstance(fields, dict):
-        raise MessageError(f"The header of a message is no JSON object: {bytes(text[:40])!r}.")
+        raise MessageError(f"The header of a message is not a JSON object: {bytes(text[:40])!r}.")
     return fields
 
 
 def _views(announced: _Announced, memory: np.ndarray) -> list[np.ndarray]:
-    """Arrays in memory that is read-only, as they are then."""
+    """Returns arrays in read-only memory. The arrays are read-only, too."""
     arrays = announced.arrays
     try:
         return [
@@ -213,4 +216,4 @@ def _views(announced: _Announced, memory: np.ndarray) -> list[np.ndarray]:
             for (dtype, shape), at in zip(arrays.specs, arrays.offsets, strict=True)
         ]
     except ValueError as error:  # the sizes of an empty array can be too large together
-        raise MessageError(f"Arrays of {arrays.text[:80]!r} cannot be: {error}.") from error
+        raise MessageError(f"Arrays of {arrays.text[:80]!r} are not possible: {error}.") from error

@@ -1,6 +1,6 @@
 """``rx.experimental.rpc``: functions that are registered in one process and called by name from others.
 
-TensorFlow's ``tf.distribute.experimental.rpc``, over the wire of parameter servers and with its tokens and TLS.
+It is TensorFlow's ``tf.distribute.experimental.rpc``, over the wire of parameter servers, with its tokens and TLS.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _LAYERS: Final = ("grpc", "grpc+tls")
 
 @final
 class Server:
-    """Answers calls of the functions that were registered: ``tf.distribute.experimental.rpc.Server``.
+    """Answers calls of registered functions: ``tf.distribute.experimental.rpc.Server``.
 
-    Make it with ``Server.create``, and use it in ``with`` or call ``close``. Each client's calls run on threads of this
-    process, several at once. The token and TLS files of the environment (``REPLICAX_TOKEN``) say who may call.
+    Make it with ``Server.create``, and use it in ``with`` or call ``close``. Each client's calls run on threads of
+    this process, several at once. Clients need the same token and TLS files (``REPLICAX_TOKEN`` and others in the
+    environment).
 
     >>> server = Server.create("grpc", "localhost:0")
     >>> server.register("add", lambda a, b: a + b)
@@ -51,40 +52,41 @@ class Server:
 
     @classmethod
     def create(cls, rpc_layer: str, address: str) -> Self:
-        """Makes a server; it listens once it is started.
+        """Makes a server, which listens once it is started.
 
         Args:
-          rpc_layer: ``"grpc"``, as TensorFlow has it.
-          address: ``host:port``. Port 0 takes a free one, which ``address`` tells after ``start``.
+          rpc_layer: ``"grpc"``, as in TensorFlow.
+          address: ``host:port``. Port 0 takes a free one, which ``address`` has after ``start``.
 
         Raises:
-          InvalidArgumentError: Another layer, or other machines reach the address and there is no token.
+          InvalidArgumentError: The layer is another one, or other machines can reach the address and there is no
+            token.
         """
         _check_layer(rpc_layer)
         return cls(address, Credentials.of_environment(os.environ))
 
     @property
     def address(self) -> str:
-        """``host:port`` where clients connect."""
+        """The ``host:port`` to which clients connect."""
         return self._server.address
 
     def register(self, method_name: str, func: Callable[..., Any]) -> None:
         """Lets clients call a function by name.
 
         Args:
-          func: Takes and returns arrays, numbers and nests of them. It may be an ``rx.function``.
+          func: A function that takes and returns pytrees of arrays and numbers. It may be an ``rx.function``.
 
         Raises:
-          InvalidArgumentError: The name is taken, or the function cannot be called.
+          InvalidArgumentError: The name is taken, or ``func`` is not callable.
           ContextError: The server has been started.
         """
         if self._is_started:
             raise ContextError(
-                f"rpc.Server.register({method_name!r}): the server has been started. Register before start()."
+                f"rpc.Server.register({method_name!r}): the server has been started. Register functions before start()."
             )
         if not callable(func):
             raise InvalidArgumentError(
-                f"rpc.Server.register({method_name!r}): a function was expected, got {func!r}."
+                f"rpc.Server.register({method_name!r}): func must be a function, got {func!r}."
             )
         if (
             not isinstance(method_name, str)
@@ -93,12 +95,13 @@ class Server:
             or method_name in self._functions
         ):
             raise InvalidArgumentError(
-                f"rpc.Server.register: method_name must be a Python identifier that does not begin with _ and is not registered yet; got {method_name!r}."
+                "rpc.Server.register: method_name must be a Python identifier that does not begin with _ and "
+                f"is not registered yet; got {method_name!r}."
             )
         self._functions[method_name] = func
 
     def start(self) -> None:
-        """Begins to answer.
+        """Starts to answer.
 
         Raises:
           UnavailableError: It cannot listen at its address.
@@ -107,7 +110,7 @@ class Server:
         self._is_started = True
 
     def close(self) -> None:
-        """Ends it; calls that are being answered get a few seconds."""
+        """Closes the server. Running calls get a few seconds to end."""
         self._server.shutdown()
 
     def __enter__(self) -> Self:
@@ -117,14 +120,14 @@ class Server:
         self.close()
 
     def _answer(self, message: Message) -> Message:
-        """Calls a function, or tells which there are."""
+        """Calls a function, or lists the registered functions."""
         if message.header.get("ask") == "methods":
             return Message({"methods": sorted(self._functions)})
         name = message.header.get("method")
         if name not in self._functions:
             known = ", ".join(sorted(self._functions)) or "none"
             raise InvalidArgumentError(
-                f"No function {name!r} is registered at {self.address}; there are: {known}."
+                f"No function {name!r} is registered at {self.address}. Registered are: {known}."
             )
         arguments = structures.rebuilt(message.header["args"], message.arrays)
         return _message({}, "result", self._functions[name](*arguments))
@@ -132,7 +135,7 @@ class Server:
 
 @final
 class StatusOrResult:
-    """The outcome of a call: its result, or the reason why there is none. The methods wait until the call has ended."""
+    """The outcome of a call: its result or its error. The methods wait until the call has ended."""
 
     def __init__(self, future: Future[Any], timeout_s: float, what: str):
         self._future, self._timeout_s, self._what = future, timeout_s, what
@@ -142,8 +145,11 @@ class StatusOrResult:
         return self.get_error() is None
 
     def get_error(self) -> Exception | None:
-        """The error of the call: RemoteError if the function raised, UnavailableError, UnauthenticatedError,
-        InvalidArgumentError, MessageError or WaitTimeoutError. None if there is a result.
+        """Returns the error of the call, or None if there is a result.
+
+        It is a RemoteError if the function raised, or an UnavailableError, UnauthenticatedError,
+        InvalidArgumentError,
+        MessageError or WaitTimeoutError.
         """
         try:
             self._future.result(None if math.isinf(self._timeout_s) else self._timeout_s)
@@ -156,10 +162,10 @@ class StatusOrResult:
         return None
 
     def get_value(self) -> Any:
-        """The result, with JAX arrays as leaves.
+        """Returns the result, with JAX arrays as leaves.
 
         Raises:
-          ReplicaxError: What ``get_error`` returns.
+          ReplicaxError: The error that ``get_error`` returns.
         """
         error = self.get_error()
         if error is not None:
@@ -192,14 +198,14 @@ class Client:
         """Connects to a server.
 
         Args:
-          rpc_layer: ``"grpc"``, as TensorFlow has it.
+          rpc_layer: ``"grpc"``, as in TensorFlow.
           address: ``host:port`` of the server.
           name: The name of the server, for messages.
-          timeout_in_ms: How long each call may take, unless it says so itself; 0 for no limit.
+          timeout_in_ms: The default limit of a call in milliseconds; 0 for no limit.
 
         Raises:
-          InvalidArgumentError: Another layer.
-          UnavailableError: Nobody answers there.
+          InvalidArgumentError: The layer is another one.
+          UnavailableError: No server answers at the address.
           UnauthenticatedError: The server has another token.
         """
         _check_layer(rpc_layer)
@@ -212,16 +218,16 @@ class Client:
         output_specs: Any = None,
         timeout_in_ms: int = 0,
     ) -> StatusOrResult:
-        """Calls a function and returns at once; several calls run at the same time.
+        """Calls a function and returns at once. Several calls may run at the same time.
 
         Args:
-          args: Arrays, numbers and nests of them.
-          output_specs: Ignored: the answer says what it is.
-          timeout_in_ms: How long the call may take; 0 for the limit of the client.
+          args: The arguments: pytrees of arrays and numbers.
+          output_specs: It is ignored, because the answer has its specs.
+          timeout_in_ms: The limit of the call in milliseconds; 0 for the limit of the client.
 
         Raises:
           UnavailableError: The client was closed.
-          InvalidArgumentError: An argument is a nest that cannot travel.
+          InvalidArgumentError: An argument cannot be sent.
         """
         del output_specs
         if self._is_closed:
@@ -229,14 +235,14 @@ class Client:
         message = _message({"method": method_name}, "args", tuple(args or ()))
         timeout_s = _seconds(timeout_in_ms) or self._timeout_s
         future: Future[Any] = Future()
-        # A daemon: a call without a limit must not keep the process from ending.
+        # It is a daemon thread, because a call without a limit must not keep the process alive.
         threading.Thread(
             target=self._call, args=(future, message, timeout_s), name="replicax rpc", daemon=True
         ).start()
         return StatusOrResult(future, timeout_s, f"{self._name}: {method_name}()")
 
     def close(self) -> None:
-        """Ends the connections. Calls that have not ended fail."""
+        """Closes the connections. Running calls fail."""
         self._is_closed = True
         self._client.close()
 
@@ -272,7 +278,7 @@ class Client:
 
         for suffix, function in (("", method), ("_blocking", blocking)):
             if getattr(type(self), name + suffix, None) is not None:
-                continue  # `call`, say, is reached by call("call")
+                continue  # a function named `call`, for example, is reached by call("call")
             function.__name__ = name + suffix
             setattr(self, name + suffix, function)
 
@@ -285,11 +291,11 @@ def _message(header: dict[str, Any], what: str, nest: Any) -> Message:
 def _seconds(timeout_in_ms: Any) -> float:
     if isinstance(timeout_in_ms, bool) or not isinstance(timeout_in_ms, int | float) or timeout_in_ms < 0:
         raise InvalidArgumentError(
-            f"timeout_in_ms={timeout_in_ms!r}: a number of milliseconds, or 0 for no limit."
+            f"timeout_in_ms must be a number of milliseconds, or 0 for no limit; got {timeout_in_ms!r}."
         )
     return timeout_in_ms / 1000
 
 
 def _check_layer(rpc_layer: str) -> None:
     if rpc_layer not in _LAYERS:
-        raise InvalidArgumentError(f"rpc_layer={rpc_layer!r}: it is {' or '.join(map(repr, _LAYERS))}.")
+        raise InvalidArgumentError(f"rpc_layer must be {' or '.join(map(repr, _LAYERS))}, got {rpc_layer!r}.")

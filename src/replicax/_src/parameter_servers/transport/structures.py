@@ -1,7 +1,7 @@
-"""The structure of an element, as JSON: dicts, lists, tuples, named tuples, dataclasses and None, and where the leaves
-are.
+"""The structure of an element as JSON: dicts, lists, tuples, named tuples, dataclasses, None, and the places of
+leaves.
 
-Both ends name classes, neither sends them: who rebuilds an element has them, or is told that it does not.
+Classes are sent by name. The process that rebuilds an element must have them, or gets an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jax
 from replicax._src.errors import InvalidArgumentError
 
 Structure = Any
-"""``0`` for a leaf, else ``[kind, ...]``: what ``described`` gives."""
+"""``0`` for a leaf, else ``[kind, ...]``: the result of ``described``."""
 
 
 def described(element: Any) -> Structure:
-    """The structure of a nest, whose leaves are in the order of ``jax.tree.leaves``.
+    """Returns the structure of a pytree, whose leaves are in the order of ``jax.tree.leaves``.
 
     Raises:
       InvalidArgumentError: It has a node of another class.
@@ -47,7 +47,7 @@ def described(element: Any) -> Structure:
 
 
 def rebuilt(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """The nest of a structure, with ``leaves`` in it.
+    """Returns the pytree of a structure, with ``leaves`` in it.
 
     Raises:
       InvalidArgumentError: It names a class that this process does not have.
@@ -84,14 +84,14 @@ def _class(kind: str, module: str, name: str) -> Any:
         found = getattr(found, part, None)
     if not _is_kind(kind, found):
         raise InvalidArgumentError(
-            f"What came from another task is of class {module}.{name}, which this process does not have. Import its module here, "
-            "or use dicts or tuples there."
+            f"Another task sent an object of class {module}.{name}, which this process does not have. Import "
+            "its module here, or use dicts or tuples there."
         )
     return found
 
 
 def _is_kind(kind: str, cls: Any) -> bool:
-    """True if a class makes nodes of a kind from its children, and does nothing else."""
+    """True if a class makes nodes of a kind from its children, and has no other effect."""
     if not isinstance(cls, type):
         return False
     if kind == "named":
@@ -102,12 +102,12 @@ def _is_kind(kind: str, cls: Any) -> bool:
 def _check_key(key: Any) -> None:
     if not isinstance(key, str | int):
         raise InvalidArgumentError(
-            f"A dict with the key {key!r} does not travel between tasks. Its keys must be str or int."
+            f"A dict with the key {key!r} cannot be sent between tasks. Its keys must be str or int."
         )
 
 
 def _unknown(cls: type) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"A {cls.__module__}.{cls.__qualname__} does not travel between tasks. Allowed are arrays, dicts, lists, tuples, None, and "
-        "named tuples and dataclasses that are defined at the top of a module."
+        f"A {cls.__module__}.{cls.__qualname__} cannot be sent between tasks. Allowed are arrays, dicts, "
+        "lists, tuples, None, and named tuples and dataclasses that are defined at the top level of a module."
     )

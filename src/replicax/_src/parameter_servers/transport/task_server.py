@@ -1,4 +1,4 @@
-"""A task's side of the transport: ``TaskServer`` answers messages. See ``transport.py``."""
+"""``TaskServer``: a task's side of the transport, which answers messages. See ``transport.py``."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from replicax._src.wire.sockets import listen
 log = logging.getLogger("replicax")
 
 _HELD_S: Final = 0.002
-"""For so long an answer waits for those to messages that came with its own."""
+"""The longest time for which an answer waits for the answers to messages that came with its own."""
 _MOST_HELD_BYTES: Final = 64 * 1024
 _TAKE_ANSWER_S: Final = 600.0
 
 
 def check_installed() -> None:
-    """Checks that the package of the checksums is there.
+    """Checks that the package of the checksums is installed.
 
     Raises:
       MissingExtraError: It is not.
@@ -52,21 +52,21 @@ def check_installed() -> None:
 
 @dataclass
 class Counts:
-    """Counts of what one end of a connection has sent and received."""
+    """Counts of the messages and bytes that one end of a connection has sent and received."""
 
     messages: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 
     def add(self, other: Counts) -> None:
-        """Adds what another end has."""
+        """Adds the counts of another end."""
         self.messages += other.messages
         self.bytes_in += other.bytes_in
         self.bytes_out += other.bytes_out
 
 
 Answer = Callable[[Message], Message]
-"""Answers a message. It is called on many threads: at once for different streams, in order for one."""
+"""Answers a message. It is called on many threads: concurrently for different connections, in order for one."""
 
 
 @final
@@ -74,14 +74,13 @@ class TaskServer:
     """Listens at an address and answers messages. Use it in ``with``, or ``start`` and ``shutdown`` it.
 
     Args:
-      address: ``host:port``. A host that is not of the loopback means all networks of this machine. Port 0 takes a
-        free one.
+      address: ``host:port``. A host other than loopback means all networks of this machine. Port 0 takes a free one.
       answer: Makes the answers.
-      credentials: Peers without the same are sent away.
-      max_streams: The most that may be open; each has a thread.
+      credentials: The credentials that peers must share.
+      max_streams: The most open connections; each has a thread.
 
     Raises:
-      InvalidArgumentError: It would be open to everybody on the network, or a file of the credentials is wrong.
+      InvalidArgumentError: Any machine of the network could connect, or a file of the credentials cannot be read.
       MissingExtraError: xxhash is not installed.
     """
 
@@ -103,7 +102,7 @@ class TaskServer:
         self._listener: Listener | None = None
         self._lock = threading.Lock()
         self._streams: set[_Stream] = set()
-        self._counted: set[_Stream] = set()  # those that do more than ask
+        self._counted: set[_Stream] = set()  # connections that send more than requests
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
@@ -111,23 +110,23 @@ class TaskServer:
 
     @property
     def port(self) -> int:
-        """The port at which it listens; before ``start`` that of the address, which may be 0."""
+        """The port at which it listens. Before ``start`` it is that of the address, which may be 0."""
         return split_address(self._address)[1] if self._listener is None else self._listener.port
 
     @property
     def address(self) -> str:
-        """``host:port``, with the true port once it has started."""
+        """``host:port``, with the actual port once it has started."""
         return join_address(split_address(self._address)[0], self.port)
 
     def start(self) -> None:
-        """Begins to listen.
+        """Starts to listen.
 
         Raises:
           UnavailableError: It cannot listen there; the port may be in use.
         """
         if self._credentials.admits_anybody:
             log.warning(
-                "The task at %s has no credentials: every program of this machine may use it. Set %s to a secret, the "
+                "The task at %s has no credentials, so any program of this machine may use it. Set %s to a secret, the "
                 "same for all tasks.",
                 self._address,
                 TOKEN_VARIABLE,
@@ -136,14 +135,14 @@ class TaskServer:
             listening = listen(*split_address(self._address))
         except OSError as error:
             raise UnavailableError(
-                f"The task cannot listen at {self._address}: {error.strerror or error}. Is the port in use, or the host of "
-                "another machine?"
+                f"The task cannot listen at {self._address}: {error.strerror or error}. The port may be in "
+                "use, or the host may be another machine."
             ) from error
         self._listener = Listener(listening, self._security, self._serve, self._rejected)
         atexit.register(self.shutdown)
 
     def statistics(self) -> dict[str, int]:
-        """Messages answered and their bytes in both directions, streams that are open, and what was rejected."""
+        """Counts messages answered, bytes in both directions, open connections, and rejected connections."""
         total = Counts()
         with self._lock:
             for counts in (self._ended, *(stream.counts for stream in self._streams)):
@@ -157,10 +156,10 @@ class TaskServer:
             }
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Stops listening. What is being answered gets half of the time; then the connections are ended."""
+        """Stops listening. Answers in progress get half of the time; then the connections are closed."""
         self._is_ending = True
         listener, deadline = self._listener, time.monotonic() + timeout_s
-        # A process that was forked off has the same sockets: what it shuts down is so here too.
+        # A forked process shares the sockets, so shutting them down there would close them here too.
         if listener is None or self._is_shut_down or os.getpid() != self._pid:
             return
         self._is_shut_down = True
@@ -234,11 +233,11 @@ class TaskServer:
                 self._ended.add(stream.counts)
 
     def _count(self, stream: _Stream) -> None:
-        """Counts a connection that does more than ask. Whoever asks is answered even if there are too many."""
+        """Counts a connection that sends more than requests. Requests are answered even beyond the limit."""
         with self._lock:
             if len(self._counted) >= self._max_streams:
                 self._num_rejected += 1
-                raise UnavailableError(f"it has {self._max_streams} streams open, the most")
+                raise UnavailableError(f"it already has {self._max_streams} connections, its limit")
             self._counted.add(stream)
 
     def _answer(self, message: Message) -> Encoded:
@@ -254,7 +253,7 @@ class TaskServer:
 class _Stream:
     """The server's end of a connection for messages.
 
-    Answers to messages that came together travel together, unless one lets them wait for it.
+    Answers to messages that came together are sent together, unless a slow one would delay them.
     """
 
     def __init__(self, connection: Connection, decoder: Decoder):
@@ -272,23 +271,23 @@ class _Stream:
 
     @property
     def counts(self) -> Counts:
-        """Messages that were answered, and bytes in both directions."""
+        """The number of messages answered, and of bytes in both directions."""
         return Counts(self._num_answers, self.connection.bytes_in, self.connection.bytes_out)
 
     def turn(self, answer: Callable[[Message], Encoded]) -> None:
-        """Takes the next message and answers it.
+        """Receives the next message and answers it.
 
         Raises:
-          PeerEndedError: The peer has ended the connection.
+          PeerEndedError: The peer has closed the connection.
           OSError: The connection has ended.
-          MessageError: What came is no message.
+          MessageError: The data is not a message.
         """
         head = self.connection.receive(FOREVER, self._decoder.room)
         message = self._decoder.filled() if head is None else self._decoder.decode(head)
         self.is_answering = True
         try:
             answered = answer(message)
-            del message  # so that its memory can be used again
+            del message  # so that its memory can be reused
             # The arrays of an answer may change with the next message.
             may_wait = not answered.body and self.connection.has_frame()
             self._hold(answered) if may_wait else self._send(answered)
@@ -296,13 +295,13 @@ class _Stream:
             self.is_answering = False
 
     def end(self) -> None:
-        """Nothing is sent any more."""
+        """Stops sending."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
 
     def _hold(self, answer: Encoded) -> None:
-        """Keeps an answer for the next one, for a short time."""
+        """Holds an answer for a short time, to send it with the next one."""
         with self._changed:
             self._held.append(answer)
             self._held_bytes += len(answer.head)
@@ -319,7 +318,7 @@ class _Stream:
                 self._changed.notify()
 
     def _send(self, answer: Encoded) -> None:
-        """Sends an answer, after those that have been kept."""
+        """Sends an answer, after the held ones."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -327,7 +326,7 @@ class _Stream:
             self._send_held()
 
     def _flush(self) -> None:
-        """Sends what has been kept for long enough, when the thread of the connection is still at the next answer."""
+        """Sends answers that were held for long enough, if the connection's thread still works on the next answer."""
         with self._changed:
             while not self._is_over and self._failure is None:
                 now = time.monotonic()
@@ -336,7 +335,7 @@ class _Stream:
                         self._send_held()
                     except (
                         OSError
-                    ) as error:  # half of an answer may be sent: the stream ends with the next one
+                    ) as error:  # an answer may be half sent: the connection ends with the next one
                         self._failure = error
                     continue
                 self._wakes_at = self._send_at if self._held else math.inf
@@ -346,7 +345,7 @@ class _Stream:
         held, self._held, self._held_bytes = self._held, [], 0
         if self._is_over:
             return
-        # Before they arrive, so that whoever has an answer finds it counted.
+        # Count before the answers arrive, so that a client that has an answer finds it counted.
         self._num_answers += len(held)
         frames = [(Kind.MESSAGE, each.head, each.body) for each in held]
         self.connection.send(frames, time.monotonic() + _TAKE_ANSWER_S)

@@ -1,8 +1,8 @@
-"""The calls between tasks: a ``TaskServer`` answers what ``TaskClient`` and its ``Link`` ask, over ``wire``.
+"""Calls between tasks: a ``TaskServer`` answers the requests of ``TaskClient`` and its ``Link``, over ``wire``.
 
-A ``Link`` is a connection for messages and their answers, in order. It does not heal: a new one is opened. ``call`` is
-one message and its answer, on a link that nothing else uses; it heals when the task was started again. So a call does
-not wait behind the arrays of another link. ``messages.py`` says what travels.
+A ``Link`` is a connection for messages and their answers, in order. It does not reconnect: open a new one. ``call``
+sends one message on a connection of its own and waits for the answer, and it reconnects after the task has restarted.
+So a call does not wait behind the arrays of another connection. ``messages.py`` has the format.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MOST_IDLE: Final = 4
 
 @final
 class TaskClient:
-    """Speaks to one task. Threads may share it; nothing is connected before the first call.
+    """A client of one task. Threads may share it; it connects at the first call.
 
     Args:
       address: ``host:port`` of the task.
-      credentials: The same kind as the task's.
-      task: Its name, for messages and errors: ``"ps 0"``.
+      credentials: The credentials that it shares with the task.
+      task: The task's name, for messages and errors: ``"ps 0"``.
 
     Raises:
       InvalidArgumentError: A file of the credentials cannot be read.
@@ -74,23 +74,23 @@ class TaskClient:
         self._is_closed = False
 
     def ask(self, what: str, header: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
-        """Asks the task for one thing, and waits for the answer.
+        """Sends a request to the task, and waits for the answer.
 
         Raises:
-          UnavailableError: The task is dead, stopped, or did not answer in time. It may have done what was asked.
+          UnavailableError: The task is dead, stopped, or did not answer in time. It may have executed the request.
           UnauthenticatedError: It refused the credentials.
-          ReplicaxError: What ``errors.of_answer`` makes of an answer that is an error.
+          ReplicaxError: The answer is an error, as ``errors.of_answer`` makes it.
         """
         return self.call(Message({**header, "ask": what}), timeout_s, f"answer {what!r}").header
 
     def call(self, message: Message, timeout_s: float, did: str = "answer a message") -> Message:
-        """Sends a message on a link that nothing else uses, and waits for the answer.
+        """Sends a message on a connection that no other call uses, and waits for the answer. Raises the errors of
+        ``ask``.
 
         Args:
-          did: What the task did not do if the call fails, for people.
-
-        Raises:
-          As ``ask``.
+          message: The message.
+          timeout_s: The longest wait in seconds.
+          did: A verb phrase for errors, which say that the task did not do this.
         """
         deadline = time.monotonic() + timeout_s
         link = self._idle_link() or self.open(min(timeout_s, _LONGEST_CONNECT_S))
@@ -124,13 +124,13 @@ class TaskClient:
         with self._lock:
             self._links.add(link)
             is_closed = self._is_closed
-        if is_closed:  # meanwhile: nobody else would close it
+        if is_closed:  # it was closed in the meantime, and no other code would close this connection
             link.close()
             raise self._closed()
         return link
 
     def statistics(self) -> dict[str, int]:
-        """Answers that came by links and bytes in both directions, and links that are open."""
+        """Counts answers received, bytes in both directions, and open connections."""
         total = Counts()
         with self._lock:
             for counts in (self._ended, *(link.counts for link in self._links)):
@@ -143,7 +143,7 @@ class TaskClient:
             }
 
     def close(self) -> None:
-        """Closes all connections. What waits for an answer raises UnavailableError."""
+        """Closes all connections. A thread that waits for an answer raises UnavailableError."""
         with self._lock:
             self._is_closed = True
             links = list(self._links)
@@ -165,7 +165,7 @@ class TaskClient:
                 if not self._idle:
                     return None
                 link = self._idle.pop()
-            if not link.is_ended:  # the task may have ended since
+            if not link.is_ended:  # the task may have ended it since
                 return link
             link.close()
 
@@ -173,16 +173,17 @@ class TaskClient:
         """Translates an error of the wire into a public one.
 
         Args:
-          did: What the task did not do: ``"answer 'hello' within 2 s"``.
+          error: The error.
+          did: A verb phrase for what the task did not do: ``"answer 'hello' within 2 s"``.
         """
         if isinstance(error, TokenError):
             return UnauthenticatedError(
-                f"The credentials do not fit those of {self._name}: {error}. Give all tasks of the cluster the same token "
-                "(REPLICAX_TOKEN)."
+                f"The credentials differ from those of {self._name}: {error}. Give all tasks of the cluster "
+                "the same token (REPLICAX_TOKEN)."
             )
         if isinstance(error, TimeoutError):
             return UnavailableError(
-                f"{self._name} did not {did}: it is stopped, busy, or cannot be reached.",
+                f"{self._name} did not {did}: it is stopped, busy, or unreachable.",
                 self._task,
                 is_silent=True,
             )
@@ -193,7 +194,7 @@ class TaskClient:
         why = error.strerror or str(error)
         hint = ""
         if isinstance(error, PeerEndedError) and not error.reason and did.startswith("take a connection"):
-            hint = " Do both use the same TLS settings?"
+            hint = " Check that both use the same TLS settings."
         return UnavailableError(f"{self._name} did not {did}: {why}.{hint}", self._task)
 
     def _closed(self) -> UnavailableError:
@@ -208,57 +209,60 @@ class TaskClient:
 
 @final
 class Link:
-    """A connection to a task: messages, and their answers in order. Made by ``TaskClient.open``.
+    """A connection to a task, for messages and their answers in order. ``TaskClient.open`` makes it.
 
     Several messages may be sent before their answers are received. One thread may send while another one receives.
-    After any error but one that the task answered with, the link is closed: open another one.
+    After
+    any error but one that the task answered with, the connection is closed: open another one.
     """
 
     def __init__(self, client: TaskClient, connection: Connection, decoder: Decoder):
         self._client = client
         self._connection = connection
         self._decoder = decoder
-        self._decoding = threading.Lock()  # from a frame's first byte until its message is made
+        self._decoding = threading.Lock()  # held from a frame's first byte until its message is made
         self._why_closed = ""
         self._num_answers = 0
 
     @property
     def is_closed(self) -> bool:
-        """True if it is of no more use: open another one."""
+        """True if it can no longer be used: open another one."""
         return bool(self._why_closed)
 
     @property
     def is_ended(self) -> bool:
-        """True if it is closed, or the task has ended it. Only for a link without messages that wait for an answer."""
+        """True if it is closed, or the task has ended it. Ask only if no message waits for an answer."""
         return self.is_closed or self._connection.wait(0.0)
 
     @property
     def counts(self) -> Counts:
-        """Answers that have come, and bytes in both directions."""
+        """The number of answers received, and of bytes in both directions."""
         connection = self._connection
         return Counts(self._num_answers, connection.bytes_in, connection.bytes_out)
 
     def send(self, message: Message, timeout_s: float = 60.0) -> None:
-        """Sends a message. Its arrays must not change until the answer has come: large ones are not copied.
+        """Sends a message. Its arrays must not change before the answer has come: large ones are not copied.
 
-        A task takes no message while its answer to an earlier one is not received, but for what the connection holds, a
-        few hundred KB. Who sends more than that before it receives does the one and the other on two threads.
+        A task reads no message while its answer to an earlier one is not received, except a few hundred KB that the
+        connection
+        buffers. To send more than that before receiving, send and receive on two threads.
 
         Raises:
-          MessageError: It cannot travel. The link goes on.
-          UnavailableError: The task has ended, or took nothing for that time. The link is closed.
+          MessageError: The message cannot be sent. The connection stays open.
+          UnavailableError: The task has ended, or read nothing for that time. The connection is closed.
         """
         self.send_all((message,), timeout_s)
 
     def send_all(self, messages: Sequence[Message], timeout_s: float = 60.0) -> None:
-        """Sends messages in order, in one write: that costs hardly more than one. See ``send``.
+        """Sends messages in order, in one write, which costs hardly more than one message. See ``send``.
 
-        Each is answered on its own. The task does the first ones while the others wait there; answers to what was sent
-        together may come together, each a few milliseconds after it was there at the latest.
+        Each gets its own answer. The task works on the first ones while the others wait there. Answers to messages
+        that were
+        sent together may come together, at most a few milliseconds late.
 
         Raises:
-          MessageError: One cannot travel; none has been sent then. The link goes on.
-          UnavailableError: As ``send``.
+          MessageError: A message cannot be sent, and none has been. The connection stays open.
+          UnavailableError: As for ``send``.
         """
         encoded = [encode(message) for message in messages]
         self._bounded("take a message", timeout_s, lambda deadline: self._send(encoded, deadline))
@@ -267,14 +271,16 @@ class Link:
         """Waits for the answer to the first message that has none yet.
 
         Raises:
-          UnavailableError: The task has ended, or did not answer in time. The link is closed.
-          MessageError: What came is no message. The link is closed.
-          ReplicaxError: What ``errors.of_answer`` makes of an answer that is an error. The link goes on.
+          UnavailableError: The task has ended, or did not answer in time. The connection is closed.
+          MessageError: The data is not a message. The connection is closed.
+          ReplicaxError: The answer is an error, as ``errors.of_answer`` makes it. The connection stays open.
         """
         return _raised_or(self._bounded("answer a message", timeout_s, self._receive))
 
     def receive_all(self, timeout_s: float) -> list[Message | ReplicaxError]:
-        """Waits as ``receive``, and returns what has come together: at least one answer, or the error that it is."""
+        """Waits like ``receive``. Returns all answers that have come together, or the errors that they are; at least
+        one.
+        """
         return self._bounded("answer a message", timeout_s, self._receive_all)
 
     def call(
@@ -283,7 +289,10 @@ class Link:
         """Sends a message and waits for its answer; see ``send`` and ``receive``.
 
         Args:
-          limit_s: What an error says, if the caller has had part of its time.
+          message: The message.
+          timeout_s: The longest wait in seconds.
+          did: A verb phrase for errors, which say that the task did not do this.
+          limit_s: The limit that an error names, if the caller has used part of its time.
         """
         encoded = [encode(message)]
 
@@ -294,8 +303,8 @@ class Link:
         return _raised_or(self._bounded(did, timeout_s, sent_and_received, limit_s))
 
     def close(self) -> None:
-        """Ends the connection. What waits for an answer raises UnavailableError."""
-        self._end(f"The link to {self._client._name} was closed.")
+        """Closes the connection. A thread that waits for an answer raises UnavailableError."""
+        self._end(f"The connection to {self._client._name} was closed.")
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -307,7 +316,7 @@ class Link:
     def _bounded(
         self, did: str, timeout_s: float, do: Callable[[float], _T], limit_s: float | None = None
     ) -> _T:
-        """Does what may block; whatever goes wrong in it closes the link."""
+        """Runs a function that may block. Any error in it closes the connection."""
         client = self._client
         try:
             if self._why_closed:
@@ -324,7 +333,7 @@ class Link:
             self._fail(str(error))
             raise
         except BaseException as error:  # Ctrl-C: a message may be half sent, or half received
-            self._fail(f"{type(error).__name__} came while the link to {client._name} was used.")
+            self._fail(f"{type(error).__name__} interrupted the use of the connection to {client._name}.")
             raise
 
     def _send(self, messages: Sequence[Encoded], deadline: float) -> None:
@@ -337,7 +346,7 @@ class Link:
             raise
 
     def _raise_last_words(self) -> None:
-        """Raises the reason for which the task has ended the connection, if it has said one."""
+        """Raises the reason why the task has ended the connection, if it has sent one."""
         if self._why_closed or not self._decoding.acquire(blocking=False):
             return  # the thread that receives finds it
         try:
@@ -374,7 +383,7 @@ class Link:
         self._connection.close()
 
     def _end(self, why: str) -> None:
-        """Wakes whoever waits; from any thread."""
+        """Wakes waiting threads, from any thread."""
         if not self._why_closed:
             self._why_closed = why
             self._connection.cancel()

@@ -1,4 +1,4 @@
-"""The elements that closures take of iterators, some before their closure has come."""
+"""The elements that closures take from iterators. Some are read before their closure arrives."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import numpy as np
 @final
 @dataclass(frozen=True)
 class End:
-    """Stands for an element that is missing, because the dataset has ended.
+    """The marker of an element that is missing because the dataset has ended.
 
     Attributes:
-      reason: The reason, for people.
+      reason: The reason, as a message.
     """
 
     reason: str
 
 
 Leaves = Sequence[np.ndarray]
-"""Of one element."""
+"""The leaves of one element."""
 Elements = Sequence[Sequence[Leaves | End]]
-"""For each iterator, for each call of ``next``."""
+"""The elements of each iterator, one for each call of ``next``."""
 
 
 class LeafIterator(Protocol):
@@ -34,36 +34,36 @@ class LeafIterator(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """True if ``next`` need not wait."""
+        """True if ``next`` does not wait."""
         ...
 
     def next(self) -> Leaves | End:
-        """The leaves of the next element; after the last one the end, each time."""
+        """Returns the leaves of the next element; after the last one, the end each time."""
         ...
 
 
 @final
 class ElementQueue:
-    """Takes elements in order. Those that it has looked at are taken first."""
+    """Takes elements in order. Elements that were looked at are taken first."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[LeafIterator, deque[Leaves | End | Exception]]
         self._seen = weakref.WeakKeyDictionary()
 
     def take(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements:
-        """Takes so many elements of each iterator, and waits for them."""
+        """Takes ``counts`` elements of each iterator, and waits for them."""
         pairs = zip(iterators, counts, strict=True)
         return [[self._next(iterator) for _ in range(count)] for iterator, count in pairs]
 
     def put_back(self, iterators: Sequence[LeafIterator], elements: Elements, counts: Sequence[int]) -> None:
-        """Gives back the elements of each iterator beyond ``counts``, which were not needed: they are taken next."""
+        """Puts back the elements of each iterator beyond ``counts``, which were not needed. They are taken next."""
         for iterator, calls, count in zip(iterators, elements, counts, strict=True):
             unused = [leaves for leaves in calls[count:] if not isinstance(leaves, End)]
             if unused:
                 self._seen.setdefault(iterator, deque()).extendleft(reversed(unused))
 
     def look_ahead(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements | None:
-        """Returns what ``take`` will give, if that is known without waiting, and is no error, nor the end."""
+        """Returns the elements that ``take`` will return; None if they are not ready, or have an error or the end."""
         if len(set(iterators)) < len(iterators):
             return None
         elements: list[list[Leaves]] = []
@@ -72,7 +72,7 @@ class ElementQueue:
             while len(seen) < count and iterator.is_ready:
                 try:
                     seen.append(iterator.next())
-                except Exception as error:  # of the closure that takes it
+                except Exception as error:  # the closure that takes it fails
                     seen.append(error)
             leaves = [each for each in list(seen)[:count] if not isinstance(each, End | Exception)]
             if len(leaves) < count:
@@ -91,12 +91,12 @@ class ElementQueue:
 
 
 def end_of(elements: Elements) -> End | None:
-    """The first of them that is missing; None if none is."""
+    """Returns the first end among the elements; None if none is missing."""
     return next((each for calls in elements for each in calls if isinstance(each, End)), None)
 
 
 def are_same(some: Elements, others: Elements) -> bool:
-    """True if they are the very same arrays."""
+    """True if both have the same array objects."""
     return list(map(id, _leaves_of(some))) == list(map(id, _leaves_of(others)))
 
 

@@ -1,4 +1,4 @@
-"""A worker's copies of the variables: pulled when they are needed, or with the push of the closure before."""
+"""A worker's copies of variables, which it pulls when needed, or together with the previous closure's push."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from replicax._src.parameter_servers.client.steps import Answered, Ask, Version,
 from replicax._src.parameter_servers.programs.programs import Piece
 
 _CLOSURES_PER_SWEEP: Final = 1000
-"""What none of as many closures took is dropped: the variable may be gone."""
+"""A copy that this many closures did not use is dropped: the variable may be deleted."""
 
 
 @dataclass
 class _Copy:
-    """A worker's copy of one piece.
+    """A worker's copy of one shard.
 
     Attributes:
-      value: Its value, in the memory of its message unless ``is_kept``; None once that has been given back.
-      is_kept: The value is a copy of its own. One is made when a piece came a second time in the same version: a
-        variable that is seldom written does not travel again, and one that is written each step is never copied.
-      is_fresh: It is as new as it needs to be for the closure that comes.
-      last_use: Number of the closure that took it last.
+      version: The version of the value.
+      value: The value, in the memory of its message unless ``is_kept``; None once that memory has been released.
+      is_kept: True if the value is a separate copy. One is made when a shard arrives twice in the same version. So a
+        variable that is seldom written is not sent again, and one that is written in each step is never copied.
+      is_fresh: True if it is new enough for the next closure.
+      last_use: The number of the last closure that used it.
     """
 
     version: Version
@@ -39,11 +40,11 @@ class _Copy:
 
 @final
 class Pulls:
-    """The copies that one worker has of the pieces of variables. Used by one thread, which has its own clients.
+    """A worker's copies of shards. One thread uses it, with clients of its own.
 
     Attributes:
-      moment: Grows whenever what is here is not fresh any more.
-      num_pulls: Times that the servers were asked before a closure could run: without a push to ask with.
+      moment: A counter that grows whenever the copies stop being fresh.
+      num_pulls: The number of pulls before a closure, with no push that could have brought the values.
     """
 
     def __init__(self, servers: ServerClients):
@@ -54,7 +55,7 @@ class Pulls:
         self.moment = self.num_pulls = 0
 
     def begin(self, epoch: Any) -> None:
-        """A closure of that epoch begins: what was pulled in another one is not fresh."""
+        """Begins a closure of an epoch. Values that were pulled in another epoch are not fresh."""
         self._num_closures += 1
         if self._num_closures % _CLOSURES_PER_SWEEP == 0:
             oldest = self._num_closures - _CLOSURES_PER_SWEEP
@@ -64,8 +65,9 @@ class Pulls:
             self.forget()
 
     def forget(self) -> None:
-        """Nothing is fresh any more. What is not kept is dropped: its memory is for the next messages, and a server in
-        this process cannot write in place while somebody looks.
+        """Marks all copies as not fresh, and drops those that are not kept.
+
+        Their memory is then free for the next messages, and a server in this process can write in place.
         """
         self.moment += 1
         for copy in self._copies.values():
@@ -74,17 +76,17 @@ class Pulls:
                 copy.value = None
 
     def used(self, pieces: Sequence[Piece]) -> dict[int, list[tuple[str, Version]]]:
-        """Returns by server the versions of ``pieces`` that are here."""
+        """Returns the versions of the copies of ``pieces``, by server."""
         versions: dict[int, list[tuple[str, Version]]] = {}
         for piece in pieces:
             versions.setdefault(piece.ps, []).append((piece.key, self._copies[piece.ps, piece.key].version))
         return versions
 
     def bring(self, pieces: Sequence[Piece], tables: Sequence[RowsWanted]) -> list[np.ndarray]:
-        """Makes the values of ``pieces`` fresh, and pulls the rows of tables, in one round trip, or none.
+        """Makes the values of ``pieces`` fresh, and pulls rows of tables, in at most one round trip.
 
         Returns:
-          For each of ``tables`` the rows of its unique ids, [num_ids, ...].
+          The rows of the unique ids of each of ``tables``, [num_ids, ...].
         """
         asks = row_asks(tables)
         stale = {piece.ps for piece in pieces if not self._is_fresh(piece)} | asks.keys()
@@ -98,19 +100,17 @@ class Pulls:
         return rows_of(tables, answers)
 
     def asks_for(self, pieces: Sequence[Piece], servers: Sequence[int]) -> dict[int, list]:
-        """Returns by server what to pull of ``pieces`` together with a push; for each of ``servers`` at least an empty
-        list.
-        """
+        """Returns what to pull of ``pieces`` with a push, by server. Each of ``servers`` has at least an empty list."""
         return {ps: self._pull(ps, pieces) for ps in {*servers, *(piece.ps for piece in pieces)}}
 
     def take(self, answers: Mapping[int, Answered]) -> None:
-        """Remembers what came."""
+        """Stores the values of answers."""
         for ps, answer in answers.items():
             for key, (version, value) in answer.values.items():
                 self._take_one((ps, key), version, value)
 
     def value(self, pieces: Sequence[Piece]) -> Any:
-        """The whole value of a variable, as NumPy's or JAX's array; to be let go before the next message."""
+        """Returns the full value of a variable, as an array of NumPy or JAX. Release it before the next message."""
         copies = [self._copies[piece.ps, piece.key] for piece in pieces]
         for copy in copies:
             copy.last_use = self._num_closures
@@ -126,7 +126,7 @@ class Pulls:
         if copy is None:
             self._copies[where] = _Copy(version, value, last_use=self._num_closures)
         elif value is None:
-            copy.is_fresh = True  # it is kept, and holds
+            copy.is_fresh = True  # the kept copy is still valid
         elif copy.version == version:
             copy.value, copy.is_kept, copy.is_fresh = np.array(value), True, True
         else:

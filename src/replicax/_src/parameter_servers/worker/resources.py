@@ -1,7 +1,4 @@
-"""Resources that a worker keeps for the coordinator: datasets, and values of its own.
-
-Both are made here, by the user's functions.
-"""
+"""Resources that a worker keeps for the coordinator: datasets and values, which the user's functions make here."""
 
 from __future__ import annotations
 
@@ -44,23 +41,24 @@ _worker_index: contextvars.ContextVar[int] = contextvars.ContextVar("worker_inde
 
 
 def current_worker_index() -> int:
-    """The index of the worker in whose function, or in whose dataset, this is called.
+    """Returns the index of the worker whose function or dataset calls this.
 
     Raises:
-      ContextError: Called elsewhere.
+      ContextError: It is called elsewhere.
     """
     try:
         return _worker_index.get()
     except LookupError:
         raise ContextError(
-            "experimental_get_current_worker_index was called outside of a function that runs on a worker. Call it in a function "
-            "that is scheduled, or that is given to create_per_worker_dataset or create_per_worker_value."
+            "experimental_get_current_worker_index was called outside of a function that runs on a worker. "
+            "Call it in a scheduled function, or in one that is given to create_per_worker_dataset or "
+            "create_per_worker_value."
         ) from None
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Which worker this is, and how many replicas it has, for dataset functions."""
+    """The index of this worker and its number of replicas, for dataset functions."""
 
     index: int = 0
     num_workers: int = 1
@@ -68,16 +66,17 @@ class WorkerPlace:
 
     @property
     def input_context(self) -> InputContext:
-        """The argument of dataset functions."""
+        """Returns the argument of dataset functions."""
         return InputContext(self.num_workers, self.index, self.num_replicas_in_sync)
 
 
 class Resource(LeafIterator, Protocol):
-    """Something of a worker that closures take arrays from.
+    """A dataset or value of a worker, from which closures take arrays.
 
     Attributes:
-      spec: Of one element, as JSON: its ``tree`` (``structures.described``), and (shape, dtype) of its ``leaves``; and
-        where replicas share it how: ``cut``. If each gets an element, it is the list of these.
+      spec: The spec of one element, as JSON: its ``tree`` (``structures.described``), and (shape, dtype) of its
+        ``leaves``. If replicas share it, ``cut`` says how; if each gets an element, the spec is that of a list of
+        these.
     """
 
     spec: dict[str, Any]
@@ -86,7 +85,7 @@ class Resource(LeafIterator, Protocol):
 
 
 def dump(made: Any) -> np.ndarray:
-    """A function or dataset as it travels: uint8, by cloudpickle. What is in an installed module goes by its name.
+    """Pickles a function or dataset with cloudpickle, as uint8. Objects of installed modules are sent by name.
 
     Raises:
       MissingExtraError: cloudpickle is not installed.
@@ -109,28 +108,28 @@ def dump(made: Any) -> np.ndarray:
         Pickler(pickled).dump(made)
     except Exception as error:
         raise InvalidArgumentError(
-            f"{made!r:.200} cannot be sent to workers: {type(error).__name__}: {error}. Give a function that opens the data "
-            "itself: what it closes over has to be picklable."
+            f"{made!r:.200} cannot be sent to workers: {type(error).__name__}: {error}. Give a function that "
+            "opens the data itself, and closes over picklable objects only."
         ) from error
     return np.frombuffer(pickled.getvalue(), np.uint8)
 
 
 def _flags_of_worker(values: Mapping[str, Any]) -> Any:
-    """``absl.flags.FLAGS`` of a worker; the coordinator's values if the worker has parsed none.
+    """Returns ``absl.flags.FLAGS`` of a worker, or the coordinator's values if the worker has parsed none.
 
-    FlagValues cannot be sent.
+    FlagValues cannot be pickled.
     """
     flags = sys.modules.get("absl.flags")
     return flags.FLAGS if flags is not None and flags.FLAGS.is_parsed() else SimpleNamespace(**values)
 
 
 def make(kind: str, pickled: np.ndarray, place: WorkerPlace) -> Resource:
-    """Makes what the coordinator asks a worker for: ``kind`` "dataset" or "value", of what ``dump`` gave.
+    """Makes a resource that the coordinator asks for: ``kind`` "dataset" or "value", from the output of ``dump``.
 
-    Only for what an authenticated coordinator has sent: unpickling runs its code.
+    Unpickling runs code, so call it only with data of an authenticated coordinator.
 
     Raises:
-      InvalidArgumentError: The function makes variables. What it raises itself is raised as it is.
+      InvalidArgumentError: The function makes variables. Its own errors are raised unchanged.
     """
     kinds: dict[str, Callable[[Any, WorkerPlace], Resource]] = {
         "dataset": DatasetResource,
@@ -157,22 +156,23 @@ def make(kind: str, pickled: np.ndarray, place: WorkerPlace) -> Resource:
 
 @final
 class DatasetResource:
-    """The elements of a dataset, read ahead by a thread. The first is taken at once, for its spec, and kept.
+    """The elements of a dataset, which a thread reads ahead. The first is read at once, for its spec, and kept.
 
     Args:
-      dataset: Anything that ``input.opening`` opens; or the steps of several replicas.
+      dataset: Any dataset that ``input.opening`` opens, or the steps of several replicas.
+      place: The index of this worker.
     """
 
     def __init__(self, dataset: Any, place: WorkerPlace):
         if isinstance(dataset, PerReplicaPulls):
-            self._leaves = _Leaves(dataset.iterate(), is_immutable=True)  # or copied there
+            self._leaves = _Leaves(dataset.iterate(), is_immutable=True)  # otherwise it is copied there
         else:
             elements = open_elements(dataset)
             self._leaves = _Leaves(elements.iterate(), elements.is_immutable)
         first = next(self._leaves, None)
         if first is None:
             raise EmptyDatasetError(
-                "The dataset has no elements, so what a scheduled function would get of it is not known."
+                "The dataset has no elements, so the inputs of a scheduled function are unknown."
             )
         self.spec = _spec(self._leaves.tree, first)
         self._first: list[np.ndarray] | None = first
@@ -183,19 +183,19 @@ class DatasetResource:
 
     @property
     def is_ready(self) -> bool:
-        """True if ``next`` need not wait."""
+        """True if ``next`` does not wait."""
         return self._first is not None or self._rest.is_ready
 
     def next(self) -> list[np.ndarray] | End:
-        """The leaves of the next element; the end, if there is none any more."""
+        """Returns the leaves of the next element, or the end."""
         if self._first is not None:
             leaves, self._first = self._first, None
         else:
             leaves = next(self._rest, None)
         if leaves is None:
             return End(
-                f"The dataset of this worker has no more elements: it had {self._num_taken}. Schedule as many functions as "
-                "it has elements, or let it repeat."
+                f"The dataset of this worker has no more elements: it had {self._num_taken}. Schedule only as "
+                "many functions as it has elements, or repeat the dataset."
             )
         self._num_taken += 1
         return leaves
@@ -207,7 +207,7 @@ class DatasetResource:
 
 @final
 class ValueResource:
-    """A value of one worker: an iterator that gives it each time."""
+    """A value of one worker: an iterator that returns it each time."""
 
     def __init__(self, value: Any, place: WorkerPlace):
         del place
@@ -221,7 +221,7 @@ class ValueResource:
         return True
 
     def next(self) -> list[np.ndarray]:
-        """The leaves of the value."""
+        """Returns the leaves of the value."""
         return self._leaves
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class ValueResource:
 
 @final
 class _Leaves:
-    """The leaves of each element, as arrays that nobody else writes to.
+    """The leaves of each element, as arrays that no other code writes to.
 
     Attributes:
       tree: The structure of the first element.
@@ -253,20 +253,20 @@ class _Leaves:
             self.tree, self._treedef = structures.described(element), treedef
         elif treedef != self._treedef:
             raise InvalidArgumentError(
-                f"The first element of the dataset was {self._treedef}, and a later one is {treedef}. Let all have the same "
-                "structure; shapes may differ."
+                f"The first element of the dataset has the structure {self._treedef}, and a later one "
+                f"{treedef}. All must have the same structure; only shapes may differ."
             )
         return _own_narrowed(leaves, treedef, "batch", is_immutable=self._is_immutable)
 
 
 def _own_narrowed(leaves: Sequence[Any], tree: Any, root: str, *, is_immutable: bool) -> list[np.ndarray]:
-    """See ``narrowed`` and ``_own``. What was narrowed is a fresh array, which is not copied again."""
+    """Applies ``narrowed`` and ``_own``. An array that was narrowed is new, so it is not copied again."""
     pairs = zip(leaves, narrowed(leaves, tree, root), strict=True)
     return [_own(leaf, is_immutable or leaf is not before) for before, leaf in pairs]
 
 
 def _own(leaf: Any, is_immutable: bool) -> np.ndarray:
-    """A leaf as it is sent or given to a program: C-contiguous, and nobody else's to write to."""
+    """Returns a leaf as it is sent or given to a program: C-contiguous, and not writable by other code."""
     array = np.asarray(leaf)
     if not array.flags.c_contiguous:
         return np.array(array, order="C")
@@ -278,7 +278,7 @@ def _spec(tree: structures.Structure, leaves: Sequence[np.ndarray]) -> dict[str,
 
 
 def _called(function: Callable[..., Any], place: WorkerPlace) -> Any:
-    """Calls a function, which may take an InputContext."""
+    """Calls a function, with an InputContext if it takes one."""
     if not _takes_context(function):
         return function()
     return function(place.input_context)
@@ -287,7 +287,7 @@ def _called(function: Callable[..., Any], place: WorkerPlace) -> Any:
 def _takes_context(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some functions of C do not tell
+    except ValueError:  # some C functions have no signature
         return False
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(each.kind in by_position and each.default is inspect.Parameter.empty for each in parameters)

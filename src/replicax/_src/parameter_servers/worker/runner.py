@@ -1,6 +1,6 @@
-"""Runs what the coordinator traced: takes elements, pulls variables, computes, pushes.
+"""Runs closures that the coordinator has traced: takes elements, pulls variables, computes, pushes.
 
-On workers, or in any process.
+It runs on workers, or in any other process.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from replicax._src.parameter_servers.worker.pulls import Pulls
 
 @dataclass(frozen=True)
 class ClosureCall:
-    """A closure that is to run.
+    """A closure to run.
 
     Attributes:
-      closure: The incarnation of the coordinator, and the closure's number.
+      closure: The session id of the coordinator, and the closure's number.
       low: All closures with lower numbers have ended.
-      epoch: What was pulled in another one is pulled again.
-      programs: By the signature of the elements, the digest of the program for them. The first one says how many
-        elements are taken.
+      epoch: The epoch. Values that were pulled in another epoch are pulled again.
+      programs: The digest of the program for each signature of elements. The first one says how many elements are
+        taken.
       arguments: The closure's arrays, NumPy's or JAX's.
-      iterators: What it takes elements from.
-      round_number: Of which its gradients are; None: they are pushed as updates. What it pulls is not of use to others.
+      iterators: The iterators that it takes elements from.
+      round_number: The round of its gradients; None if they are pushed as updates. Values pulled in a round are not
+        used
+        for other closures.
     """
 
     closure: Closure
@@ -67,9 +69,9 @@ class ClosureResult:
 
     Attributes:
       results: Its arrays.
-      signature: The signature of its elements, if it is not that of its first program.
-      need: The signature of elements for which there is no program: they are held until the closure comes again.
-      end: The end of a dataset that has too few of them, if one has.
+      signature: The signature of its elements, if it differs from that of its first program.
+      need: The signature of elements for which there is no program. They are held until the closure comes again.
+      end: The end of a dataset that has too few elements, if there is one.
     """
 
     results: Sequence[np.ndarray] = ()
@@ -80,13 +82,13 @@ class ClosureResult:
 
 @dataclass
 class _Run:
-    """A closure on its way.
+    """A running closure.
 
     Attributes:
       signature: The signature of its elements.
-      tables: What its lookups need.
+      tables: The rows that its lookups need.
       rows: The rows of its lookups.
-      moment: ``Pulls.moment`` at which they, and the variables, were pulled.
+      moment: ``Pulls.moment`` when the rows and the variables were pulled.
     """
 
     call: ClosureCall
@@ -100,21 +102,24 @@ class _Run:
 
 _NOTHING: Final = signature_of([])
 _MOST_PROGRAMS: Final = 256
-"""The one that was not used for longest is forgotten then; the coordinator sends it again if it is needed."""
+"""The most programs. Beyond that the least recently used one is dropped; the coordinator sends it again if needed."""
 _MOST_CONSTANT_BYTES: Final = 1 << 30
-"""So it is with constants."""
+"""The most bytes of constants. Beyond that the least recently used ones are dropped."""
 
 
 @final
 class Runner:
-    """Runs closures, one after the other; used by one thread at a time.
+    """Runs closures, one after another. One thread at a time uses it.
 
-    What the next closure will probably need of the variables, what this one needed, comes with the answers to its
-    pushes. So do the rows of tables for the elements that come next, where the ids are computed of elements. So a step
-    is one round trip to each parameter server.
+    The next closure will probably need the same variables, so they come with the answers to the pushes of this one.
+    So do
+    the rows of tables for the next elements, if the ids depend on elements only. A step is then one round trip to
+    each
+    parameter server.
 
     Args:
-      servers: Its own clients, if it pulls ahead: arrays of a store of this process are valid until the next request.
+      servers: The clients of the servers. If it pulls ahead, no other code may use them: arrays of a store in this
+        process are valid only until the next request.
       pulls_ahead: True unless closures are rare.
     """
 
@@ -123,7 +128,7 @@ class Runner:
         self._pulls = Pulls(servers)
         self._programs: dict[str, LoadedProgram] = {}
         self._constants: dict[str, Any] = {}
-        self._wanted: set[str] = set()  # constants of the closure that runs, or comes next
+        self._wanted: set[str] = set()  # constants of the current and the next closure
         self._elements = ElementQueue()
         self._held: dict[Closure, Elements] = {}
         self._ahead: _Run | None = None
@@ -131,7 +136,7 @@ class Runner:
         self._num_closures = 0
 
     def add_program(self, program: WorkerProgram) -> str:
-        """Makes a program known; it is compiled when it is run first. Returns its digest."""
+        """Adds a program, which is compiled at its first run. Returns its digest."""
         digest = program.digest
         if digest not in self._programs:
             self._programs[digest] = LoadedProgram(program)
@@ -140,7 +145,7 @@ class Runner:
         return digest
 
     def add_constant(self, name: str, array: np.ndarray) -> None:
-        """Puts a copy of an array on the device. One name is one array, for good."""
+        """Puts a copy of an array on the device. A name always stands for the same array."""
         if name not in self._constants:
             self._constants[name] = jax.device_put(np.array(array))
         self._wanted.add(name)
@@ -151,24 +156,25 @@ class Runner:
             num_bytes -= self._constants.pop(other).nbytes
 
     def constant(self, name: str) -> Any:
-        """An array that has been added.
+        """Returns an array that has been added.
 
         Raises:
-          UnknownProgramError: It is to be added, again perhaps.
+          UnknownProgramError: It must be added, perhaps again.
         """
         if name not in self._constants:
             raise UnknownProgramError(f"This task does not have the constant {name}: send it.", name)
         self._wanted.add(name)
-        constant = self._constants[name] = self._constants.pop(name)  # the last one that was used
+        constant = self._constants[name] = self._constants.pop(name)  # the most recently used
         return constant
 
     def run(self, call: ClosureCall) -> ClosureResult:
         """Runs a closure.
 
         Raises:
-          UnknownProgramError: A program has to be given first. Nothing has happened, and elements that have been taken
-            are kept for this closure.
-          UnavailableError: A parameter server is not there; others may have applied their part, and will not again.
+          UnknownProgramError: A program must be added first. Nothing has changed, and the elements are kept for this
+            closure.
+          UnavailableError: A parameter server cannot be reached. Others may have applied their part, and will not
+            again.
         """
         run = self._taken(call)
         if isinstance(run, ClosureResult):
@@ -215,7 +221,7 @@ class Runner:
     # --- elements -------------------------------------------------------------------------------------
 
     def _taken(self, call: ClosureCall) -> _Run | ClosureResult:
-        """The closure with its elements, or what it needs for them: it has no program."""
+        """Returns the closure with its elements, or a result that says which program the elements need."""
         loaded = [self._loaded(digest) for digest in call.programs.values()]
         if self._held:
             self._forget_ended(call)
@@ -227,7 +233,7 @@ class Runner:
         if digest is None:
             self._held[call.closure] = elements
             return ClosureResult(need=signature, end=end_of(elements))
-        loaded = self._programs[digest] = self._programs.pop(digest)  # the last one that was used
+        loaded = self._programs[digest] = self._programs.pop(digest)  # the most recently used
         return _Run(call, loaded, elements, signature)
 
     def _forget_ended(self, call: ClosureCall) -> None:
@@ -266,7 +272,9 @@ class Runner:
         return tables
 
     def _look_ahead(self, run: _Run) -> _Run | None:
-        """The closure that comes next, if it is like this one, as far as its lookups need it."""
+        """Returns the probable next closure with the tables that its lookups need; None if it would differ from this
+        one.
+        """
         if not self._pulls_for_next(run) or not run.loaded.looks_up_elements:
             return None
         elements = self._elements.look_ahead(run.call.iterators, run.loaded.program.element_counts)
@@ -277,7 +285,7 @@ class Runner:
         return ahead
 
     def _pulls_for_next(self, run: _Run) -> bool:
-        """True if the answers may bring what the next closure needs. They may not if a round ends in between."""
+        """True if the answers may bring values for the next closure. They may not if a round ends in between."""
         return self._pulls_ahead and run.call.round_number is None
 
     def _inputs(self, run: _Run, inputs: Sequence[Input]) -> list[Any]:
@@ -311,12 +319,12 @@ class Runner:
             return
         asks = {push.ps: self._ask(run, push, results) for push in program.pushes if not push.is_averaged}
         gradients = {push.ps: self._ask(run, push, results) for push in program.pushes if push.is_averaged}
-        jax.block_until_ready(results)  # what it computes from may be overwritten now
+        jax.block_until_ready(results)  # its inputs may be overwritten now
         used = self._pulls.used(run.loaded.whole)
         self._pulls.forget()
         run.rows = ()
         ahead: list[Piece] = []
-        # (Without the rows the next closure asks for them anyway, and for all else with them.)
+        # (Without the rows the next closure must send a request anyway, and then it gets everything.)
         if self._pulls_for_next(run) and asks and (self._ahead is not None or not program.lookups):
             ahead = run.loaded.whole
         rows = {} if self._ahead is None else row_asks(self._ahead.tables)

@@ -1,4 +1,4 @@
-"""Datasets that workers open: what a strategy with parameter servers distributes, and what is there in its place."""
+"""Datasets that workers open: a description of the dataset that a strategy with parameter servers distributes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Cut = Literal["rows", "elements"]
 class UnbuiltDataset:
     """A dataset that ``ParameterServerStrategy`` distributes, for ``ClusterCoordinator.create_per_worker_dataset``.
 
-    Each worker opens one of its own then, and has all of it. Nothing is read here.
+    Each worker then opens a dataset of its own, and reads all of it. Nothing is read here.
 
     Attributes:
-      cut: How several replicas of a worker share it: each gets some of the "rows" of a batch, or an element
+      cut: The way in which several replicas of a worker share it: each gets some of the "rows" of a batch, or an
+        element
         ("elements").
     """
 
@@ -29,22 +30,22 @@ class UnbuiltDataset:
             raise InvalidArgumentError(f"options must be an rx.InputOptions, got {options!r}.")
         if options and options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise UnsupportedError(
-                "InputReplicationMode.PER_REPLICA is not supported by ParameterServerStrategy, whose workers have a dataset "
-                "each. Leave the mode out."
+                "ParameterServerStrategy does not support InputReplicationMode.PER_REPLICA, because each "
+                "worker has a dataset of its own. Leave the mode out."
             )
         self._open_with = open_with
         self.cut: Cut | None = cut
 
     @classmethod
     def of_dataset(cls, dataset: Any, options: InputOptions | None, num_replicas: int) -> UnbuiltDataset:
-        """Makes it of a dataset of batches, which travels to the workers."""
+        """Makes it from a dataset of batches, which is sent to the workers."""
         return cls(lambda input_context: dataset, options, "rows" if num_replicas > 1 else None)
 
     @classmethod
     def of_function(
         cls, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None, num_replicas: int
     ) -> UnbuiltDataset:
-        """Makes it of a function of an ``InputContext``, which each worker calls."""
+        """Makes it from a function of an ``InputContext``, which each worker calls."""
         if not callable(dataset_fn):
             raise InvalidArgumentError(
                 f"distribute_datasets_from_function needs a function of an InputContext that returns a dataset, got "
@@ -53,11 +54,11 @@ class UnbuiltDataset:
         return cls(dataset_fn, options, "elements" if num_replicas > 1 else None)
 
     def open(self, input_context: InputContext) -> Any:
-        """The dataset, on a worker."""
+        """Opens the dataset, on a worker."""
         return self._open_with(input_context)
 
     def __iter__(self) -> Iterator[Any]:
-        # The text is TensorFlow's.
+        # This is TensorFlow's message.
         raise InvalidArgumentError(
             "To use this dataset, you need to pass this dataset to ClusterCoordinator.create_per_worker_dataset."
         )
@@ -65,10 +66,10 @@ class UnbuiltDataset:
 
 @final
 class StrategyOnWorker:
-    """Stands for the strategy in a dataset function that uses it: the workers have no other part of it.
+    """The strategy as a dataset function sees it on a worker, which has no other part of the strategy.
 
     Attributes:
-      num_replicas_in_sync: The strategy's.
+      num_replicas_in_sync: The strategy's number of replicas.
     """
 
     def __init__(self, num_replicas_in_sync: int):
@@ -77,14 +78,14 @@ class StrategyOnWorker:
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None, *, distribute_options: Any = None
     ) -> UnbuiltDataset:
-        """The dataset, which this worker has all of."""
+        """Returns the dataset. This worker reads all of it."""
         del distribute_options
         return UnbuiltDataset.of_dataset(dataset, options, self.num_replicas_in_sync)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> UnbuiltDataset:
-        """Returns what ``dataset_fn`` makes for this worker."""
+        """Returns the dataset that ``dataset_fn`` makes for this worker."""
         return UnbuiltDataset.of_function(dataset_fn, options, self.num_replicas_in_sync)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function

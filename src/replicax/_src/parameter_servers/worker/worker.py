@@ -1,4 +1,4 @@
-"""``Worker``: what a worker does for one coordinator: keeps programs, constants and resources, and runs closures."""
+"""``Worker``: serves one coordinator: keeps programs, constants and resources, and runs closures."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Worker:
     """Answers the messages of one coordinator, one at a time.
 
     Args:
-      servers: Its own clients of the parameter servers; closed with it.
-      place: Which worker this is.
-      traffic: Bytes that went to and from the servers, by direction.
+      servers: The worker's own clients of the parameter servers, which are closed with it.
+      place: The index of this worker.
+      traffic: Returns the bytes sent to and received from the servers, by direction.
     """
 
     def __init__(
@@ -50,11 +50,10 @@ class Worker:
         }
 
     def answer(self, message: Message) -> Message:
-        """Does what is asked.
+        """Executes a request. Other errors than the one below are those of the operation.
 
         Raises:
-          MessageError: It is not one of these operations.
-          Other errors are those of what was asked for.
+          MessageError: There is no such operation.
         """
         operation = self._operations.get(message.header.get("op", ""))
         if operation is None:
@@ -70,7 +69,9 @@ class Worker:
         return {**self._runner.statistics(), **own}
 
     def close(self) -> None:
-        """Ends what reads ahead, and the connections to the parameter servers, whatever is running."""
+        """Ends the threads that read ahead, and closes the connections to the parameter servers, even if a closure
+        runs.
+        """
         self._servers.close()
         for resource in list(self._resources.values()):
             resource.close()
@@ -111,7 +112,9 @@ class Worker:
         return Message({} if result.signature is None else {"signature": result.signature}, result.results)
 
     def _arguments(self, named: Sequence[tuple[int, str]], arrays: Sequence[np.ndarray]) -> Sequence[Any]:
-        """Returns the arrays that came with a closure, with those that came before in their places."""
+        """Returns the arguments of a closure: the arrays sent with it, and in their places those that were sent
+        before.
+        """
         arguments: list[Any] = list(arrays)
         for position, name in named:  # in order
             arguments.insert(position, self._runner.constant(name))
@@ -128,7 +131,7 @@ class Worker:
         resource = self._index if name == WORKER_INDEX else self._resources.get(name)
         if resource is None:
             raise ClosureAbortedError(
-                f"This worker does not have the resource {name}: it has started anew, or the resource was released. It "
-                "is to be made again."
+                f"This worker does not have the resource {name}: the worker has restarted, or the resource "
+                "was released. The coordinator must make it again."
             )
         return resource
