@@ -79,8 +79,8 @@ class Framework:
     placer_of: Callable[[Any], Any] = lambda fn: None
 
 
-# Where each framework's module is. Where two know an object, the first one has it: with nnx-backed Keras (KERAS_NNX_ENABLED)
-# a layer is an nnx module, too.
+# Where each framework's module is. Where two know an object, the first one has it: with nnx-backed Keras
+# (KERAS_NNX_ENABLED) a layer is an nnx module, too.
 _PLACES: Final = {
     "keras": "replicax._src.keras.bridge",
     "flax.nnx": "replicax._src.frameworks.nnx",

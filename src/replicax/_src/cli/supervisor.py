@@ -26,7 +26,8 @@ from replicax._src.cluster.spec import Task
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 
-# Each process prints these when all is well: gloo, which knows no option for it, and JAX's coordination service (jaxlib 0.10).
+# Each process prints these when all is well: gloo, which knows no option for it, and JAX's coordination service (jaxlib
+# 0.10).
 _NOISE: Final = re.compile(
     r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number .*"
     r"|W\d+ .* coordination_service\.cc:\d+\] .*Using experimental recoverable task feature\..*"

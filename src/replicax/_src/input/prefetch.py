@@ -89,7 +89,9 @@ class Prefetcher:
 
 @final
 class _Shared:
-    """What the thread and a Prefetcher share. It holds nothing of the Prefetcher itself, so that this can be dropped."""
+    """What the thread and a Prefetcher share. It holds nothing of the Prefetcher itself, so that this can be
+    dropped.
+    """
 
     def __init__(self, is_stopped: threading.Event):
         self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -29,8 +29,8 @@ class PlacedOptimizer(_Keras):
 
     @functools.wraps(keras.optimizers.Optimizer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # One of the base class itself is not for training: Keras makes it, to see its attributes, where a model is saved. One
-        # worker may save alone, so the others are not asked for the values of its variables.
+        # One of the base class itself is not for training: Keras makes it, to see its attributes, where a model is
+        # saved. One worker may save alone, so the others are not asked for the values of its variables.
         with divided_state.made_alone(type(self) is keras.optimizers.Optimizer):
             super().__init__(*args, **kwargs)
 

@@ -28,7 +28,8 @@ from replicax._src.tracing.verdict import is_call
 LEAST_GATHERED_BYTES = 1 << 20
 """Smaller variables are gathered where a program begins: they need little memory, and each gather takes its time."""
 
-# A variable that more equations need is gathered once: weights that many layers share, or all steps of an unrolled loop.
+# A variable that more equations need is gathered once: weights that many layers share, or all steps of an unrolled
+# loop.
 _MOST_GATHERS = 4
 
 
