@@ -173,7 +173,7 @@ def memory(num_rounds: int, pythons: Pythons) -> None:
             worst = max(of_phase["peak"] for of_phase in over.values())
             if name == OURS:
                 is_met = worst <= MEMORY_BAR
-                print(f"  {name}: {worst:.2f} at most (bar: {MEMORY_BAR:g}): {workers.verdict(is_met)}")
+                print(f"  {name}: {worst:.2f} at most (bar: {MEMORY_BAR:g}): {workers.replication(is_met)}")
 
 
 # --- contestants --------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _print_bar(
     ratio = timings[other].median / timings[name].median
     print(
         f"  {name}: {ratio:.2f} × the {what} of {other} by medians, rounds {min(pairs):.2f}–{max(pairs):.2f}"
-        f" (bar: at least {bar:g}): {workers.verdict(ratio >= bar)}"
+        f" (bar: at least {bar:g}): {workers.replication(ratio >= bar)}"
     )
 
 

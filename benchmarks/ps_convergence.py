@@ -59,7 +59,7 @@ def main(num_rounds: int) -> None:
     below = statistics.median(found["synchronous"]) - statistics.median(found["parameter servers"])
     print(
         f"  parameter servers: {100 * below:+.1f} points below synchronous training by medians (bar: at most {100 * BAR:g}): "
-        f"{workers.verdict(below <= BAR)}"
+        f"{workers.replication(below <= BAR)}"
     )
 
 

@@ -154,10 +154,10 @@ def print_bar(timings: Mapping[str, Timing], name: str, other: str, at_most: flo
         ratio = timings[name].median / timings[other].median
         print(
             f"  {name}: {ratio:.2f} × the median time of {other}, {timings[name].p10 / timings[other].p10:.2f} by p10"
-            f" (bar: median at most {at_most:.2f}): {verdict(ratio <= at_most)}"
+            f" (bar: median at most {at_most:.2f}): {replication(ratio <= at_most)}"
         )
 
 
-def verdict(is_met: bool) -> str:
+def replication(is_met: bool) -> str:
     """For people."""
     return "met" if is_met else "MISSED"

@@ -138,14 +138,14 @@ class World:
 
     def takes_forward(self, server, sender, epoch, position, op):
         rules = server.rules
-        verdict = rules.forwarded(epoch, position.seq)
-        if verdict is True:
+        replication = rules.forwarded(epoch, position.seq)
+        if replication is True:
             if op is None:
                 server.log.append((position.seq, None))
             else:
                 server.apply(position.seq, op)
             rules.applied(position)
-        said = verdict if isinstance(verdict, Refusal) else position.seq
+        said = replication if isinstance(replication, Refusal) else position.seq
         self.network.append(Sent(sender, "said", (epoch, said)))
 
     def takes_said(self, server, epoch, said):

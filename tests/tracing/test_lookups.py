@@ -15,8 +15,8 @@ from replicax._src.tracing.capture import TracedCapture
 from replicax._src.tracing.lookups import find_lookups
 
 read_p = jax_compat.identity_primitive("replicax_read")
+from replicax._src.tracing.replication import Replication
 from replicax._src.tracing.rewrite import Rewriter
-from replicax._src.tracing.verdict import Verdict
 
 V, D = 11, 4
 HERE = "test_lookups.py"
@@ -52,7 +52,7 @@ def evaluate(jaxpr, args):
     """The results, with marks resolved."""
 
     def run(*args):
-        return Rewriter(list).evaluate(jaxpr, args, [Verdict.SAME] * len(args))
+        return Rewriter(list).evaluate(jaxpr, args, [Replication.INVARIANT] * len(args))
 
     return list(jax.jit(run)(*args))
 

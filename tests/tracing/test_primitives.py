@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 from replicax._src import jax_compat
 from replicax._src.tracing import markers, primitives
 from replicax._src.tracing.equations import equations
-from replicax._src.tracing.verdict import Verdict, analyse, is_call
+from replicax._src.tracing.replication import Replication, analyse, is_call
 
 X = jnp.asarray([[0.25, 0.5, 0.75], [0.3, 0.6, 0.9]])
 Y = X + 1
@@ -138,25 +138,25 @@ def traced(fn, *args, axis_env=()):
     return jaxpr, consts
 
 
-def verdict_of(fn, *args, given=Verdict.REDUCED, axis_env=()):
-    """The verdict of a function's result, where all its arguments have another; and the primitives in it."""
+def replication_of(fn, *args, given=Replication.REDUCED, axis_env=()):
+    """The replication of a function's result, where all its arguments have another; and the primitives in it."""
     jaxpr, consts = traced(fn, *args, axis_env=axis_env)
-    (found,), _ = analyse(jaxpr, [Verdict.SAME] * len(consts) + [given] * len(args))
+    (found,), _ = analyse(jaxpr, [Replication.INVARIANT] * len(consts) + [given] * len(args))
     return found, {eqn.primitive.name for eqn in equations(jaxpr)}
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *MOVES, *OTHERS])
 def test_a_reduced_value_stays_reduced(name):
     fn, args = {**ELEMENTWISE, **MOVES, **OTHERS}[name]
-    found, names = verdict_of(fn, *args)
+    found, names = replication_of(fn, *args)
     assert name in names
-    assert found is Verdict.REDUCED
+    assert found is Replication.REDUCED
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *MOVES, "optimization_barrier", "replicax_logical"])
 def test_a_value_that_differs_still_differs(name):
     fn, args = {**ELEMENTWISE, **MOVES, **OTHERS}[name]
-    assert verdict_of(fn, *args, given=Verdict.DIFFERS)[0] is Verdict.DIFFERS
+    assert replication_of(fn, *args, given=Replication.VARYING)[0] is Replication.VARYING
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -183,22 +183,22 @@ def test_a_shifted_seed_stays_one(name):
         **MOVES,
         "add": (lambda x: lax.add(x, jnp.ones_like(x)), on(X)),
     }[name]
-    assert verdict_of(fn, *args, given=Verdict.SHIFTED)[0] is Verdict.SHIFTED
+    assert replication_of(fn, *args, given=Replication.SHIFTED)[0] is Replication.SHIFTED
 
 
 def test_the_sum_of_two_shifted_seeds_is_none():
-    assert verdict_of(lax.add, X, X, given=Verdict.SHIFTED)[0] is Verdict.DIFFERS
+    assert replication_of(lax.add, X, X, given=Replication.SHIFTED)[0] is Replication.VARYING
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_gives_all_replicas_the_same_or_not(name):
     fn, rows = COLLECTIVES[name], jnp.arange(8.0).reshape(2, 2, 2)
-    found, names = verdict_of(fn, rows[0], given=Verdict.DIFFERS, axis_env=[("replica", 2)])
+    found, names = replication_of(fn, rows[0], given=Replication.VARYING, axis_env=[("replica", 2)])
     assert name in names
     results = jax.vmap(fn, axis_name="replica")(rows)
     is_equal = bool((results[0] == results[1]).all())
     assert is_equal == (name in primitives.MAKES_EQUAL)
-    assert found is (Verdict.REDUCED if is_equal else Verdict.DIFFERS)
+    assert found is (Replication.REDUCED if is_equal else Replication.VARYING)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -207,8 +207,8 @@ def test_a_call_is_what_its_function_is(name):
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "pjit"]
     assert eqn.primitive.name == name or {eqn.primitive.name, name} <= primitives.REMATERIALISES
     assert is_call(eqn)
-    assert verdict_of(CALLS[name], X)[0] is Verdict.REDUCED
-    assert verdict_of(CALLS[name], X, given=Verdict.DIFFERS)[0] is Verdict.DIFFERS
+    assert replication_of(CALLS[name], X)[0] is Replication.REDUCED
+    assert replication_of(CALLS[name], X, given=Replication.VARYING)[0] is Replication.VARYING
 
 
 BY_ITSELF = {
@@ -228,9 +228,9 @@ BY_ITSELF = {
 
 @pytest.mark.parametrize("name", BY_ITSELF)
 def test_some_results_differ_whatever_they_are_computed_from(name):
-    found, names = verdict_of(BY_ITSELF[name], X, given=Verdict.SAME, axis_env=[("replica", 2)])
+    found, names = replication_of(BY_ITSELF[name], X, given=Replication.INVARIANT, axis_env=[("replica", 2)])
     assert name in names
-    assert found is Verdict.DIFFERS
+    assert found is Replication.VARYING
 
 
 def test_each_primitive_of_the_table_is_tested():

@@ -2,7 +2,7 @@
 
 Layout: a ``PerReplica`` is one global array [R, ...], device r holding row r. Components of different
 shapes are padded to the largest, and the true shapes stand beside. A ``PerReplica`` whose components a
-verdict has proven equal is stored as a ``Mirrored`` is: one array that every device holds whole.
+replication has proven equal is stored as a ``Mirrored`` is: one array that every device holds whole.
 """
 
 from __future__ import annotations

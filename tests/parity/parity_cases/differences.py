@@ -178,7 +178,7 @@ _differ(
 # Section 2 of the design.
 
 _differ(
-    "What run returns: every traced array comes back as PerReplica, whatever its verdict",
+    "What run returns: every traced array comes back as PerReplica, whatever its replication",
     {
         f"replicas.returned_array_that_is_the_same[{where}]@S2": [[1.0, 2.0], [1.0, 2.0]]
         for where in ("closure", "argument")

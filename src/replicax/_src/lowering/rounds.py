@@ -17,7 +17,7 @@ from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.tracing.equations import variables
 from replicax._src.tracing.flat import FlatProgram, Operation, read, run
 from replicax._src.tracing.primitives import SUMS
-from replicax._src.tracing.verdict import collective_axes, is_call_with_collective
+from replicax._src.tracing.replication import collective_axes, is_call_with_collective
 
 
 def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable[..., Any]:

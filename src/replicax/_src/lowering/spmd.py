@@ -31,6 +31,7 @@ from replicax._src.tracing.gathers import Divided, evaluate_gathering
 from replicax._src.tracing.holders import held_elsewhere
 from replicax._src.tracing.passes import compare_sizes
 from replicax._src.tracing.program import ReplicaProgram
+from replicax._src.tracing.replication import has_backward_pass
 from replicax._src.tracing.slots import (
     Sharing,
     Slot,
@@ -41,7 +42,6 @@ from replicax._src.tracing.slots import (
     state_lock,
 )
 from replicax._src.tracing.updates import Updates, cut_before_updates
-from replicax._src.tracing.verdict import has_backward_pass
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.state_layouts import is_of_optimizer
 

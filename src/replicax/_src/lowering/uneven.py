@@ -23,7 +23,7 @@ from replicax._src.tracing.gathers import Divided, evaluate_gathering
 from replicax._src.tracing.numbering import number_params, number_variant
 from replicax._src.tracing.passes import check_equal_counts
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
-from replicax._src.tracing.verdict import is_call, meets
+from replicax._src.tracing.replication import is_call, meets
 from replicax._src.values import cut, largest_shape, pad
 
 

@@ -22,7 +22,7 @@ from replicax._src.tracing.equations import inner_jaxprs, walked
 from replicax._src.tracing.gathers import Divided, evaluate_gathering
 from replicax._src.tracing.numbering import number_constant, number_params
 from replicax._src.tracing.program import ReplicaProgram, Variant, shows_how_often
-from replicax._src.tracing.verdict import has_replica_collective, meets
+from replicax._src.tracing.replication import has_replica_collective, meets
 
 
 def evaluate_uneven_gathering(

@@ -23,7 +23,7 @@ from replicax._src.errors import DivergenceError
 from replicax._src.tracing.cache import Leaf, static_leaf
 from replicax._src.tracing.flat import FlatProgram
 from replicax._src.tracing.program import ReplicaProgram
-from replicax._src.tracing.verdict import Verdict, is_equalising, is_movement, transfer
+from replicax._src.tracing.replication import Replication, is_equalising, is_movement, transfer
 from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica
 
@@ -116,24 +116,28 @@ def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> b
     variant = program.variants[0]
     flat = FlatProgram(variant.jaxpr)
     argument = flat.inputs[len(variant.consts) + len(variant.entries) + position]
-    verdicts = dict(zip(flat.inputs, variant.input_verdicts, strict=True)) | {argument: Verdict.SAME}
+    replications = dict(zip(flat.inputs, variant.input_replications, strict=True)) | {
+        argument: Replication.INVARIANT
+    }
     products = {
         argument: 0
     }  # with what differs, on the way to each value that is reached; -1: it is flat, as a comparison is
     for operation in flat.slice(flat.outputs):
         operands = [atom for atom in operation.operands if not isinstance(atom, jax_compat.Literal)]
         given = [
-            Verdict.SAME if isinstance(atom, jax_compat.Literal) else verdicts.get(atom, Verdict.SAME)
+            Replication.INVARIANT
+            if isinstance(atom, jax_compat.Literal)
+            else replications.get(atom, Replication.INVARIANT)
             for atom in operation.operands
         ]
-        verdicts.update(zip(operation.results, transfer(operation.eqn, given, None), strict=True))
+        replications.update(zip(operation.results, transfer(operation.eqn, given, None), strict=True))
         reached = [products[atom] for atom in operands if atom in products]
         if not reached or is_equalising(operation.eqn):
             continue
         if not is_movement(operation.eqn):
             return False
         count = max(reached)
-        if operation.eqn.primitive.name == "mul" and Verdict.DIFFERS in given:
+        if operation.eqn.primitive.name == "mul" and Replication.VARYING in given:
             count += sum(number >= 0 for number in reached)
         is_flat = operation.eqn.primitive.name in _HAS_NO_SLOPE or not jnp.issubdtype(
             operation.eqn.outvars[0].aval.dtype, jnp.inexact

@@ -22,9 +22,9 @@ from replicax._src.tracing.equations import has_any, inner_jaxprs
 from replicax._src.tracing.markers import Question
 from replicax._src.tracing.primitives import JITS, MARKS
 from replicax._src.tracing.recording import Record, Step, gradients_of
+from replicax._src.tracing.replication import Replication, is_replica_collective
 from replicax._src.tracing.rewrite import Rewriter
 from replicax._src.tracing.slots import Sharing, Slot, check_no_tracer, state_lock
-from replicax._src.tracing.verdict import Verdict, is_replica_collective
 from replicax._src.user_code import user_line
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class EagerCapture(Capture):
             return operation
         with jax_compat.evaluating():
             jaxpr, consts = jax_compat.trace(operation, inputs)
-        known = [Verdict.SAME] * (len(consts) + len(inputs))
+        known = [Replication.INVARIANT] * (len(consts) + len(inputs))
         return jax_compat.Operation(
             operation.primitive,
             operation.params,

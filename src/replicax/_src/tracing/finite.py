@@ -21,7 +21,7 @@ from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import NotFiniteError
 from replicax._src.tracing.equations import called
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
-from replicax._src.tracing.verdict import Verdict, is_call
+from replicax._src.tracing.replication import Replication, is_call
 from replicax._src.user_code import UNKNOWN
 
 _NONE = -1
@@ -126,7 +126,7 @@ class _Watcher:
         return dataclasses.replace(
             changed,
             outputs=[*variant.outputs, Output(True)],
-            out_verdicts=[*variant.out_verdicts, Verdict.REDUCED],
+            out_replications=[*variant.out_replications, Replication.REDUCED],
         )
 
     def _evaluate(self, args: Sequence[Any], num_replicas: int) -> list[Any]:

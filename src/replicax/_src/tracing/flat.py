@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.tracing.equations import called, variables, walked
 from replicax._src.tracing.primitives import REMATERIALISES
-from replicax._src.tracing.verdict import is_call
+from replicax._src.tracing.replication import is_call
 from replicax._src.user_code import UNKNOWN
 
 Atom = Any

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax._src import jax_compat
 from replicax._src.tracing.equations import called, evaluated, is_variable
 from replicax._src.tracing.primitives import ELEMENTWISE, MOVES, REDUCTIONS, REMATERIALISES
-from replicax._src.tracing.verdict import is_call
+from replicax._src.tracing.replication import is_call
 
 LEAST_GATHERED_BYTES = 1 << 20
 """Smaller variables are gathered where a program begins: they need little memory, and each gather takes its time."""

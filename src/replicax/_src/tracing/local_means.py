@@ -9,18 +9,20 @@ from typing import Any
 
 from replicax._src import jax_compat
 from replicax._src.tracing.markers import Question
-from replicax._src.tracing.verdict import Verdict
+from replicax._src.tracing.replication import Replication
 
 log = logging.getLogger("replicax")
 _warned: set[str] = set()
 
 
-def warn_of_local_means(eqns: Sequence[Any], verdicts: Mapping[Any, Verdict], num_replicas: int) -> None:
+def warn_of_local_means(
+    eqns: Sequence[Any], replications: Mapping[Any, Replication], num_replicas: int
+) -> None:
     """Warns, once for a line, where gradients of such a loss go to an optimizer as they are.
 
     Args:
       eqns: Of a replica function, with the marks of tapes and optimizers.
-      verdicts: Of its values.
+      replications: Of its values.
     """
     made_by = {id(var): eqn for eqn in eqns for var in eqn.outvars}
 
@@ -45,7 +47,7 @@ def warn_of_local_means(eqns: Sequence[Any], verdicts: Mapping[Any, Verdict], nu
             return False
         (operand,) = summed.invars
         number = math.prod(operand.aval.shape[axis] for axis in summed.params["axes"])
-        has_rows = operand.aval.shape[0] > 1 and verdicts.get(operand) is Verdict.DIFFERS
+        has_rows = operand.aval.shape[0] > 1 and replications.get(operand) is Replication.VARYING
         return has_rows and divided.invars[1].val == number
 
     for aggregate in eqns:

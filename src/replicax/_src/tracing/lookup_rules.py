@@ -17,8 +17,8 @@ from replicax._src import jax_compat
 from replicax._src.tracing.equations import called, evaluated, has_any, inner_jaxprs
 from replicax._src.tracing.markers import Question
 from replicax._src.tracing.primitives import JITS, REMATERIALISES
+from replicax._src.tracing.replication import is_call
 from replicax._src.tracing.table_rows import ByRows, bound, first_of, of_gradients, raw, whole_table
-from replicax._src.tracing.verdict import is_call
 from replicax._src.user_code import UNKNOWN
 
 Take = Callable[[int, tuple[int, ...]], Any]

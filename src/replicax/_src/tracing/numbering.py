@@ -18,7 +18,7 @@ from replicax._src import jax_compat
 from replicax._src.tracing.equations import walked
 from replicax._src.tracing.flat import Operation
 from replicax._src.tracing.program import Variant
-from replicax._src.tracing.verdict import is_call, is_replica_collective
+from replicax._src.tracing.replication import is_call, is_replica_collective
 
 
 def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:

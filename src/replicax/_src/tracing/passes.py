@@ -52,9 +52,9 @@ from replicax._src.tracing.key import is_array
 from replicax._src.tracing.numbering import number_of, number_variant
 from replicax._src.tracing.primitives import MARKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant, leaked
+from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
 from replicax._src.tracing.rewrite import Rewriter, evaluate_inlined
 from replicax._src.tracing.slots import Sharing, Slot
-from replicax._src.tracing.verdict import Verdict, analyse, is_call_with_collective
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, is_value
 
@@ -107,7 +107,7 @@ def trace_replicas(
             return _trace_variant(
                 functools.partial(call, number),
                 [leaf.aval(replica_id) for leaf in inputs],
-                [Verdict.DIFFERS if leaf.kind == "row" else Verdict.SAME for leaf in inputs],
+                [Replication.VARYING if leaf.kind == "row" else Replication.INVARIANT for leaf in inputs],
                 dataclasses.replace(how, uneven=uneven, forced_sums=forced),
             )
         except Exception as error:
@@ -139,7 +139,7 @@ def trace_cross_replica(
       take_rows: The pass of that name.
     """
     how = _Tracing(slot_of, on_strategy=on_strategy, take_rows=take_rows)
-    return _trace_variant(call, avals, [Verdict.SAME] * len(avals), how)
+    return _trace_variant(call, avals, [Replication.INVARIANT] * len(avals), how)
 
 
 def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> str | None:
@@ -260,14 +260,14 @@ class _Tracing:
 
 
 def _trace_variant(
-    call: Callable[[list[Any]], Any], avals: Sequence[Any], verdicts: Sequence[Verdict], how: _Tracing
+    call: Callable[[list[Any]], Any], avals: Sequence[Any], replications: Sequence[Replication], how: _Tracing
 ) -> Variant:
     """Traces ``call`` over tracers of ``avals``, and runs the passes over the trace.
 
     It is traced again where it created variables, or a source of a gradient turned out to be unconnected.
 
     Args:
-      verdicts: Of the arguments.
+      replications: Of the arguments.
 
     Raises:
       TracedConditionError: Python ``if``, ``int`` and kin on a traced value.
@@ -285,7 +285,7 @@ def _trace_variant(
             unconnected=unconnected,
             on_strategy=how.on_strategy,
         )
-        trace = captured(call, avals, verdicts, capture, how.axes)
+        trace = captured(call, avals, replications, capture, how.axes)
         if capture.created:
             # As tf.function does: only a second trace shows whether every call would create variables.
             if has_created:
@@ -319,7 +319,7 @@ def _passed(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
 def captured(
     call: Callable[[list[Any]], Any],
     avals: Sequence[Any],
-    verdicts: Sequence[Verdict],
+    replications: Sequence[Replication],
     capture: TracedCapture,
     axes: Sequence[tuple[str, int]],
 ) -> Variant:
@@ -353,14 +353,14 @@ def captured(
         *jaxpr.invars[len(consts) :],
     ]
     eqns = [e for e in jaxpr.eqns if e.primitive.name != "replicax_variable"]
-    state = [Verdict.DIFFERS if e.slot.sharing.is_per_replica else Verdict.SAME for e in entries]
+    state = [Replication.VARYING if e.slot.sharing.is_per_replica else Replication.INVARIANT for e in entries]
     return Variant(
         jax_compat.rebuild(jaxpr, invars=invars, eqns=eqns),
         consts,
         entries,
         tree,
         outputs,
-        input_verdicts=[Verdict.SAME] * len(consts) + state + list(verdicts),
+        input_replications=[Replication.INVARIANT] * len(consts) + state + list(replications),
     )
 
 
@@ -429,7 +429,7 @@ def take_rows(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
         variant.jaxpr, len(variant.consts), variant.entries, variant.num_arrays, how.axes
     )
     changed = variant.with_jaxpr(jaxpr, consts)
-    return dataclasses.replace(changed, input_verdicts=[Verdict.SAME] * len(jaxpr.invars))
+    return dataclasses.replace(changed, input_replications=[Replication.INVARIANT] * len(jaxpr.invars))
 
 
 def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
@@ -443,7 +443,7 @@ def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
         num_replicas=how.num_replicas or 1,
     )
     changed = variant.retraced(
-        lambda jaxpr, args: rewriter.evaluate(jaxpr, args, variant.input_verdicts), how.axes
+        lambda jaxpr, args: rewriter.evaluate(jaxpr, args, variant.input_replications), how.axes
     )
     return dataclasses.replace(
         changed, sums=rewriter.sums, unconnected=variant.unconnected | rewriter.unconnected
@@ -453,11 +453,11 @@ def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
 def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     """Notes which results are the same on all replicas."""
     del capture
-    outs = [Verdict.SAME] * len(variant.jaxpr.outvars)
+    outs = [Replication.INVARIANT] * len(variant.jaxpr.outvars)
     if (how.num_replicas or 1) > 1:
-        outs, _ = analyse(variant.jaxpr, variant.input_verdicts)
+        outs, _ = analyse(variant.jaxpr, variant.input_replications)
     return dataclasses.replace(
-        variant, out_verdicts=outs[: variant.num_arrays], write_verdicts=outs[variant.num_arrays :]
+        variant, out_replications=outs[: variant.num_arrays], write_replications=outs[variant.num_arrays :]
     )
 
 
@@ -504,15 +504,18 @@ def compare_sizes(program: ReplicaProgram) -> ReplicaProgram:
         written = [len({numbers.get(id(e.slot)) for numbers in writes}) == 1 for e in variant.written]
         return dataclasses.replace(
             variant,
-            out_verdicts=_unless(is_equal, variant.out_verdicts),
-            write_verdicts=_unless(written, variant.write_verdicts),
+            out_replications=_unless(is_equal, variant.out_replications),
+            write_replications=_unless(written, variant.write_replications),
         )
 
     return dataclasses.replace(program, variants=list(map(compared, program.variants)))
 
 
-def _unless(is_equal: Sequence[bool], verdicts: Sequence[Verdict]) -> list[Verdict]:
-    return [verdict if equal else Verdict.DIFFERS for equal, verdict in zip(is_equal, verdicts, strict=True)]
+def _unless(is_equal: Sequence[bool], replications: Sequence[Replication]) -> list[Replication]:
+    return [
+        replication if equal else Replication.VARYING
+        for equal, replication in zip(is_equal, replications, strict=True)
+    ]
 
 
 def check_synchronised(program: ReplicaProgram) -> ReplicaProgram:

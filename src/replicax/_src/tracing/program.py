@@ -17,8 +17,8 @@ from replicax._src.errors import StructureError, TraceError
 from replicax._src.tracing.capture import Entry
 from replicax._src.tracing.equations import has_any
 from replicax._src.tracing.primitives import CALLBACKS, PRINTS
+from replicax._src.tracing.replication import Replication, has_replica_collective
 from replicax._src.tracing.slots import Slot
-from replicax._src.tracing.verdict import Verdict, has_replica_collective
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Variant:
       consts: Values of the leading invars.
       entries: The variables met, in order.
       tree, outputs: The structure that the function returned, and its leaves.
-      out_verdicts, write_verdicts: Of the outvars.
-      input_verdicts: Of the invars.
+      out_replications, write_replications: Of the outvars.
+      input_replications: Of the invars.
       sums, unconnected: Which gradients are summed over replicas, and which have no source (see ``Rewriter``).
     """
 
@@ -49,9 +49,9 @@ class Variant:
     entries: list[Entry]
     tree: Any
     outputs: list[Output]
-    input_verdicts: list[Verdict]
-    out_verdicts: list[Verdict] = field(default_factory=list)
-    write_verdicts: list[Verdict] = field(default_factory=list)
+    input_replications: list[Replication]
+    out_replications: list[Replication] = field(default_factory=list)
+    write_replications: list[Replication] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     unconnected: frozenset[tuple[int, int]] = frozenset()
 
@@ -78,7 +78,7 @@ class Variant:
             self,
             jaxpr=jaxpr,
             consts=[*consts, *self.consts],
-            input_verdicts=[Verdict.SAME] * len(consts) + self.input_verdicts,
+            input_replications=[Replication.INVARIANT] * len(consts) + self.input_replications,
         )
 
     def retraced(
@@ -155,8 +155,8 @@ class ReplicaProgram:
     @functools.cached_property
     def same_outputs(self) -> list[bool]:
         """Whether each array output is."""
-        columns = zip(*(v.out_verdicts for v in self.variants), strict=True)
-        return [all(verdict.is_same for verdict in column) for column in columns]
+        columns = zip(*(v.out_replications for v in self.variants), strict=True)
+        return [all(replication.is_same for replication in column) for column in columns]
 
     @functools.cached_property
     def has_collectives(self) -> bool:
@@ -171,8 +171,8 @@ class ReplicaProgram:
     @staticmethod
     def _is_same_write(variant: Variant, slot: Slot) -> bool:
         found = [
-            verdict.is_same
-            for entry, verdict in zip(variant.written, variant.write_verdicts, strict=True)
+            replication.is_same
+            for entry, replication in zip(variant.written, variant.write_replications, strict=True)
             if entry.slot is slot
         ]
         return found == [True]

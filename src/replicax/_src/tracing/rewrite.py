@@ -21,7 +21,7 @@ from replicax._src.tracing.equations import called, evaluated, has_any, inner_ja
 from replicax._src.tracing.local_means import warn_of_local_means
 from replicax._src.tracing.markers import Question
 from replicax._src.tracing.primitives import MARKS, RECORDING_MARKS, REMATERIALISES
-from replicax._src.tracing.verdict import Verdict, analyse, is_call_with_collective
+from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
 
 SumGradients = Callable[[Sequence[Any]], list[Any]]
 
@@ -51,11 +51,11 @@ class Rewriter:
         self.unconnected: set[tuple[int, int]] = set()
         self.sums: list[bool] = []
 
-    def evaluate(self, jaxpr: Any, args: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:
-        """The outputs of ``jaxpr`` (no constvars) for ``args``, whose verdicts are ``verdicts``."""
+    def evaluate(self, jaxpr: Any, args: Sequence[Any], replications: Sequence[Replication]) -> list[Any]:
+        """The outputs of ``jaxpr`` (no constvars) for ``args``, whose replications are ``replications``."""
         if not has_any(jaxpr, MARKS):
             return jax_compat.eval_jaxpr(jaxpr, args)
-        _, known = analyse(jaxpr, verdicts)
+        _, known = analyse(jaxpr, replications)
         if self._num_replicas > 1:
             warn_of_local_means(jaxpr.eqns, known, self._num_replicas)
         return _Body(self, jaxpr, dict(zip(jaxpr.invars, args, strict=True)), known).run()
@@ -66,10 +66,10 @@ class Rewriter:
             return gradients
         return [jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)) for g in gradients]
 
-    def aggregate(self, values: list[Any], verdicts: list[Verdict]) -> list[Any]:
+    def aggregate(self, values: list[Any], replications: list[Replication]) -> list[Any]:
         """Sums over replicas the gradients that are not reduced already."""
         start = len(self.sums)
-        self.sums.extend(verdict is not Verdict.REDUCED for verdict in verdicts)
+        self.sums.extend(replication is not Replication.REDUCED for replication in replications)
         decided = self.sums if self._forced_sums is None else self._forced_sums
         chosen = [i for i in range(len(values)) if decided[start + i]]
         results = list(values)
@@ -89,12 +89,14 @@ def _atom_key(atom: Any) -> Any:
 class _Body:
     """The evaluation of one jaxpr with marks."""
 
-    def __init__(self, rewriter: Rewriter, jaxpr: Any, env: dict[Any, Any], verdicts: Mapping[Any, Verdict]):
+    def __init__(
+        self, rewriter: Rewriter, jaxpr: Any, env: dict[Any, Any], replications: Mapping[Any, Replication]
+    ):
         self.rewriter = rewriter
         self.jaxpr = jaxpr
         self.eqns = jaxpr.eqns
         self.env = env
-        self.verdicts = verdicts
+        self.replications = replications
         self.recorded = _recorded_equations(self.eqns)
 
     def run(self) -> list[Any]:
@@ -223,15 +225,15 @@ class _Body:
         args = [self._read(env, a) for a in eqn.invars]
         if detached:
             args = [_stop_gradient(a) for a in args]
-        verdicts = [self._verdict(a) for a in eqn.invars]
+        replications = [self._replication(a) for a in eqn.invars]
         if name == "replicax_aggregate":
-            return self.rewriter.aggregate(args, verdicts)
+            return self.rewriter.aggregate(args, replications)
         if any(has_any(inner, MARKS) for inner in inner_jaxprs(eqn)):
-            return _evaluate_nested(self.rewriter, eqn, args, verdicts)
+            return _evaluate_nested(self.rewriter, eqn, args, replications)
         return jax_compat.bind_equation(eqn, args)
 
-    def _verdict(self, atom: Any) -> Verdict:
-        return Verdict.SAME if isinstance(atom, jax_compat.Literal) else self.verdicts[atom]
+    def _replication(self, atom: Any) -> Replication:
+        return Replication.INVARIANT if isinstance(atom, jax_compat.Literal) else self.replications[atom]
 
     def _read(self, env: Mapping[Any, Any], atom: Any) -> Any:
         if isinstance(atom, jax_compat.Literal):
@@ -365,13 +367,15 @@ def evaluate_inlined(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()
     return evaluated(jaxpr, args, outputs, consts)
 
 
-def _evaluate_nested(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]) -> list[Any]:
+def _evaluate_nested(
+    rewriter: Rewriter, eqn: Any, args: list[Any], replications: list[Replication]
+) -> list[Any]:
     """Evaluates an equation in whose sub-jaxprs marks stand."""
     name = eqn.primitive.name
     if name in ("scan", "while", "cond"):
-        return jax_compat.bind_equation(eqn, args, _resolved_params(rewriter, eqn, args, verdicts))
+        return jax_compat.bind_equation(eqn, args, _resolved_params(rewriter, eqn, args, replications))
     inner, consts, given = called(eqn, args)
-    _, _, known = called(eqn, verdicts)
+    _, _, known = called(eqn, replications)
 
     def evaluate(*values: Any) -> list[Any]:
         return _evaluate_closed(rewriter, inner, consts, values, known)
@@ -382,40 +386,44 @@ def _evaluate_nested(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: li
 
 
 def _evaluate_closed(
-    rewriter: Rewriter, inner: Any, consts: Sequence[Any], values: Sequence[Any], verdicts: Sequence[Verdict]
+    rewriter: Rewriter,
+    inner: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    replications: Sequence[Replication],
 ) -> list[Any]:
-    _, known = analyse(inner, verdicts)
+    _, known = analyse(inner, replications)
     env = dict(zip(inner.invars, values, strict=True)) | dict(zip(inner.constvars, consts, strict=True))
     return _Body(rewriter, inner, env, known).run()
 
 
 def _resolved_params(
-    rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]
+    rewriter: Rewriter, eqn: Any, args: list[Any], replications: list[Replication]
 ) -> dict[str, Any]:
     """The parameters of a scan, while or cond with the marks in its sub-jaxprs resolved."""
 
-    def resolve(closed: Any, verdicts: Sequence[Verdict]) -> Any:
+    def resolve(closed: Any, replications: Sequence[Replication]) -> Any:
         inner, consts = jax_compat.inner_jaxpr(closed)
 
         def evaluate(*values: Any) -> list[Any]:
-            return _evaluate_closed(rewriter, inner, consts, values, verdicts)
+            return _evaluate_closed(rewriter, inner, consts, values, replications)
 
         return jax.make_jaxpr(evaluate)(*[v.aval for v in inner.invars])
 
     params = dict(eqn.params)
     name = eqn.primitive.name
-    conservative = [v if v.is_same else Verdict.DIFFERS for v in verdicts]
+    conservative = [v if v.is_same else Replication.VARYING for v in replications]
     if name == "cond":
         params["branches"] = tuple(resolve(b, conservative[1:]) for b in params["branches"])
     elif name == "scan":
         num_consts, num_carry = jax_compat.scan_counts(eqn)
-        carry = [Verdict.DIFFERS] * num_carry
+        carry = [Replication.VARYING] * num_carry
         params["jaxpr"] = resolve(
             params["jaxpr"], [*conservative[:num_consts], *carry, *conservative[num_consts + num_carry :]]
         )
     else:
         num_cond, num_body = jax_compat.while_counts(eqn)
-        carry = [Verdict.DIFFERS] * (len(verdicts) - num_cond - num_body)
+        carry = [Replication.VARYING] * (len(replications) - num_cond - num_body)
         params["cond_jaxpr"] = resolve(params["cond_jaxpr"], [*conservative[:num_cond], *carry])
         params["body_jaxpr"] = resolve(
             params["body_jaxpr"], [*conservative[num_cond : num_cond + num_body], *carry]

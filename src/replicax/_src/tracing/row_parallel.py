@@ -17,7 +17,7 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.tracing.flat import FlatProgram, Operation
 from replicax._src.tracing.primitives import ELEMENTWISE
-from replicax._src.tracing.verdict import is_call
+from replicax._src.tracing.replication import is_call
 
 
 @dataclass(frozen=True)

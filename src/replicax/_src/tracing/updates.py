@@ -16,8 +16,8 @@ from replicax._src.tracing.capture import Entry
 from replicax._src.tracing.equations import is_variable, leading_to, variables
 from replicax._src.tracing.primitives import UNPACKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
+from replicax._src.tracing.replication import Replication, analyse, meets
 from replicax._src.tracing.slots import Slot
-from replicax._src.tracing.verdict import Verdict, analyse, meets
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
       differing: The slots that replicas assign different values, by id: perhaps only because their rows are.
     """
     jaxpr, num_consts, num_arrays = variant.jaxpr, len(variant.consts), variant.num_arrays
-    _, verdicts = analyse(jaxpr, variant.input_verdicts)
+    _, replications = analyse(jaxpr, variant.input_replications)
     writes = list(zip(variant.written, jaxpr.outvars[num_arrays:], strict=True))
     of_replicas = [
         var for entry, var in writes if entry.slot.sharing.is_per_replica or id(entry.slot) in differing
     ]
     # Equations that the results do not need may look different for each shape.
     live = leading_to(jaxpr.eqns, jaxpr.outvars, keeps_effects=True)
-    ending = _ending(live, verdicts, variables([*jaxpr.outvars[:num_arrays], *of_replicas]))
+    ending = _ending(live, replications, variables([*jaxpr.outvars[:num_arrays], *of_replicas]))
     state = jaxpr.invars[num_consts : num_consts + len(variant.entries)]
     ending = _without_unpacking(ending, set(state))
     made = {var for eqn in ending for var in eqn.outvars}
@@ -96,22 +96,22 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
         *(state[i] for i, _ in kept),
         *jaxpr.invars[num_consts + len(state) :],
     ]
-    verdict_of = dict(zip(map(id, variant.written), variant.write_verdicts, strict=True))
+    replication_of = dict(zip(map(id, variant.written), variant.write_replications, strict=True))
     return (
         dataclasses.replace(
             variant,
             jaxpr=jax_compat.rebuild(jaxpr, invars=invars, outvars=outvars, eqns=eqns),
             entries=[entry for _, entry in kept],
             outputs=[*variant.outputs, *[Output(True)] * len(handed)],
-            out_verdicts=[*variant.out_verdicts, *[Verdict.SAME] * len(handed)],
-            write_verdicts=[verdict_of[id(entry)] for entry, _ in early],
-            input_verdicts=[verdicts[var] for var in invars],
+            out_replications=[*variant.out_replications, *[Replication.INVARIANT] * len(handed)],
+            write_replications=[replication_of[id(entry)] for entry, _ in early],
+            input_replications=[replications[var] for var in invars],
         ),
         updates,
     )
 
 
-def _ending(eqns: Sequence[Any], verdicts: dict[Any, Verdict], results: Sequence[Any]) -> list[Any]:
+def _ending(eqns: Sequence[Any], replications: dict[Any, Replication], results: Sequence[Any]) -> list[Any]:
     """The equations whose operands are the same on all replicas, and whose results only such equations and variables
     take.
 
@@ -121,7 +121,7 @@ def _ending(eqns: Sequence[Any], verdicts: dict[Any, Verdict], results: Sequence
     needed, ending = set(results), []
     for eqn in reversed(eqns):
         operands = variables(eqn.invars)
-        are_same = all(verdicts[a].is_same for a in operands)
+        are_same = all(replications[a].is_same for a in operands)
         is_late = are_same and needed.isdisjoint(eqn.outvars) and not eqn.effects and not meets(eqn)
         if is_late:
             ending.append(eqn)

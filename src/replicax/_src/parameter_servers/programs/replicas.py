@@ -32,8 +32,8 @@ from replicax._src.tracing import flat
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.tracing.flat import Atom, FlatProgram
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
+from replicax._src.tracing.replication import Replication, analyse
 from replicax._src.tracing.slots import Sharing
-from replicax._src.tracing.verdict import Verdict, analyse
 
 _WHOLE, _ROW = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
@@ -181,8 +181,10 @@ class PlacedReplicas:
             jaxpr, consts = _evaluating(
                 variant, program, [(atom, None) for atom in atoms], self._topology.num_replicas
             )
-            verdicts, _ = analyse(jaxpr, [Verdict.SAME] * len(consts) + list(variant.input_verdicts))
-            return all(verdict.is_same for verdict in verdicts)
+            replications, _ = analyse(
+                jaxpr, [Replication.INVARIANT] * len(consts) + list(variant.input_replications)
+            )
+            return all(replication.is_same for replication in replications)
 
         return replica_assignment(event, value, program, is_same=self._is_same[position], are_same=are_same)
 
@@ -307,8 +309,8 @@ def _giving(
         jaxpr=jaxpr,
         consts=consts + variant.consts,
         outputs=[*kept, *(Output(True) for _ in operands)],
-        out_verdicts=[*variant.out_verdicts[:num_results], *(Verdict.DIFFERS for _ in operands)],
-        input_verdicts=[Verdict.SAME] * len(consts) + list(variant.input_verdicts),
+        out_replications=[*variant.out_replications[:num_results], *(Replication.VARYING for _ in operands)],
+        input_replications=[Replication.INVARIANT] * len(consts) + list(variant.input_replications),
     )
 
 
@@ -325,9 +327,9 @@ def _with_outputs(program: ReplicaProgram, num_results: int) -> ReplicaProgram:
             jaxpr=jax_compat.rebuild(variant.jaxpr, outvars=variant.jaxpr.outvars[:num_results]),
             tree=variant.tree.children()[0],
             outputs=_leaves_of_result(variant),
-            out_verdicts=variant.out_verdicts[:num_results],
+            out_replications=variant.out_replications[:num_results],
             entries=[],
-            write_verdicts=[],
+            write_replications=[],
         )
         for variant in program.variants
     ]

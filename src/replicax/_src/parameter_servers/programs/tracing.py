@@ -137,7 +137,7 @@ def _without_new_values(variant: Variant) -> Variant:
     wanted = jax_compat.rebuild(jaxpr, outvars=jaxpr.outvars[: variant.num_arrays])
     reduced, _ = jax_compat.without_dead_code(wanted)
     return dataclasses.replace(
-        variant, jaxpr=jax_compat.rebuild(reduced, invars=jaxpr.invars), write_verdicts=[]
+        variant, jaxpr=jax_compat.rebuild(reduced, invars=jaxpr.invars), write_replications=[]
     )
 
 

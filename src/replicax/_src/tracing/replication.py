@@ -1,8 +1,8 @@
-"""Verdicts: is a value the same on all replicas? A conservative dataflow pass over a jaxpr.
+"""Replication analysis: is a value the same on all replicas? A conservative dataflow pass over a jaxpr.
 
-SAME: every replica computes it from the same inputs. REDUCED: the same, because a collective made it so,
+INVARIANT: every replica computes it from the same inputs. REDUCED: the same, because a collective made it so,
 with elementwise work and data movement at most since then. SHIFTED: a seed as one replica sees it.
-DIFFERS: anything else. "Same" is about the program: kernels that are not deterministic may still differ in
+VARYING: anything else. "Same" is about the program: kernels that are not deterministic may still differ in
 the last bit between devices.
 """
 
@@ -26,37 +26,41 @@ from replicax._src.tracing.primitives import (
 )
 
 
-class Verdict(enum.IntEnum):
+class Replication(enum.IntEnum):
     """Ordered from "the same" to "differs"."""
 
     REDUCED = 0
-    SAME = 1
+    INVARIANT = 1
     SHIFTED = 2
-    DIFFERS = 3
+    VARYING = 3
 
     @property
     def is_same(self) -> bool:
-        return self <= Verdict.SAME
+        return self <= Replication.INVARIANT
 
 
 def analyse(
-    jaxpr: Any, inputs: Sequence[Verdict], is_guarded: str | None = None
-) -> tuple[list[Verdict], dict[Any, Verdict]]:
-    """The verdict of every value of ``jaxpr``.
+    jaxpr: Any, inputs: Sequence[Replication], is_guarded: str | None = None
+) -> tuple[list[Replication], dict[Any, Replication]]:
+    """The replication of every value of ``jaxpr``.
 
     Args:
-      inputs: The verdicts of its invars.
+      inputs: The replications of its invars.
       is_guarded: The user's line of a condition around it that differs between replicas.
 
     Returns:
-      The verdicts of its outvars, and of all its variables.
+      The replications of its outvars, and of all its variables.
 
     Raises:
       DivergentCollectiveError: A collective stands under a condition that differs.
     """
-    same = [Verdict.SAME] * len(jaxpr.constvars)
+    same = [Replication.INVARIANT] * len(jaxpr.constvars)
     return walked(
-        jaxpr, inputs, lambda eqn, given: transfer(eqn, given, is_guarded), same, lambda _: Verdict.SAME
+        jaxpr,
+        inputs,
+        lambda eqn, given: transfer(eqn, given, is_guarded),
+        same,
+        lambda _: Replication.INVARIANT,
     )
 
 
@@ -112,14 +116,14 @@ def collective_axes(eqn: Any) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
-def join(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict of a value computed from values of these verdicts by an unknown operation."""
-    worst = max(verdicts, default=Verdict.SAME)
-    return Verdict.SAME if worst.is_same else Verdict.DIFFERS
+def join(replications: Sequence[Replication]) -> Replication:
+    """The replication of a value computed from values of these replications by an unknown operation."""
+    worst = max(replications, default=Replication.INVARIANT)
+    return Replication.INVARIANT if worst.is_same else Replication.VARYING
 
 
-def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
-    """The verdicts of the outputs of one equation, given those of its operands."""
+def transfer(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[Replication]:
+    """The replications of the outputs of one equation, given those of its operands."""
     name = eqn.primitive.name
     count = len(eqn.outvars)
     if guarded is not None and name == "replicax_logical":
@@ -138,7 +142,7 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
         )
     if name == "replicax_reduced":
         is_users = inputs[0].is_same and not jax_compat.is_differentiated(eqn)
-        return [Verdict.REDUCED if is_users else join(inputs)] * count
+        return [Replication.REDUCED if is_users else join(inputs)] * count
     if name in _SPECIAL:
         return [_SPECIAL[name](inputs)] * count
     if name in COLLECTIVES or name == "axis_index":
@@ -150,35 +154,37 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
         return analyse(inner, given, guarded)[0]
     # Unknown higher-order primitives: only look for what makes replicas differ, whatever the inputs.
     if any(e.primitive.name in DIFFERS_BY_ITSELF or is_replica_collective(e) for e in equations_in(eqn)):
-        return [Verdict.DIFFERS] * count
-    worst = max(inputs, default=Verdict.SAME)
+        return [Replication.VARYING] * count
+    worst = max(inputs, default=Replication.INVARIANT)
     if worst.is_same:
         # What JAX's differentiation computes from reduced values is a gradient that has not been reduced.
-        keeps = Verdict.REDUCED in inputs and name in KEEPS_REDUCED and not jax_compat.is_differentiated(eqn)
-        return [Verdict.REDUCED if keeps else Verdict.SAME] * count
-    keeps = worst is Verdict.SHIFTED and name in KEEPS_SHIFTED and inputs.count(Verdict.SHIFTED) == 1
-    return [Verdict.SHIFTED if keeps else Verdict.DIFFERS] * count
+        keeps = (
+            Replication.REDUCED in inputs and name in KEEPS_REDUCED and not jax_compat.is_differentiated(eqn)
+        )
+        return [Replication.REDUCED if keeps else Replication.INVARIANT] * count
+    keeps = worst is Replication.SHIFTED and name in KEEPS_SHIFTED and inputs.count(Replication.SHIFTED) == 1
+    return [Replication.SHIFTED if keeps else Replication.VARYING] * count
 
 
-def _collective(eqn: Any, inputs: list[Verdict]) -> Verdict:
+def _collective(eqn: Any, inputs: list[Replication]) -> Replication:
     if REPLICA_AXIS not in collective_axes(eqn):
         return join(inputs)
     if eqn.primitive.name in MAKES_EQUAL and eqn.params.get("axis_index_groups") is None:
         # A collective that JAX's own differentiation put there was not applied to a gradient by the user.
-        return Verdict.SAME if jax_compat.is_differentiated(eqn) else Verdict.REDUCED
-    return Verdict.DIFFERS
+        return Replication.INVARIANT if jax_compat.is_differentiated(eqn) else Replication.REDUCED
+    return Replication.VARYING
 
 
-def _cond(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
+def _cond(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[Replication]:
     predicate, operands = inputs[0], inputs[1:]
     if not predicate.is_same:
         guarded = f"a condition at {jax_compat.equation_line(eqn)}"
     branches = [analyse(branch, operands, guarded)[0] for branch in inner_jaxprs(eqn)]
     merged = [max(column) for column in zip(*branches, strict=True)]
-    return merged if predicate.is_same else [Verdict.DIFFERS] * len(merged)
+    return merged if predicate.is_same else [Replication.VARYING] * len(merged)
 
 
-def _scan(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
+def _scan(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[Replication]:
     num_consts, num_carry = jax_compat.scan_counts(eqn)
     body, _ = jax_compat.inner_jaxpr(eqn.params["jaxpr"])
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
@@ -191,7 +197,7 @@ def _scan(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]
         carry = grown
 
 
-def _while(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
+def _while(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[Replication]:
     num_cond, num_body = jax_compat.while_counts(eqn)
     cond, _ = jax_compat.inner_jaxpr(eqn.params["cond_jaxpr"])
     body, _ = jax_compat.inner_jaxpr(eqn.params["body_jaxpr"])
@@ -202,7 +208,7 @@ def _while(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict
         outputs, _ = analyse(body, [*body_consts, *carry])
         grown = list(map(max, carry, outputs))
         if not predicate.is_same:
-            grown = [Verdict.DIFFERS] * len(grown)
+            grown = [Replication.VARYING] * len(grown)
         if grown == carry:
             break
         carry = grown
@@ -214,15 +220,17 @@ def _while(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict
     return carry
 
 
-_SPECIAL: dict[str, Callable[[list[Verdict]], Verdict]] = {
-    "replicax_assert_same": lambda inputs: Verdict.SAME,
-    "replicax_gradient": lambda inputs: Verdict.DIFFERS,
-    "replicax_aggregate": lambda inputs: Verdict.REDUCED,
-    "replicax_seed_shift": lambda inputs: Verdict.SHIFTED,
-    "replicax_seed_unshift": lambda inputs: Verdict.SAME if inputs[1] is Verdict.SHIFTED else Verdict.DIFFERS,
-    "io_callback": lambda inputs: Verdict.DIFFERS,
+_SPECIAL: dict[str, Callable[[list[Replication]], Replication]] = {
+    "replicax_assert_same": lambda inputs: Replication.INVARIANT,
+    "replicax_gradient": lambda inputs: Replication.VARYING,
+    "replicax_aggregate": lambda inputs: Replication.REDUCED,
+    "replicax_seed_shift": lambda inputs: Replication.SHIFTED,
+    "replicax_seed_unshift": lambda inputs: (
+        Replication.INVARIANT if inputs[1] is Replication.SHIFTED else Replication.VARYING
+    ),
+    "io_callback": lambda inputs: Replication.VARYING,
 }
-_STRUCTURED: dict[str, Callable[[Any, list[Verdict], str | None], list[Verdict]]] = {
+_STRUCTURED: dict[str, Callable[[Any, list[Replication], str | None], list[Replication]]] = {
     "cond": _cond,
     "scan": _scan,
     "while": _while,
