@@ -128,13 +128,13 @@ def by_hand(model: Any, features: np.ndarray, labels: np.ndarray) -> Any:
         return -picked.mean() * len(x) / rows, others
 
     def step(state: Any, batch: Any) -> Any:
-        trainable, others, slots = state
+        trainable, others, bindings = state
         of_state = jax.value_and_grad(loss_of, has_aux=True)
         (loss, others), gradients = of_state(trainable, others, *batch)
         gradients, loss = jax.lax.psum((gradients, loss), "replica")
         others = jax.lax.pmean(others, "replica") if others else others
-        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
-        return (trainable, others, slots), loss
+        trainable, bindings = optimizer.stateless_apply(bindings, gradients, trainable)
+        return (trainable, others, bindings), loss
 
     placed = jax.shard_map(step, mesh=mesh, in_specs=(whole, row), out_specs=(whole, whole), check_vma=False)
     compiled = jax.jit(placed, donate_argnums=0)

@@ -154,11 +154,11 @@ def replication(num_rounds: int, pythons: Pythons) -> None:
 
 def memory(num_rounds: int, pythons: Pythons) -> None:
     """Memory of the ps beyond that without variables. The bar: at all times at most 1.2 times the bytes of
-    values and slots."""
+    values and bindings."""
     del num_rounds  # it is the same each time
     value_mib = 4 * MEMORY["tables"] * MEMORY["rows"] * MEMORY["columns"] / MIB
     held = value_mib * (1 + NUM_SLOTS)
-    print(f"\nMemory of the ps, × the {held:.0f} MiB of {value_mib:.0f} MiB of tables and Adam's slots")
+    print(f"\nMemory of the ps, × the {held:.0f} MiB of {value_mib:.0f} MiB of tables and Adam's bindings")
     with contextlib.ExitStack() as closing:
         for name, each in _started({"task": "memory", **MEMORY}, pythons, closing).items():
             found = each.process.run(20)

@@ -198,7 +198,7 @@ def embedding(strategy: Any, coordinator: Any, optimizer: str) -> Run:
 
 
 def memory(cluster: Any, folder: Path, tables: int, rows: int, columns: int) -> Run:
-    """Memory of the ps while tables with Adam's slots are made, used, written to a snapshot, and restored by
+    """Memory of the ps while tables with Adam's bindings are made, used, written to a snapshot, and restored by
     a new process."""
     strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
     coordinator = rx.coordinator.ClusterCoordinator(strategy)

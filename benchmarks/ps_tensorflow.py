@@ -160,14 +160,14 @@ def memory(strategy, coordinator, pid, tables, rows, columns):
         with strategy.scope():
             shape = (rows, columns)
             values = [tf.Variable(lambda: tf.random.uniform(shape, -0.05, 0.05)) for _ in range(tables)]
-            slots = [[tf.Variable(lambda: tf.zeros(shape)) for _ in range(2)] for _ in values]
+            bindings = [[tf.Variable(lambda: tf.zeros(shape)) for _ in range(2)] for _ in values]
         ids = tf.range(64)
 
         @tf.function
         def step():
             with tf.GradientTape() as tape:
                 loss = sum(tf.reduce_sum(tf.square(tf.nn.embedding_lookup(v, ids))) for v in values)
-            for variable, (first, second), gradient in zip(values, slots, tape.gradient(loss, values)):
+            for variable, (first, second), gradient in zip(values, bindings, tape.gradient(loss, values)):
                 first.scatter_add(tf.IndexedSlices(0.1 * gradient.values, gradient.indices))
                 squares = tf.square(gradient.values)
                 second.scatter_add(tf.IndexedSlices(0.001 * squares, gradient.indices))
@@ -175,7 +175,7 @@ def memory(strategy, coordinator, pid, tables, rows, columns):
                 variable.scatter_sub(tf.IndexedSlices(0.001 * moved, gradient.indices))
             return loss
 
-        return step, tf.train.Checkpoint(values=values, slots=slots)
+        return step, tf.train.Checkpoint(values=values, bindings=bindings)
 
     def run(count):
         with phases.of("empty"):

@@ -65,9 +65,9 @@ def test_functional_training_resumes_with_arrays_on_their_devices(saved):
     state = strategy.replicate((params, optimizer.init(params)))
 
     def step(state):
-        params, slots = state
-        updates, slots = optimizer.update(jax.tree.map(jnp.cos, params), slots)
-        return optax.apply_updates(params, updates), slots
+        params, bindings = state
+        updates, bindings = optimizer.update(jax.tree.map(jnp.cos, params), bindings)
+        return optax.apply_updates(params, updates), bindings
 
     def steps(state, number):
         for _ in range(number):
@@ -238,10 +238,10 @@ def test_pytrees_with_objects_are_saved_completely(saved):
     assert mine is not None
     assert float(variable.read_value()) == 1.0
     assert checkpoint.state["epoch"] == 3
-    (same, slots), (key, nothing, text) = checkpoint.state["train"]
+    (same, bindings), (key, nothing, text) = checkpoint.state["train"]
     assert same is variable
     assert isinstance(checkpoint.state["train"], Pair)
-    jax.tree.map(np.testing.assert_array_equal, slots, state(3)["train"].left[1])
+    jax.tree.map(np.testing.assert_array_equal, bindings, state(3)["train"].left[1])
     assert (jax.random.key_data(key) == jax.random.key_data(jax.random.key(3))).all()
     assert (nothing, text) == (None, "3")
 

@@ -14,8 +14,8 @@ from checkpoint_bits import bits
 from checks import message
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.lowering import spmd
-from replicax._src.tracing import slots
-from replicax._src.tracing.slots import own_copy
+from replicax._src.tracing import bindings
+from replicax._src.tracing.bindings import own_copy
 from replicax.checkpoint import CheckpointMismatchError, UnmatchedCheckpointError
 from replicax.errors import CrossReplicaContextError
 
@@ -85,7 +85,7 @@ class Training:
 
 
 def test_same_strategy_resumes_bit_identically(tmp_path):
-    """Nothing is built yet: layers, optimizer slots and components of sums are restored when they are created."""
+    """Nothing is built yet: layers, optimizer bindings and components of sums are restored when they are created."""
     first = Training(mirrored(2))
     first.train(2)
     path = first.tracked.save(tmp_path / "ckpt")
@@ -219,7 +219,7 @@ def test_restored_components_are_given_to_a_program_once(tmp_path):
             update()
             path = checkpoint.save(tmp_path / "metric")
     gc.collect()
-    strategy.slots.slot_of(metric.total).components.delete()  # as donating them does
+    strategy.bindings.binding_of(metric.total).components.delete()  # as donating them does
     gc.collect()
     update()
     assert metric.result() == 4
@@ -237,7 +237,7 @@ def test_restored_values_are_copied_for_the_first_step_only_if_held(is_held, tmp
     held = v.value if is_held else None
     num_copies = []
     monkeypatch.setattr(spmd, "own_copy", lambda *arguments: num_copies.append(1) or own_copy(*arguments))
-    monkeypatch.setattr(slots, "own_copy", spmd.own_copy)
+    monkeypatch.setattr(bindings, "own_copy", spmd.own_copy)
     strategy.run(lambda: v.assign_add([1.0, 1.0]))
     assert len(num_copies) == is_held
     assert v.numpy().tolist() == [2.0, 3.0]

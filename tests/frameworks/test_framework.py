@@ -40,12 +40,12 @@ def test_order_of_frameworks_does_not_depend_on_import_order(in_use):
 
 def test_a_framework_is_used_once_and_can_be_forgotten(in_use):
     first = Framework(
-        "keras", variable_types=(Both,), make_slot=lambda variable, replicas: ("slot", replicas)
+        "keras", variable_types=(Both,), make_binding=lambda variable, replicas: ("binding", replicas)
     )
     in_use(first, Framework("keras"))
     assert framework.frameworks_in_use() == (first,)
     assert framework.is_variable(Both())
-    assert framework.make_slot(Both(), 3) == ("slot", 3)
+    assert framework.make_binding(Both(), 3) == ("binding", 3)
     framework.stop_using("keras")
     assert not framework.is_variable(Both())
 

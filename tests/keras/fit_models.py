@@ -191,11 +191,11 @@ class WithTrainStep(keras.Model):
         return loss, (logits, non_trainable)
 
     def train_step(self, state, data):
-        trainable, non_trainable, slots, metric_state = state
+        trainable, non_trainable, bindings, metric_state = state
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         gradient = jax.value_and_grad(self.penalised_loss, has_aux=True)
         (loss, (logits, non_trainable)), grads = gradient(trainable, non_trainable, x, y)
-        trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
+        trainable, bindings = self.optimizer.stateless_apply(bindings, grads, trainable)
         logs, new_metric_state = {}, []
         for metric in self.metrics:
             size = len(metric.variables)
@@ -205,7 +205,7 @@ class WithTrainStep(keras.Model):
             logs[metric.name] = metric.stateless_result(after)
             new_metric_state += after
         logs["spread"] = jnp.max(logits) - jnp.min(logits)
-        return logs, (trainable, non_trainable, slots, new_metric_state)
+        return logs, (trainable, non_trainable, bindings, new_metric_state)
 
 
 def add_loss(**options):

@@ -44,7 +44,7 @@ def rows():
 
 
 def bits(model):
-    """Weights, moving statistics, states of seeds, slots."""
+    """Weights, moving statistics, states of seeds, bindings."""
     return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
 
 

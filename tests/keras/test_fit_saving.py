@@ -118,8 +118,8 @@ def values_of(variables):
 def assert_same(got, expected):
     for one, other in zip(values_of(got.variables), values_of(expected.variables), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    slots = zip(values_of(got.optimizer.variables), values_of(expected.optimizer.variables), strict=True)
-    for one, other in slots:
+    bindings = zip(values_of(got.optimizer.variables), values_of(expected.optimizer.variables), strict=True)
+    for one, other in bindings:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 

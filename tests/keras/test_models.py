@@ -118,24 +118,24 @@ def one_device_training(build, make_optimizer, data):
     model.build((None, *data[0][0].shape[1:]))
     optimizer.build(model.trainable_variables)
 
-    def mean_loss(weights, state, slots, x, y):
+    def mean_loss(weights, state, bindings, x, y):
         logits, state = model.stateless_call(weights, state, x, training=True)
         losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-        with keras.StatelessScope(list(zip(optimizer.variables, slots))):
+        with keras.StatelessScope(list(zip(optimizer.variables, bindings))):
             return optimizer.scale_loss(jnp.mean(losses)), state
 
     @jax.jit
-    def step(weights, state, slots, x, y):
-        (loss, state), gradients = jax.value_and_grad(mean_loss, has_aux=True)(weights, state, slots, x, y)
-        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
-        return loss, weights, state, slots
+    def step(weights, state, bindings, x, y):
+        (loss, state), gradients = jax.value_and_grad(mean_loss, has_aux=True)(weights, state, bindings, x, y)
+        weights, bindings = optimizer.stateless_apply(bindings, gradients, weights)
+        return loss, weights, state, bindings
 
     weights = [v.value for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]
-    slots = [v.value for v in optimizer.variables]
+    bindings = [v.value for v in optimizer.variables]
     losses = []
     for x, y in data:
-        loss, weights, state, slots = step(weights, state, slots, x, y)
+        loss, weights, state, bindings = step(weights, state, bindings, x, y)
         losses.append(float(loss))
     return losses, [np.asarray(w) for w in weights]
 

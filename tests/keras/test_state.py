@@ -380,10 +380,10 @@ def test_stateless_call_and_stateless_apply_in_a_step():
         state = [v.value for v in model.non_trainable_variables]
         (loss, state), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights, state)
         gradients = rx.get_replica_context().all_reduce("SUM", gradients)
-        slots = [v.value for v in optimizer.variables]
-        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
+        bindings = [v.value for v in optimizer.variables]
+        weights, bindings = optimizer.stateless_apply(bindings, gradients, weights)
         variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizer.variables]
-        for variable, value in zip(variables, [*weights, *state, *slots], strict=True):
+        for variable, value in zip(variables, [*weights, *state, *bindings], strict=True):
             variable.assign(value)
         return loss
 

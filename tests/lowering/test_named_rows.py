@@ -41,7 +41,7 @@ def named(monkeypatch):
 
 
 def of_tables(seen):
-    """True if all updates of tables and of their slots named their rows; and the updates."""
+    """True if all updates of tables and of their bindings named their rows; and the updates."""
     told = [(key, is_named) for each in seen for key, is_named in each.items() if "embeddings" in key]
     return all(is_named for _, is_named in told), {key for key, _ in told}
 

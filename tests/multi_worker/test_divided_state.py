@@ -27,8 +27,8 @@ def test_training_equals_one_device_and_shards_memory(reports_of, devices, state
         for name in ("history", "fitted", "predicted", "losses", "trained", "assigned", "after"):
             assert_close(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), 1e-5, 1e-6, name)
         share = devices / pieces  # of a worker: a bias of one number stays whole
-        of_slots = [share] * 6 + [devices] * 2
-        assert sorted(got["of_optimizer"]) == sorted(of_slots)
+        of_bindings = [share] * 6 + [devices] * 2
+        assert sorted(got["of_optimizer"]) == sorted(of_bindings)
         of_model = [share] * 3 if state == "all" else [devices] * 3
         assert got["held"] == got["held_after"] == [*of_model, devices]
 

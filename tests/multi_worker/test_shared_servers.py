@@ -234,7 +234,7 @@ def test_tasks_without_a_role(strategy_of):
 
 
 def test_optimizers_of_all_update_the_same_variables(chief, worker):
-    """The chief creates slots, and an optimizer's shared state, beside their variables."""
+    """The chief creates bindings, and an optimizer's shared state, beside their variables."""
     weights, steps = [], []
 
     def trained(strategy):
@@ -365,7 +365,7 @@ def trains():
 
 @pytest.mark.long
 def test_a_keras_model_is_trained_by_all():
-    """Its variables, in shards, start with the chief's seed in both; slots, and the optimizer's shared state, are
+    """Its variables, in shards, start with the chief's seed in both; bindings, and the optimizer's shared state, are
     found."""
     environment = {"KERAS_BACKEND": "jax"}
     with LocalCluster(2, num_ps=2, environment=environment, timeout_s=150) as cluster:

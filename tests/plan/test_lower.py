@@ -31,7 +31,7 @@ def collectives_of(lowered):
 
 
 class Training:
-    """A step with a gradient, a sum over replicas and a slot, of as many replicas."""
+    """A step with a gradient, a sum over replicas and a binding, of as many replicas."""
 
     def __init__(self, num_replicas=2, **options):
         self.strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)], **options)

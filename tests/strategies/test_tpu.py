@@ -394,7 +394,7 @@ def _iterator(strategy):
 
 
 def test_memory_falls_as_computed():
-    """Two matrices of 256 KiB and Adam's slots, on one replica of 1, 2 and 4 devices."""
+    """Two matrices of 256 KiB and Adam's bindings, on one replica of 1, 2 and 4 devices."""
     used = {}
     for num_logical in (1, 2, 4):
         strategy = tpu_strategy(1, num_logical)
@@ -417,11 +417,11 @@ def test_memory_falls_as_computed():
 def test_forgotten_variables_leave_nothing_behind(strategy):
     (w,) = made(strategy, (8, 6))
     strategy.experimental_split_to_logical_devices(w, [1, 2])
-    assert strategy.slots.layout_of(w) is not None
+    assert strategy.bindings.layout_of(w) is not None
     number = id(w)
     del w
     gc.collect()
-    assert number not in strategy.slots._layouts
+    assert number not in strategy.bindings._layouts
 
 
 # --- Keras ------------------------------------------------------------------------------------------------

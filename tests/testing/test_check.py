@@ -177,14 +177,14 @@ def test_functional_state_goes_in_args():
 
     def step(batch, state, *, loss_of=rx.nn.compute_average_loss):
         x, y = batch
-        params, slots = state
+        params, bindings = state
 
         def loss_fn(params):
             return loss_of(jnp.square(x @ params["w"] + params["b"] - y)[:, 0])
 
         loss, gradients = jax.value_and_grad(loss_fn)(params)
-        updates, slots = optimizer.update(gradients, slots, params)
-        return loss, (optax.apply_updates(params, updates), slots)
+        updates, bindings = optimizer.update(gradients, bindings, params)
+        return loss, (optax.apply_updates(params, updates), bindings)
 
     assert check_against_one_device(step, rows(7), strategy, args=(state,)).ok
     wrong = lambda batch, state: step(batch, state, loss_of=jnp.mean)  # noqa: E731

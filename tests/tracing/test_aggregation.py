@@ -193,10 +193,10 @@ def one_device_changes(make_optimizer, gradients):
     optimizer = make_optimizer()
     weights = [jnp.asarray([START, 1.0])]
     optimizer.build([keras.Variable(weights[0])])
-    slots = [v.value for v in optimizer.variables]
+    bindings = [v.value for v in optimizer.variables]
     seen = []
     for gradient in gradients:
-        weights, slots = optimizer.stateless_apply(slots, [jnp.asarray(gradient)], weights)
+        weights, bindings = optimizer.stateless_apply(bindings, [jnp.asarray(gradient)], weights)
         seen.append(np.asarray(weights[0]))
     return seen
 

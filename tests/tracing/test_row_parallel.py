@@ -156,7 +156,7 @@ def dense_and_by_rows(name):
 
 
 def moved_state(update, rng):
-    """Random rows, and slots above 0; counts in the middle of training."""
+    """Random rows, and bindings above 0; counts in the middle of training."""
     state = []
     for position in update.state:
         aval = update.closed.jaxpr.invars[position].aval

@@ -63,7 +63,7 @@ class Framework:
     Attributes:
       name: The module that the user imports.
       variable_types: The classes of its variables: leaves of pytrees.
-      make_slot: Binds one of its variables to a number of replicas: gives the ``Slot`` (``tracing/slots.py``).
+      make_binding: Binds one of its variables to a number of replicas: gives the ``Binding`` (``tracing/bindings.py``).
       trace_scope: A context entered around every trace, made of the ``Capture``.
       modules: For those that have modules which are arguments of ``run``.
       tracking: For those with objects that checkpoints see into.
@@ -72,7 +72,7 @@ class Framework:
 
     name: str
     variable_types: tuple[type, ...] = ()
-    make_slot: Callable[[Any, int], Any] | None = None
+    make_binding: Callable[[Any, int], Any] | None = None
     trace_scope: Callable[[Any], AbstractContextManager[None]] = contextlib.nullcontext
     modules: Modules | None = None
     tracking: Tracking | None = None
@@ -149,11 +149,11 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, _in_use.variable_types)
 
 
-def make_slot(variable: Any, num_replicas: int) -> Any:
-    """Binds a variable to a number of replicas: returns its ``Slot``."""
+def make_binding(variable: Any, num_replicas: int) -> Any:
+    """Binds a variable to a number of replicas: returns its ``Binding``."""
     framework = next(each for each in _in_use.frameworks if isinstance(variable, each.variable_types))
-    assert framework.make_slot is not None
-    return framework.make_slot(variable, num_replicas)
+    assert framework.make_binding is not None
+    return framework.make_binding(variable, num_replicas)
 
 
 def trackings() -> list[Tracking]:

@@ -29,7 +29,7 @@ from replicax._src.strategies.lowering import (
     Step,
     StepProgram,
     arguments_on,
-    of_slots,
+    of_bindings,
     on_devices,
 )
 from replicax._src.tracebacks import boundary
@@ -149,7 +149,7 @@ class Function(PlacedByItself, Generic[_P, _R]):
                 "batch is next(iterator), or described by jax.ShapeDtypeStruct."
             ) from None
         compiled, operands = placed.described(on_devices(call.arrays, strategy.topology))
-        variables = of_slots(placed.state.written.slots, placed.state.read.slots, strategy.topology)
+        variables = of_bindings(placed.state.written.bindings, placed.state.read.bindings, strategy.topology)
         return StepProgram(key.name_of(fn), compiled, operands, [*variables, *given.arrays], given.rows)
 
     @boundary

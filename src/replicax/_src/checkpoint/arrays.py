@@ -15,9 +15,9 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.checkpoint.tracked import Leaf
 from replicax._src.devices.topology import Topology
-from replicax._src.framework import is_variable, make_slot
+from replicax._src.framework import is_variable, make_binding
 from replicax._src.options import VariableAggregation
-from replicax._src.tracing.slots import Sharing, Slot, note_unshared, own_copy
+from replicax._src.tracing.bindings import Binding, SyncPolicy, note_unshared, own_copy
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
@@ -91,12 +91,12 @@ def placed_as(value: np.ndarray, stored: Any) -> jax.Array:
 # --- variables ------------------------------------------------------------------------------------------
 
 
-def slot_of(variable: Any) -> Slot:
-    """Returns the slot of a variable, from the strategy in whose scope it was made, if there is one."""
+def binding_of(variable: Any) -> Binding:
+    """Returns the binding of a variable, from the strategy in whose scope it was made, if there is one."""
     strategy = context.owner_of(variable)
     if strategy is not None:
-        return strategy.slots.slot_of(variable)
-    return make_slot(variable, 1)
+        return strategy.bindings.binding_of(variable)
+    return make_binding(variable, 1)
 
 
 @final
@@ -105,21 +105,21 @@ class VariableLeaf(ArrayLeaf):
 
     def __init__(self, variable: Any):
         self.of = variable
-        self.slot = slot_of(variable)
-        self.label = self.slot.name
+        self.binding = binding_of(variable)
+        self.label = self.binding.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.slot.shape
+        return self.binding.shape
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(self.slot.dtype)
+        return np.dtype(self.binding.dtype)
 
     @property
     def stored(self) -> Any:
         """The stored value of the variable; None if it has no value yet."""
-        return self.slot.value
+        return self.binding.value
 
     @property
     def _topology(self) -> Topology | None:
@@ -130,10 +130,10 @@ class VariableLeaf(ArrayLeaf):
         stored, topology = self.stored, self._topology
         if stored is None:
             return None
-        if self.slot.sharing is Sharing.COMPONENTS:
+        if self.binding.sync_policy is SyncPolicy.COMPONENTS:
             return Held(None, stored, self._combined, topology)
-        if self.slot.sharing is Sharing.SUMMED and self.slot.placed is stored:
-            return Held(stored, self.slot.components, None, topology)
+        if self.binding.sync_policy is SyncPolicy.SUMMED and self.binding.placed is stored:
+            return Held(stored, self.binding.components, None, topology)
         return Held(stored, topology=topology)
 
     def _combined(self, components: np.ndarray) -> np.ndarray:
@@ -153,9 +153,9 @@ class VariableLeaf(ArrayLeaf):
             self._begin_with(value)
         elif isinstance(stored, ServerArray):
             self._give_servers(stored, value)
-        elif self.slot.sharing is Sharing.COMPONENTS:
+        elif self.binding.sync_policy is SyncPolicy.COMPONENTS:
             self._set(placed_as(self._spread(value, components), stored))
-        elif self.slot.sharing is Sharing.SUMMED:
+        elif self.binding.sync_policy is SyncPolicy.SUMMED:
             self._give_summed(placed_as(value, stored), components)
         else:
             placed = placed_as(value, stored)
@@ -163,7 +163,7 @@ class VariableLeaf(ArrayLeaf):
             self._set(placed)
 
     def _set(self, value: Any) -> None:
-        self.slot.value = value
+        self.binding.value = value
 
     def _begin_with(self, value: np.ndarray) -> None:
         """Sets the first value of a variable that is initialized later."""
@@ -183,7 +183,7 @@ class VariableLeaf(ArrayLeaf):
         repeated in
         turn.
         """
-        num_replicas = self.slot.num_replicas
+        num_replicas = self.binding.num_replicas
         if components is not None and len(components) == num_replicas:
             return components
         if self.of.aggregation is VariableAggregation.SUM:
@@ -196,7 +196,7 @@ class VariableLeaf(ArrayLeaf):
         """Sets a variable that shows a sum. Its parts keep their saved values if their number fits."""
         strategy, topology = context.owner_of(self.of), self._topology
         if components is not None and topology is not None and len(components) == topology.num_replicas:
-            strategy.slots.give_components(self.of, placed, own_copy(components, topology.per_replica))
+            strategy.bindings.give_components(self.of, placed, own_copy(components, topology.per_replica))
         self._set(placed)
 
     def _give_servers(self, stored: ServerArray, value: np.ndarray) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held, VariableLeaf, blocks_of_rows
 from replicax._src.errors import DonatedError
-from replicax._src.tracing.slots import state_lock
+from replicax._src.tracing.bindings import state_lock
 from replicax._src.variables.server_arrays import ServerArray
 
 

@@ -141,7 +141,7 @@ def _wrapped_result(original: Callable[..., Any]) -> Callable[..., Any]:
 KERAS: Final = Framework(
     "keras",
     variable_types=(keras.Variable,),
-    make_slot=keras_capture.make_slot,
+    make_binding=keras_capture.make_binding,
     trace_scope=_scope,
     tracking=checkpointing.TRACKING,
     placer_of=planned_steps.placer(models.PHASES),

@@ -1,4 +1,4 @@
-"""How programs see Keras variables: slots for them, and the scope in which reads and writes are captured."""
+"""How programs see Keras variables: bindings for them, and the scope in which reads and writes are captured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from replicax._src import context, jax_compat
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
 from replicax._src.keras.losses import note_added
+from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.capture import Capture, current_capture, planning, replaced_capture
-from replicax._src.tracing.slots import Sharing, Slot
 
 
 class _KerasAccessor:
@@ -41,24 +41,24 @@ class _KerasAccessor:
 accessor = _KerasAccessor()
 
 
-def make_slot(variable: Any, num_replicas: int) -> Slot:
-    """The slot of a Keras variable."""
+def make_binding(variable: Any, num_replicas: int) -> Binding:
+    """The binding of a Keras variable."""
     dtype = jnp.dtype(getattr(variable, "_dtype", None) or variable.dtype)
-    sharing = _sharing(variable, dtype) if num_replicas > 1 else Sharing.MIRRORED
-    return Slot(variable, accessor, variable.path, tuple(variable.shape), dtype, sharing)
+    sync_policy = _sync_policy(variable, dtype) if num_replicas > 1 else SyncPolicy.MIRRORED
+    return Binding(variable, accessor, variable.path, tuple(variable.shape), dtype, sync_policy)
 
 
-def _sharing(variable: Any, dtype: np.dtype) -> Sharing:
+def _sync_policy(variable: Any, dtype: np.dtype) -> SyncPolicy:
     """Keras declares aggregation "none" for almost everything; what decides is what the variable is for."""
     if dtype == jnp.uint32 and variable.name == "seed_generator_state":
-        return Sharing.SEED
+        return SyncPolicy.SEED
     if variable.synchronization == "on_read" and variable.aggregation == "sum":
-        return Sharing.SUMMED
+        return SyncPolicy.SUMMED
     if variable.aggregation == "only_first_replica":
-        return Sharing.FIRST
+        return SyncPolicy.FIRST
     if variable.trainable:
-        return Sharing.MIRRORED
-    return Sharing.AVERAGED if jnp.issubdtype(dtype, jnp.inexact) else Sharing.FIRST
+        return SyncPolicy.MIRRORED
+    return SyncPolicy.AVERAGED if jnp.issubdtype(dtype, jnp.inexact) else SyncPolicy.FIRST
 
 
 def read(capture: Capture, variable: Any) -> Any:
@@ -66,10 +66,10 @@ def read(capture: Capture, variable: Any) -> Any:
     _give_value(variable)
     context.check_strategy_of(context.owners.get(id(variable)), f"variable {variable.path!r}")
     raw = capture.read(variable)
-    sharing = capture.sharing_of(variable)
-    if sharing is Sharing.SEED and capture.is_replica:
+    sync_policy = capture.sync_policy_of(variable)
+    if sync_policy is SyncPolicy.SEED and capture.is_replica:
         return seed_of_replica(raw, _communicator().replica_id())
-    if sharing is Sharing.SUMMED:
+    if sync_policy is SyncPolicy.SUMMED:
         if not capture.is_replica:
             return jnp.sum(raw, axis=0, dtype=raw.dtype)
         if capture.num_aggregated_reads or context.merge_communicator() is not None:
@@ -80,12 +80,12 @@ def read(capture: Capture, variable: Any) -> Any:
 def write(capture: Capture, variable: Any, value: Any) -> None:
     """Assigns a Keras variable in a traced function."""
     _give_value(variable)
-    sharing = capture.sharing_of(variable)
-    if sharing is Sharing.SEED and capture.is_replica:
+    sync_policy = capture.sync_policy_of(variable)
+    if sync_policy is SyncPolicy.SEED and capture.is_replica:
         value = shared_seed(value, _communicator().replica_id())
-    elif sharing is Sharing.SUMMED and context.merge_communicator() is not None:
+    elif sync_policy is SyncPolicy.SUMMED and context.merge_communicator() is not None:
         value = jnp.where(_communicator().replica_id() == 0, value, jnp.zeros_like(value))
-    elif sharing is Sharing.SUMMED and not capture.is_replica:
+    elif sync_policy is SyncPolicy.SUMMED and not capture.is_replica:
         value = jnp.zeros_like(capture.read(variable)).at[0].set(value)
     capture.write(variable, value)
 

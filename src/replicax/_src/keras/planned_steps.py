@@ -65,7 +65,7 @@ def _described(step: StepFunction) -> list[list[jax.ShapeDtypeStruct]]:
 
 
 def _description(step: StepFunction, variable: Any) -> jax.ShapeDtypeStruct:
-    sharding = step.strategy.slots.layout_of(variable) or step.strategy.topology.replicated
+    sharding = step.strategy.bindings.layout_of(variable) or step.strategy.topology.replicated
     dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
     return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)
 

@@ -278,7 +278,7 @@ class GlobalStepFunction(StepFunction):
         return list(itertools.chain.from_iterable(self.phase.variables_of(self.model)))
 
     def _layouts(self) -> list[Any]:
-        layouts = [self.strategy.slots.layout_of(variable) for variable in self._variables()]
+        layouts = [self.strategy.bindings.layout_of(variable) for variable in self._variables()]
         by_map = self.strategy.variable_placement.logical_layouts
         if by_map is not None:
             by_map.check_used(is_training=self.phase.name == "train")

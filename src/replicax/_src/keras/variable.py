@@ -14,8 +14,8 @@ from replicax._src import context, jax_compat
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import divided_state, placed_variables, servers, shared_reads
 from replicax._src.keras.capture import accessor, outside_functions
+from replicax._src.tracing.bindings import is_local
 from replicax._src.tracing.capture import current_capture, note_created, planning
-from replicax._src.tracing.slots import is_local
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.server_placement import ServerPlacement
 

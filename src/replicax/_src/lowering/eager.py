@@ -62,7 +62,7 @@ def run_eagerly(
     fn = key.unwrap(fn)
     has_created = False
     while True:
-        capture = EagerCapture(strategy.slots.slot_of, strategy.variable_placement.replaced)
+        capture = EagerCapture(strategy.bindings.binding_of, strategy.variable_placement.replaced)
         with contextlib.closing(capture):
             result = _run(strategy, fn, args, kwargs, capture)
             if not capture.created:

@@ -30,10 +30,10 @@ from replicax._src.lowering.held_state import HeldState
 from replicax._src.lowering.spmd import in_flight, note_loss
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
+from replicax._src.tracing.bindings import state_lock
 from replicax._src.tracing.gathers import evaluate_gathering
 from replicax._src.tracing.rows.layout import RowSplit
 from replicax._src.tracing.rows.plan import RowsPlan, split_by_rows
-from replicax._src.tracing.slots import state_lock
 
 log = logging.getLogger("replicax")
 Step = Callable[[Any, Any], tuple[Any, Any]]

@@ -11,8 +11,8 @@ import jax
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
+from replicax._src.tracing.bindings import is_local, own_copy, own_copy_here
 from replicax._src.tracing.holders import held_elsewhere
-from replicax._src.tracing.slots import is_local, own_copy, own_copy_here
 
 # Arrays that programs gave back, by id: their buffers belong to nothing else.
 _made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()

@@ -27,20 +27,20 @@ from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.lowering.uneven_gathers import evaluate_uneven_gathering
 from replicax._src.lowering.whole_operations import make_whole
 from replicax._src.tracing import profile_names as names
-from replicax._src.tracing.gathers import Divided, evaluate_gathering
-from replicax._src.tracing.holders import held_elsewhere
-from replicax._src.tracing.passes import compare_sizes
-from replicax._src.tracing.program import ReplicaProgram
-from replicax._src.tracing.replication import has_backward_pass
-from replicax._src.tracing.slots import (
-    Sharing,
-    Slot,
+from replicax._src.tracing.bindings import (
+    Binding,
+    SyncPolicy,
     adopt,
     check_no_tracer,
     own_copy,
     spread_sum,
     state_lock,
 )
+from replicax._src.tracing.gathers import Divided, evaluate_gathering
+from replicax._src.tracing.holders import held_elsewhere
+from replicax._src.tracing.passes import compare_sizes
+from replicax._src.tracing.program import ReplicaProgram
+from replicax._src.tracing.replication import has_backward_pass
 from replicax._src.tracing.updates import Updates, cut_before_updates
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.state_layouts import is_of_optimizer
@@ -97,15 +97,15 @@ def replica_body(
       rows_of_replica: Local batch sizes, to weigh statistics with; None where they are equal.
 
     Returns:
-      A function of (constants by variant, state by slot, arguments) that gives the array outputs, the new
+      A function of (constants by variant, state by binding, arguments) that gives the array outputs, the new
       values of written variables, and the sums shown by SUMMED ones.
     """
     is_divided = topology.num_logical_devices > 1
     evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
     is_alone = is_divided and topology.num_replicas == 1 and program.has_collectives
     evaluate_whole = _evaluate_alone if is_alone else jax_compat.eval_jaxpr
-    position = {id(slot): i for i, slot in enumerate(program.slots)}
-    orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
+    position = {id(binding): i for i, binding in enumerate(program.bindings)}
+    orders = [[position[id(e.binding)] for e in v.entries] for v in program.variants]
 
     def body(consts: Sequence[Sequence[Any]], state: Sequence[Any], args: Sequence[Any]):
         by_variant = [[state[i] for i in order] for order in orders]
@@ -139,22 +139,22 @@ def _evaluate_alone(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _in_written_order(program: ReplicaProgram, writes: Sequence[Any]) -> list[Any]:
-    slots = [id(e.slot) for e in program.variants[0].written]
-    by_slot = dict(zip(slots, writes, strict=True))
-    return [by_slot[id(program.slots[i])] for i in program.written]
+    bindings = [id(e.binding) for e in program.variants[0].written]
+    by_binding = dict(zip(bindings, writes, strict=True))
+    return [by_binding[id(program.bindings[i])] for i in program.written]
 
 
 def _share_writes(
     program: ReplicaProgram, topology: Topology, writes: list[Any], rows_of_replica: Sequence[int] | None
 ) -> tuple[list[Any], list[Any]]:
     """Brings the written values of shared variables together, in one packed all-reduce."""
-    sharings = [program.slots[i].sharing for i in program.written]
-    summed = [i for i, sharing in enumerate(sharings) if sharing is Sharing.SUMMED]
+    sync_policies = [program.bindings[i].sync_policy for i in program.written]
+    summed = [i for i, sync_policy in enumerate(sync_policies) if sync_policy is SyncPolicy.SUMMED]
     differing = [i for i, same in enumerate(program.same_writes) if not same]
     if topology.num_replicas == 1 or not (summed or differing):
         return writes, [writes[i] for i in summed]
-    averaged = [i for i in differing if sharings[i] is Sharing.AVERAGED]
-    firsts = [i for i in differing if sharings[i] in (Sharing.FIRST, Sharing.SEED)]
+    averaged = [i for i in differing if sync_policies[i] is SyncPolicy.AVERAGED]
+    firsts = [i for i in differing if sync_policies[i] in (SyncPolicy.FIRST, SyncPolicy.SEED)]
     operands = [writes[i] for i in summed]
     index = jax.lax.axis_index(REPLICA_AXIS)
     if averaged:
@@ -183,38 +183,38 @@ _placed = operator.attrgetter("placed")
 # --- launching ----------------------------------------------------------------------------------------
 
 
-class SlotGroup:
-    """Slots whose values go into a program together; reads and writes them with few Python operations.
+class BindingGroup:
+    """Bindings whose values go into a program together; reads and writes them with few Python operations.
 
-    The group that has stored last keeps what it wrote in one list, and tells its slots when another program comes: a
-    loop of one program touches no slot. Use it with the ``state_lock`` held.
+    The group that has stored last keeps what it wrote in one list, and tells its bindings when another program comes: a
+    loop of one program touches no binding. Use it with the ``state_lock`` held.
     """
 
-    _last: ClassVar[weakref.ref[SlotGroup] | None] = None  # weak, since programs may go
+    _last: ClassVar[weakref.ref[BindingGroup] | None] = None  # weak, since programs may go
 
-    def __init__(self, slots: Sequence[Slot], placement: VariablePlacement):
-        kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in slots))}
-        self.slots = sorted(slots, key=lambda s: kinds[id(s.accessor)])
+    def __init__(self, bindings: Sequence[Binding], placement: VariablePlacement):
+        kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in bindings))}
+        self.bindings = sorted(bindings, key=lambda s: kinds[id(s.accessor)])
         self._topology = placement.topology
         self._parameter_device = placement.parameter_device
-        self._accessors = list(dict.fromkeys(s.accessor for s in self.slots))
-        self._holders = [[s.holder for s in self.slots if s.accessor is a] for a in self._accessors]
-        self._summed = [i for i, s in enumerate(self.slots) if s.sharing is Sharing.SUMMED]
-        self._written: Sequence[Any] | None = None  # what the slots have not been told
-        self._reference: weakref.ref[SlotGroup] = weakref.ref(self)
+        self._accessors = list(dict.fromkeys(s.accessor for s in self.bindings))
+        self._holders = [[s.holder for s in self.bindings if s.accessor is a] for a in self._accessors]
+        self._summed = [i for i, s in enumerate(self.bindings) if s.sync_policy is SyncPolicy.SUMMED]
+        self._written: Sequence[Any] | None = None  # what the bindings have not been told
+        self._reference: weakref.ref[BindingGroup] = weakref.ref(self)
 
     @classmethod
-    def tell_slots(cls, but: SlotGroup | None = None) -> None:
-        """Gives all slots what was written last; those of the group ``but`` need not know."""
-        last = None if SlotGroup._last is None else SlotGroup._last()
+    def tell_slots(cls, but: BindingGroup | None = None) -> None:
+        """Gives all bindings what was written last; those of the group ``but`` need not know."""
+        last = None if BindingGroup._last is None else BindingGroup._last()
         if last is not None and last is not but:
             last._tell_slots()
 
     def _tell_slots(self) -> None:
         if self._written is not None:
-            for slot, value in zip(self.slots, self._written, strict=True):
-                if slot.sharing is not Sharing.SUMMED:  # which know
-                    slot.placed = value
+            for binding, value in zip(self.bindings, self._written, strict=True):
+                if binding.sync_policy is not SyncPolicy.SUMMED:  # which know
+                    binding.placed = value
             self._written = None
 
     def load(self, *, for_donation: bool) -> list[Any]:
@@ -223,35 +223,35 @@ class SlotGroup:
         values = self._held()
         if self._parameter_device is not None:
             return self._fetch(values)
-        known = map(_placed, self.slots) if self._written is None else self._written
+        known = map(_placed, self.bindings) if self._written is None else self._written
         if not all(map(operator.is_, values, known)):
             self._tell_slots()
-            for i, slot in enumerate(self.slots):
-                if slot.placed is not values[i]:
-                    adopt(slot, values[i], self._topology)
+            for i, binding in enumerate(self.bindings):
+                if binding.placed is not values[i]:
+                    adopt(binding, values[i], self._topology)
             values = self._held()
         for i in self._summed:
-            values[i] = self.slots[i].components
+            values[i] = self.bindings[i].components
         if for_donation:
             for i in held_elsewhere(
                 values, num_own=2
-            ):  # ours are the variable's, and the slot's or ``_written``
+            ):  # ours are the variable's, and the binding's or ``_written``
                 values[i] = own_copy(values[i], values[i].sharding)
         return values
 
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
         """Copies the variables from the device that holds them all to the devices that compute."""
         whole, row = self._topology.replicated, self._topology.per_replica
-        for slot, value in zip(self.slots, values, strict=True):
-            check_no_tracer(slot, value)
+        for binding, value in zip(self.bindings, values, strict=True):
+            check_no_tracer(binding, value)
         for i in self._summed:
-            if self.slots[i].placed is not values[i]:
-                self.slots[i].components = spread_sum(jnp.asarray(values[i]), self._topology)
+            if self.bindings[i].placed is not values[i]:
+                self.bindings[i].components = spread_sum(jnp.asarray(values[i]), self._topology)
         return [
             s.components
-            if s.sharing is Sharing.SUMMED
-            else own_copy(v, row if s.sharing.is_per_replica else whole)
-            for s, v in zip(self.slots, values, strict=True)
+            if s.sync_policy is SyncPolicy.SUMMED
+            else own_copy(v, row if s.sync_policy.is_per_replica else whole)
+            for s, v in zip(self.bindings, values, strict=True)
         ]
 
     def _held(self) -> list[Any]:
@@ -263,12 +263,12 @@ class SlotGroup:
         """Gives the variables what the program wrote."""
         shown = list(values)
         for i, total in zip(self._summed, sums, strict=True):
-            self.slots[i].components = values[i]
-            self.slots[i].placed = shown[i] = total
+            self.bindings[i].components = values[i]
+            self.bindings[i].placed = shown[i] = total
         if self._parameter_device is not None:
             shown = [
-                v if s.sharing is Sharing.COMPONENTS else jax.device_put(v, self._parameter_device)
-                for s, v in zip(self.slots, shown, strict=True)
+                v if s.sync_policy is SyncPolicy.COMPONENTS else jax.device_put(v, self._parameter_device)
+                for s, v in zip(self.bindings, shown, strict=True)
             ]
         if len(self._accessors) == 1:
             self._accessors[0].set(self._holders[0], shown)
@@ -276,13 +276,13 @@ class SlotGroup:
             remaining = iter(shown)
             for accessor, group in zip(self._accessors, self._holders, strict=True):
                 accessor.set(group, [next(remaining) for _ in group])
-        SlotGroup.tell_slots(but=self)  # another thread's program may have stored meanwhile
+        BindingGroup.tell_slots(but=self)  # another thread's program may have stored meanwhile
         if self._written is None:
-            for slot in self.slots:  # or the arrays before these would live on
-                if slot.sharing is not Sharing.SUMMED:
-                    slot.placed = None
+            for binding in self.bindings:  # or the arrays before these would live on
+                if binding.sync_policy is not SyncPolicy.SUMMED:
+                    binding.placed = None
         self._written = shown
-        SlotGroup._last = self._reference
+        BindingGroup._last = self._reference
 
 
 def note_nan(error: FloatingPointError) -> None:
@@ -310,28 +310,32 @@ class ProgramState:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], written: Sequence[Slot], placement: VariablePlacement, name: str = ""
+        self,
+        bindings: Sequence[Binding],
+        written: Sequence[Binding],
+        placement: VariablePlacement,
+        name: str = "",
     ):
         self._name, self._topology = name, placement.topology
         changed = {id(s) for s in written}
-        self.written = SlotGroup(written, placement)
-        self.read = SlotGroup([s for s in slots if id(s) not in changed], placement)
+        self.written = BindingGroup(written, placement)
+        self.read = BindingGroup([s for s in bindings if id(s) not in changed], placement)
 
     @property
-    def slots(self) -> list[Slot]:
-        """All slots, in the order in which a program takes them: the written ones, then the others."""
-        return [*self.written.slots, *self.read.slots]
+    def bindings(self) -> list[Binding]:
+        """All bindings, in the order in which a program takes them: the written ones, then the others."""
+        return [*self.written.bindings, *self.read.bindings]
 
     def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
         """The values of both groups."""
-        SlotGroup.tell_slots(but=self.written)
+        BindingGroup.tell_slots(but=self.written)
         written = self.written.load(for_donation=for_donation)
-        return written, self.read.load(for_donation=False) if self.read.slots else []
+        return written, self.read.load(for_donation=False) if self.read.bindings else []
 
     def described(self, topology: Topology) -> tuple[list[Any], list[Any]]:
         """Both groups as a program takes them, without the values: shapes, dtypes and shardings."""
-        groups = self.written.slots, self.read.slots
-        written, read = ([slot.described(topology) for slot in group] for group in groups)
+        groups = self.written.bindings, self.read.bindings
+        written, read = ([binding.described(topology) for binding in group] for group in groups)
         return written, read
 
     def run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
@@ -395,15 +399,15 @@ def followed_by_updates(
     """
 
     def run(written: Sequence[Any], read: Sequence[Any], *others: Any) -> tuple[Any, Any, Any, Any]:
-        values = {id(s): v for s, v in zip(whole.slots, [*written, *read], strict=True)}
-        state = [[values[id(s)] for s in group.slots] for group in (before.written, before.read)]
+        values = {id(s): v for s, v in zip(whole.bindings, [*written, *read], strict=True)}
+        state = [[values[id(s)] for s in group.bindings] for group in (before.written, before.read)]
         early, sums, outs, token = placed(*state, *others)
         num_outs = len(outs) - updates.num_handed
         pieces = [layouts.in_pieces(values[id(s)]) for s in updates.read]
         late = jax_compat.eval_jaxpr(updates.jaxpr, [*pieces, *outs[num_outs:]])
-        values.update((id(s), v) for s, v in zip(before.written.slots, early, strict=True))
+        values.update((id(s), v) for s, v in zip(before.written.bindings, early, strict=True))
         values.update((id(s), v) for s, v in zip(updates.written, late, strict=True))
-        return [values[id(s)] for s in whole.written.slots], sums, outs[:num_outs], token
+        return [values[id(s)] for s in whole.written.bindings], sums, outs[:num_outs], token
 
     return run
 
@@ -418,9 +422,9 @@ def _cut(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
     return (before, updates) if all(handed) else None
 
 
-def _trains(program: ReplicaProgram, written: Sequence[Slot]) -> bool:
+def _trains(program: ReplicaProgram, written: Sequence[Binding]) -> bool:
     """Returns True if a program changes trainable variables by gradients, and does not only assign them."""
-    variables = [slot.variable for slot in written]
+    variables = [binding.variable for binding in written]
     return any(v.trainable for v in variables) and (
         any(map(is_of_optimizer, variables)) or any(has_backward_pass(v.jaxpr) for v in program.variants)
     )
@@ -460,12 +464,12 @@ class Launcher:
         self._donates_args = any(donated)
         self.check = check
         self._donates = not program.has_callbacks and check is None
-        written = [program.slots[i] for i in program.written]
-        self.state = ProgramState(program.slots, written, placement, name)
+        written = [program.bindings[i] for i in program.written]
+        self.state = ProgramState(program.bindings, written, placement, name)
         if placement.logical_layouts is not None and _trains(program, written):
             placement.logical_layouts.check_used(is_training=True)  # what it trains has been made
         # By the compiler, with collectives of its own.
-        is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
+        is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.bindings)
         self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
         cut = _cut(program) if placement.layouts is not None and is_divided else None
@@ -485,9 +489,9 @@ class Launcher:
         )
 
     @property
-    def state_slots(self) -> tuple[list[Slot], list[Slot]]:
-        """The slots written and those only read, in the order in which ``placed`` takes them."""
-        return self.state.written.slots, self.state.read.slots
+    def state_bindings(self) -> tuple[list[Binding], list[Binding]]:
+        """The bindings written and those only read, in the order in which ``placed`` takes them."""
+        return self.state.written.bindings, self.state.read.bindings
 
     def lower(self, args: Sequence[Any]) -> Any:
         """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it."""
@@ -508,8 +512,8 @@ class Launcher:
         """The program as ``_place`` gives it, with its updates behind the ``shard_map``: of the pieces that devices
         have.
         """
-        written = [before.slots[i] for i in before.written]
-        state = ProgramState(before.slots, written, placement)
+        written = [before.bindings[i] for i in before.written]
+        state = ProgramState(before.bindings, written, placement)
         placed = self._place(before, state, rows)
         return followed_by_updates(placed, state, self.state, updates, placement.layouts)
 
@@ -520,14 +524,16 @@ class Launcher:
         arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
         single = self._topology.num_replicas == 1
         body = replica_body(program, self._topology, rows)
-        loaded, written_slots = program_state.slots, program_state.written.slots
+        loaded, written_bindings = program_state.bindings, program_state.written.bindings
         position = {id(s): i for i, s in enumerate(loaded)}
-        from_loaded = [position[id(s)] for s in program.slots]
-        order = {id(program.slots[i]): n for n, i in enumerate(program.written)}
-        to_written = [order[id(s)] for s in written_slots]
-        summed = [s for s in (program.slots[i] for i in program.written) if s.sharing is Sharing.SUMMED]
+        from_loaded = [position[id(s)] for s in program.bindings]
+        order = {id(program.bindings[i]): n for n, i in enumerate(program.written)}
+        to_written = [order[id(s)] for s in written_bindings]
+        summed = [
+            s for s in (program.bindings[i] for i in program.written) if s.sync_policy is SyncPolicy.SUMMED
+        ]
         sum_order = {id(s): n for n, s in enumerate(summed)}
-        to_sums = [sum_order[id(s)] for s in written_slots if s.sharing is Sharing.SUMMED]
+        to_sums = [sum_order[id(s)] for s in written_bindings if s.sync_policy is SyncPolicy.SUMMED]
         given, kept = self._split(self._is_row)
         layouts = self._layouts
         is_late = {
@@ -535,10 +541,10 @@ class Launcher:
             for s in loaded
         }
 
-        def component(slot: Slot, value: Any, layouts: Any = layouts) -> Any:
-            if is_late[id(slot)]:
-                return layouts.of_row(value[0], slot.shape)
-            return value[0] if slot.sharing.is_per_replica else value
+        def component(binding: Binding, value: Any, layouts: Any = layouts) -> Any:
+            if is_late[id(binding)]:
+                return layouts.of_row(value[0], binding.shape)
+            return value[0] if binding.sync_policy.is_per_replica else value
 
         def on_device(written, read, consts, given_args, kept_args):
             state = list(map(component, loaded, [*written, *read]))
@@ -548,7 +554,8 @@ class Launcher:
                 outs, writes, sums = body(consts, [state[i] for i in from_loaded], args)
             writes = [writes[i] for i in to_written]
             writes = [
-                w[None] if s.sharing.is_per_replica else w for s, w in zip(written_slots, writes, strict=True)
+                w[None] if s.sync_policy.is_per_replica else w
+                for s, w in zip(written_bindings, writes, strict=True)
             ]
             outs = [o if same else o[None] for o, same in zip(outs, out_same, strict=True)]
             token = [jnp.zeros((), jnp.int8)] if self._needs_token else []
@@ -556,12 +563,12 @@ class Launcher:
 
         is_joined = self._topology.peers is not None and program.has_collectives
         out_same = [single or same for same in program.same_outputs]
-        groups = program_state.written.slots, program_state.read.slots
+        groups = program_state.written.bindings, program_state.read.bindings
         placed = self._topology.on_replicas(
             in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,
             in_specs=(
                 *(
-                    [_ROW if s.sharing.is_per_replica or is_late[id(s)] else _WHOLE for s in g]
+                    [_ROW if s.sync_policy.is_per_replica or is_late[id(s)] else _WHOLE for s in g]
                     for g in groups
                 ),
                 _WHOLE,
@@ -569,7 +576,7 @@ class Launcher:
                 [_ROW if row else _WHOLE for row in kept],
             ),
             out_specs=(
-                [_ROW if s.sharing.is_per_replica else _WHOLE for s in written_slots],
+                [_ROW if s.sync_policy.is_per_replica else _WHOLE for s in written_bindings],
                 _WHOLE,
                 [_WHOLE if same else _ROW for same in out_same],
                 _WHOLE,
@@ -581,8 +588,8 @@ class Launcher:
         def with_rows(written: Sequence[Any], read: Sequence[Any], *others: Any) -> Any:
             assert layouts is not None
             state = (
-                [layouts.in_rows(v) if is_late[id(s)] else v for s, v in zip(slots, values, strict=True)]
-                for slots, values in zip(groups, (written, read), strict=True)
+                [layouts.in_rows(v) if is_late[id(s)] else v for s, v in zip(bindings, values, strict=True)]
+                for bindings, values in zip(groups, (written, read), strict=True)
             )
             return placed(*state, *others)
 
@@ -592,7 +599,7 @@ class Launcher:
         topology, program = self._topology, self.program
         is_whole = [topology.num_replicas == 1 or same for same in program.same_outputs]
         return (
-            [slot.placement_on(topology) for slot in self.state.written.slots],
+            [binding.placement_on(topology) for binding in self.state.written.bindings],
             topology.replicated,
             [topology.replicated if whole else topology.per_replica for whole in is_whole],
             topology.replicated,

@@ -36,7 +36,7 @@ class UnevenEvaluator:
     Args:
       evaluates_all: Every replica evaluates all variants, and takes its own: the compiler may divide what one computes
         over devices with collectives in which all replicas must meet, such as a permutation, and not in a branch.
-      divided: The slots, by id, whose values are ``Divided``, to be gathered where each variant needs them. All are
+      divided: The bindings, by id, whose values are ``Divided``, to be gathered where each variant needs them. All are
         evaluated then too.
     """
 
@@ -182,7 +182,7 @@ class UnevenEvaluator:
 def _shared_values(
     variants: Sequence[Variant], cuts: Sequence[Sequence[int]], apart: Collection[int]
 ) -> list[dict[Any, tuple[Any, int]]]:
-    """Finds what all variants compute alike, between the same cuts, and not from the slots with the ids ``apart``.
+    """Finds what all variants compute alike, between the same cuts, and not from the bindings with the ids ``apart``.
 
     (A value that one variant computes before a collective and another after it is no such value: it must be there
     when each of them needs it.)
@@ -204,7 +204,7 @@ def _shared_values(
     shared -= {
         places[0][var]
         for entry, var in zip(variants[0].entries, variants[0].state_vars, strict=True)
-        if id(entry.slot) in apart
+        if id(entry.binding) in apart
     }
     while True:
         lost = {

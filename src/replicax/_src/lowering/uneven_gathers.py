@@ -40,7 +40,7 @@ def evaluate_uneven_gathering(
         return UnevenEvaluator(program)(consts, gathered, args)
     if cut is None:
         divided = {
-            id(entry.slot)
+            id(entry.binding)
             for variant, values in zip(program.variants, state, strict=True)
             for entry, value in zip(variant.entries, values, strict=True)
             if isinstance(value, Divided)
@@ -125,7 +125,7 @@ def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
         return [None] * len(eqn.outvars)
 
     state = [
-        _OfPieces(("variable", id(entry.slot))) if isinstance(value, Divided) else None
+        _OfPieces(("variable", id(entry.binding))) if isinstance(value, Divided) else None
         for entry, value in zip(variant.entries, values, strict=True)
     ]
     inputs = [*map(number_constant, variant.consts), *state]

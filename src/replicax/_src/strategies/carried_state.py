@@ -15,8 +15,8 @@ from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
 from replicax._src.narrowing import as_numpy, narrowed_nest
 from replicax._src.tracing import key
+from replicax._src.tracing.bindings import made_by_each
 from replicax._src.tracing.cache import Leaf, array_leaf
-from replicax._src.tracing.slots import made_by_each
 from replicax._src.values import DistributedValues, PerReplica, is_value
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from replicax._src.errors import MixedStrategiesError
 from replicax._src.lowering.spmd import ProgramState
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import ClosureCheck
+from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.capture import current_capture
 from replicax._src.tracing.passes import trace_cross_replica
 from replicax._src.tracing.program import Variant, check_no_leaks, has_callback
-from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.values import DistributedValues, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
 
@@ -64,10 +64,10 @@ class _Home:
                 f"{strategy!r}. Use one rx.function for each."
             )
 
-    def slot_of(self, variable: Any) -> Slot:
+    def binding_of(self, variable: Any) -> Binding:
         self.use(context.owner_of(variable) or context.get_strategy())
         assert self.strategy is not None
-        return self.strategy.slots.slot_of(variable)
+        return self.strategy.bindings.binding_of(variable)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def trace_code(
     home = _Home(strategy)
     while True:
         try:
-            variant = trace_cross_replica(traced, avals, home.slot_of, on_strategy=home.use)
+            variant = trace_cross_replica(traced, avals, home.binding_of, on_strategy=home.use)
             check_no_leaks(variant)
             home_strategy = home.strategy or context.get_strategy()
             mesh = argument_mesh or mesh_of(variant.consts)
@@ -198,14 +198,16 @@ class CodeState:
     def __init__(self, code: TracedCode):
         variant, strategy = code.variant, code.strategy
         self._code, self._topology = code, strategy.topology
-        slots = [entry.slot for entry in variant.entries]
-        written = [entry.slot for entry in variant.written]
-        self.state = ProgramState(slots, written, strategy.variable_placement, code.name)
+        bindings = [entry.binding for entry in variant.entries]
+        written = [entry.binding for entry in variant.written]
+        self.state = ProgramState(bindings, written, strategy.variable_placement, code.name)
         self.donates = not has_callback(variant.jaxpr) and not code.checks
         self.consts = self._topology.put_whole(variant.consts)
-        self._from_loaded = _positions(self.state.slots, slots)
-        self._to_written = _positions(written, self.state.written.slots)
-        self._summed = [i for i, s in enumerate(self.state.written.slots) if s.sharing is Sharing.SUMMED]
+        self._from_loaded = _positions(self.state.bindings, bindings)
+        self._to_written = _positions(written, self.state.written.bindings)
+        self._summed = [
+            i for i, s in enumerate(self.state.written.bindings) if s.sync_policy is SyncPolicy.SUMMED
+        ]
 
     def evaluate(
         self, written: Sequence[Any], read: Sequence[Any], consts: Sequence[Any], args: Sequence[Any]
@@ -237,7 +239,7 @@ class CodeState:
             name,
             donate_argnums=(0,) if self.donates else (),
             out_shardings=(
-                [s.placement_on(topology) for s in self.state.written.slots],
+                [s.placement_on(topology) for s in self.state.written.bindings],
                 [topology.replicated] * len(self._summed),
                 shardings_of(self._code.kinds, topology),
                 [topology.replicated] if topology.needs_token else [],
@@ -313,6 +315,6 @@ def on_mesh(args: Sequence[Any], topology: Topology) -> list[Any]:
     ]
 
 
-def _positions(order: Sequence[Slot], wanted: Sequence[Slot]) -> list[int]:
-    position = {id(slot): i for i, slot in enumerate(order)}
-    return [position[id(slot)] for slot in wanted]
+def _positions(order: Sequence[Binding], wanted: Sequence[Binding]) -> list[int]:
+    position = {id(binding): i for i, binding in enumerate(order)}
+    return [position[id(binding)] for binding in wanted]

@@ -125,5 +125,5 @@ def _lay_out(strategy: Strategy, variable: Any, layout: NamedSharding | None) ->
             f"The variable was made under {owner!r}, and is to be divided over the logical devices of {strategy!r}. Make it in "
             "the scope of the strategy that divides it."
         )
-    strategy.slots.lay_out(variable, layout, strategy.topology)
+    strategy.bindings.lay_out(variable, layout, strategy.topology)
     return variable

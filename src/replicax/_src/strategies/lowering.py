@@ -27,8 +27,8 @@ from replicax._src.strategies.mistakes import check_arguments
 from replicax._src.strategies.running import Runner
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import as_arguments
+from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.capture import planning
-from replicax._src.tracing.slots import Slot
 from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
 from replicax._src.variables.state_layouts import StateLayouts
 
@@ -181,8 +181,8 @@ def place_replica_function(strategy: Strategy, step: Step) -> StepProgram:
     placed, arrays = runner.place(step.fn, given.args, given.kwargs, step.options)
     launcher = placed.launcher
     operands = launcher.described(on_devices(arrays, topology))
-    written, read = launcher.state_slots
-    variables = of_slots(written, read, topology)
+    written, read = launcher.state_bindings
+    variables = of_bindings(written, read, topology)
     return StepProgram(step.name, launcher.compiled, operands, [*variables, *given.arrays], given.rows)
 
 
@@ -263,10 +263,10 @@ def on_devices(arrays: Sequence[Any], topology: Topology) -> list[Any]:
     ]
 
 
-def of_slots(written: Sequence[Slot], read: Sequence[Slot], topology: Topology) -> list[NamedArray]:
+def of_bindings(written: Sequence[Binding], read: Sequence[Binding], topology: Topology) -> list[NamedArray]:
     """The variables of a program, described."""
     return [
-        NamedArray("variable", slot.name, slot.described(topology), is_written)
-        for slots, is_written in ((written, True), (read, False))
-        for slot in slots
+        NamedArray("variable", binding.name, binding.described(topology), is_written)
+        for bindings, is_written in ((written, True), (read, False))
+        for binding in bindings
     ]

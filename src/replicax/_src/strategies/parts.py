@@ -1,4 +1,4 @@
-"""What a strategy is composed of: devices, where variables live, the slots of its programs, what runs functions."""
+"""What a strategy is composed of: devices, where variables live, the bindings of its programs, what runs functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from replicax._src.devices.topology import Topology
 from replicax._src.options import RunOptions
-from replicax._src.tracing.slots import SlotTable
+from replicax._src.tracing.bindings import BindingTable
 
 
 class FunctionRunner(Protocol):
@@ -35,11 +35,11 @@ class Parts:
     Attributes:
       topology: The replicas' devices.
       variable_placement: Where variables are kept: a ``VariablePlacement``, or what keeps them on parameter servers.
-      slots: The variables that programs have met.
+      bindings: The variables that programs have met.
       runner: What runs functions on the replicas.
     """
 
     topology: Topology
     variable_placement: Any
-    slots: SlotTable
+    bindings: BindingTable
     runner: FunctionRunner

@@ -16,10 +16,10 @@ from replicax._src.framework import enter_modules
 from replicax._src.options import ReduceOp
 from replicax._src.strategies.drift import Maker
 from replicax._src.tracing import key, passes, side_effects
+from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.tracing.program import Output, ReplicaProgram
-from replicax._src.tracing.slots import Slot
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, Results, per_replica_from_components
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def trace_replicas(
     tree: Any,
     described: Sequence[Leaf],
     *,
-    slot_of: Callable[[Any], Slot],
+    binding_of: Callable[[Any], Binding],
     has_modules: bool = False,
     observe: Observe = lambda number, call: call(),
 ) -> tuple[ReplicaProgram, list[int] | None]:
@@ -67,7 +67,7 @@ def trace_replicas(
     inputs = [leaf for leaf in described if leaf.kind != "static"]
     with side_effects.reported(fn) as attempt:
         return passes.trace_replicas(
-            call, inputs, topology.num_replicas, slot_of=slot_of, sum_gradients=sum_gradients
+            call, inputs, topology.num_replicas, binding_of=binding_of, sum_gradients=sum_gradients
         )
 
 

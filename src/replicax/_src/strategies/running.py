@@ -24,6 +24,7 @@ from replicax._src.strategies import drift
 from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import Call, ClosureCheck
+from replicax._src.tracing.bindings import own_copy
 from replicax._src.tracing.cache import (
     FunctionPrograms,
     Leaf,
@@ -35,7 +36,6 @@ from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.tracing.finite import watched
 from replicax._src.tracing.holders import held_elsewhere
 from replicax._src.tracing.program import check_no_leaks
-from replicax._src.tracing.slots import own_copy
 from replicax._src.user_code import user_line
 from replicax._src.values import (
     DistributedValues,
@@ -73,7 +73,7 @@ class Runner:
     """Runs functions on the replicas of one strategy.
 
     Args:
-      strategy: Its ``slots``, ``variable_placement`` and ``reduce_in_replica`` are used.
+      strategy: Its ``bindings``, ``variable_placement`` and ``reduce_in_replica`` are used.
       topology: The replicas' devices.
     """
 
@@ -274,7 +274,7 @@ class Runner:
             fn,
             call.tree,
             described,
-            slot_of=self._strategy.slots.slot_of,
+            binding_of=self._strategy.bindings.binding_of,
             has_modules=call.has_modules,
         )
         traced, name, told = program, key.name_of(fn), self._has_drifted
@@ -331,7 +331,7 @@ class Runner:
         placed.check_closure(call.leaves)
         outer.use_strategy(self._strategy)
         launcher = placed.launcher
-        written, read = launcher.state_slots
+        written, read = launcher.state_bindings
         new, _, outs, _ = launcher.placed(
             [outer.read(s.variable) for s in written],
             [outer.read(s.variable) for s in read],
@@ -339,8 +339,8 @@ class Runner:
             [],
             call.arrays,
         )
-        for slot, value in zip(written, new, strict=True):
-            outer.write(slot.variable, value)
+        for binding, value in zip(written, new, strict=True):
+            outer.write(binding.variable, value)
         if launcher.check is not None:
             if outer.checks is None or outer.is_in_branch or outer.is_in_inner_trace():
                 raise UnsupportedError(

@@ -47,8 +47,8 @@ from replicax._src.strategies.mistakes import (
 from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
+from replicax._src.tracing.bindings import BindingTable, placed_by_each
 from replicax._src.tracing.capture import current_capture
-from replicax._src.tracing.slots import SlotTable, placed_by_each
 from replicax._src.user_code import user_line
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 from replicax._src.variables.layout_map import LayoutMap
@@ -137,8 +137,8 @@ class Strategy:
         topology = self._make_topology()
         logical = None if self._layout_map is None else LogicalLayouts(self._layout_map, topology)
         placement = VariablePlacement(topology, self._parameter_device, self.layouts_on(topology), logical)
-        slots = SlotTable(topology.num_replicas, placement.layout_rule)
-        return Parts(topology, placement, slots, Runner(self, topology))
+        bindings = BindingTable(topology.num_replicas, placement.layout_rule)
+        return Parts(topology, placement, bindings, Runner(self, topology))
 
     def parts_on(self, topology: Topology, layouts: StateLayouts | None) -> Parts:
         """What the strategy is composed of on other devices, those of a plan, as many for each replica; ``layouts``
@@ -147,8 +147,8 @@ class Strategy:
         own = self._own_parts
         logical = own.variable_placement.logical_layouts
         placement = VariablePlacement(topology, None, layouts, logical and logical.on(topology))
-        slots = own.slots.on(topology, placement.layout_rule)
-        return Parts(topology, placement, slots, Runner(self, topology))
+        bindings = own.bindings.on(topology, placement.layout_rule)
+        return Parts(topology, placement, bindings, Runner(self, topology))
 
     def layouts_on(self, topology: Topology) -> StateLayouts | None:
         """How this strategy's variables lie over devices, its own or those of a plan; None: each device holds all of
@@ -173,9 +173,9 @@ class Strategy:
         return self.parts.variable_placement
 
     @property
-    def slots(self) -> SlotTable:
+    def bindings(self) -> BindingTable:
         """The variables that this strategy's programs have met."""
-        return self.parts.slots
+        return self.parts.bindings
 
     @property
     def runner(self) -> FunctionRunner:

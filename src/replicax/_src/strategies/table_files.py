@@ -23,8 +23,8 @@ def save_table(table: Any, path: str | os.PathLike[str]) -> None:
 
     It travels in blocks of 16 MiB, so that it may be larger than the memory of this process. While functions run, one
     block may be older than another: call ``coordinator.join()`` before. Blocks until the file is written; it takes the
-    place of one that was there when it is whole. Slots of optimizers are tables too: ``optimizer.variables``. NumPy's
-    files have no word for bfloat16: others read it as ``numpy.load(path).view(ml_dtypes.bfloat16)``.
+    place of one that was there when it is whole. Bindings of optimizers are tables too: ``optimizer.variables``.
+    NumPy's files have no word for bfloat16: others read it as ``numpy.load(path).view(ml_dtypes.bfloat16)``.
 
     Args:
       table: A variable [rows, ...], of Keras too, or a ``ShardedVariable``, made in the scope of a

@@ -39,7 +39,7 @@ def check_against_one_device(
     Compared are what ``fn`` returns, the gradients that optimizers apply (of Keras, or behind
     ``rx.optax.aggregate_gradients``), and by how much variables change. Both runs start from the variables' values of
     now and work on copies: afterwards every variable is as it was, also if ``fn`` raises. What ``fn`` makes
-    when it is first called (layers, slots of an optimizer) stays made. On one device ``num_replicas_in_sync`` is 1
+    when it is first called (layers, bindings of an optimizer) stays made. On one device ``num_replicas_in_sync`` is 1
     and an all-reduce changes nothing. Products of matrices are computed in full precision.
 
     A scalar that replicas return, also a Python number, agrees if its sum or its mean over replicas is one device's;

@@ -233,9 +233,9 @@ class Comparison:
         )
 
     def _noise_in(self, name: str, change: np.ndarray) -> Any:
-        """How uncertain the change of a variable, or of an optimizer's slot for it, is because its gradient is."""
+        """How uncertain the change of a variable, or of an optimizer's binding for it, is because its gradient is."""
         for gradient, noise in self._noise.items():
-            is_own = name.endswith(gradient) or gradient.replace("/", "_") in name  # as Keras names slots
+            is_own = name.endswith(gradient) or gradient.replace("/", "_") in name  # as Keras names bindings
             if is_own and noise.shape == change.shape:
                 return 2 * noise * magnitude(change)
         return 0.0

@@ -15,11 +15,11 @@ from replicax._src.framework import open_modules
 from replicax._src.options import RunOptions
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.tracing import key
+from replicax._src.tracing.bindings import SyncPolicy
 from replicax._src.tracing.capture import Capture, current_capture
-from replicax._src.tracing.slots import Sharing
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 
-_PER_REPLICA = (Sharing.AVERAGED, Sharing.FIRST)
+_PER_REPLICA = (SyncPolicy.AVERAGED, SyncPolicy.FIRST)
 
 
 @final
@@ -90,9 +90,13 @@ class ObservedRunner:
         self.num_hidden += sum(hidden)
         program = self._runner.last_launcher.program
         for index, is_same in zip(program.written, program.same_writes, strict=True):
-            slot = program.slots[index]
-            if not is_same and slot.sharing in _PER_REPLICA and program.slots[index].num_replicas > 1:
-                self.per_replica_state.append(slot.name)
+            binding = program.bindings[index]
+            if (
+                not is_same
+                and binding.sync_policy in _PER_REPLICA
+                and program.bindings[index].num_replicas > 1
+            ):
+                self.per_replica_state.append(binding.name)
         return result
 
     def owned(self, array: Any) -> Any:

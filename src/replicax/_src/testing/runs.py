@@ -14,7 +14,7 @@ from replicax._src import context, jax_compat
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import MixedStrategiesError
 from replicax._src.framework import is_variable
-from replicax._src.lowering.spmd import SlotGroup
+from replicax._src.lowering.spmd import BindingGroup
 from replicax._src.options import VariableAggregation
 from replicax._src.strategies.code import on_mesh
 from replicax._src.strategies.parts import Parts
@@ -22,11 +22,11 @@ from replicax._src.strategies.running import Runner
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.observation import ObservedRunner, on_host
 from replicax._src.tracing import key
+from replicax._src.tracing.bindings import Binding, BindingTable, SyncPolicy, check_no_tracer, state_lock
 from replicax._src.tracing.cache import array_leaf
 from replicax._src.tracing.equations import equations
 from replicax._src.tracing.passes import trace_cross_replica
 from replicax._src.tracing.program import Variant, check_no_leaks
-from replicax._src.tracing.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.variable import Variable
 
@@ -74,13 +74,13 @@ class Side:
     """One of the two ways to run a step: the parts that the strategy has meanwhile, and how state gets to them."""
 
     def __init__(
-        self, strategy: Strategy, parts: Parts, num_rows: int, load: Callable[[list[Slot]], list[Any]]
+        self, strategy: Strategy, parts: Parts, num_rows: int, load: Callable[[list[Binding]], list[Any]]
     ):
         assert isinstance(parts.runner, Runner)
         self.observed = ObservedRunner(parts.runner, num_rows, parts.topology.num_replicas)
-        self.parts = Parts(parts.topology, parts.variable_placement, parts.slots, self.observed)
+        self.parts = Parts(parts.topology, parts.variable_placement, parts.bindings, self.observed)
         self._strategy = strategy
-        self._own_slots = strategy.slots
+        self._own_bindings = strategy.bindings
         self._has_run = False
         self._load = load
 
@@ -89,12 +89,12 @@ class Side:
         """The strategy as it is."""
         parts = strategy.parts
 
-        def load(slots: list[Slot]) -> list[Any]:
-            group = SlotGroup(slots, parts.variable_placement)
+        def load(bindings: list[Binding]) -> list[Any]:
+            group = BindingGroup(bindings, parts.variable_placement)
             with state_lock:
-                SlotGroup.tell_slots()
-                values = dict(zip(map(id, group.slots), group.load(for_donation=False), strict=True))
-            return [values[id(slot)] for slot in slots]
+                BindingGroup.tell_slots()
+                values = dict(zip(map(id, group.bindings), group.load(for_donation=False), strict=True))
+            return [values[id(binding)] for binding in bindings]
 
         return cls(strategy, parts, num_rows, load)
 
@@ -103,14 +103,14 @@ class Side:
         """The strategy with one replica, on its first device."""
         own = strategy.parts
         topology = Topology.of(own.topology.devices[:1])
-        parts = Parts(topology, VariablePlacement(topology), SlotTable(1), Runner(strategy, topology))
+        parts = Parts(topology, VariablePlacement(topology), BindingTable(1), Runner(strategy, topology))
 
-        def load(slots: list[Slot]) -> list[Any]:
+        def load(bindings: list[Binding]) -> list[Any]:
             loaded = []
-            for slot in slots:
-                value = _held(own.slots.slot_of(slot.variable))
+            for binding in bindings:
+                value = _held(own.bindings.binding_of(binding.variable))
                 value = topology.put_whole(value)
-                loaded.append(value[None] if slot.sharing.is_per_replica else value)
+                loaded.append(value[None] if binding.sync_policy.is_per_replica else value)
             return loaded
 
         return cls(strategy, parts, num_rows, load)
@@ -124,14 +124,17 @@ class Side:
         """Traces ``step(*arguments)``, cross-replica code, and runs it on copies of the state."""
         with context.standing_in(self._strategy, self.parts), context.no_iteration(_NO_ITERATION):
             variant, arrays = self._trace(step, arguments)
-            slots = [entry.slot for entry in variant.entries]
-            olds = {id(s): on_host(_held(self._own_slots.slot_of(s.variable))) for s in slots}
-            results, writes = _evaluate(variant, self._load(slots), arrays, self.parts.topology)
+            bindings = [entry.binding for entry in variant.entries]
+            olds = {id(s): on_host(_held(self._own_bindings.binding_of(s.variable))) for s in bindings}
+            results, writes = _evaluate(variant, self._load(bindings), arrays, self.parts.topology)
         names = list(self.observed.names)
         result, values, weighed = jax.tree_util.tree_unflatten(variant.tree, results)
         states = {
-            id(entry.slot.variable): State(
-                entry.slot.variable, entry.slot.name, olds[id(entry.slot)], _as_one_device(entry.slot, new)
+            id(entry.binding.variable): State(
+                entry.binding.variable,
+                entry.binding.name,
+                olds[id(entry.binding)],
+                _as_one_device(entry.binding, new),
             )
             for entry, new in zip(variant.written, writes, strict=True)
         }
@@ -160,7 +163,7 @@ class Side:
         variant = trace_cross_replica(
             call,
             [array_leaf(a).aval() for a in arrays],
-            self.parts.slots.slot_of,
+            self.parts.bindings.binding_of,
             on_strategy=self._check_strategy,
         )
         check_no_leaks(variant)
@@ -188,23 +191,23 @@ def _evaluate(
     return results, arrays[variant.num_arrays :]
 
 
-def _held(slot: Slot) -> Any:
+def _held(binding: Binding) -> Any:
     """What the variable holds, as one device would: a copy."""
     with state_lock:
-        value = slot.value
-        check_no_tracer(slot, value)
-        if slot.sharing is Sharing.COMPONENTS:
-            value = _aggregate(slot.variable, on_host(value))[0]
+        value = binding.value
+        check_no_tracer(binding, value)
+        if binding.sync_policy is SyncPolicy.COMPONENTS:
+            value = _aggregate(binding.variable, on_host(value))[0]
         return jnp.copy(value)
 
 
-def _as_one_device(slot: Slot, new: Any) -> np.ndarray | None:
+def _as_one_device(binding: Binding, new: Any) -> np.ndarray | None:
     """The new value of a variable, of several replicas as one device would have it; None if that is not defined."""
     value = on_host(new)
-    if slot.sharing is Sharing.SUMMED:
+    if binding.sync_policy is SyncPolicy.SUMMED:
         return value.sum(axis=0, dtype=value.dtype)
-    if slot.sharing is Sharing.COMPONENTS:
-        aggregated, is_defined = _aggregate(slot.variable, value)
+    if binding.sync_policy is SyncPolicy.COMPONENTS:
+        aggregated, is_defined = _aggregate(binding.variable, value)
         return aggregated if is_defined else None
     return value
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, TraceError, VariableError
+from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.markers import Question, aggregate_p, placeholder_p, region_p, watch_p
-from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.user_code import user_line
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ class Uneven:
 class Entry:
     """What one trace knows of one variable."""
 
-    __slots__ = ("current", "index", "line", "slot", "written")
+    __slots__ = ("binding", "current", "index", "line", "written")
 
-    def __init__(self, slot: Slot, index: int, current: Any):
-        self.slot = slot
+    def __init__(self, binding: Binding, index: int, current: Any):
+        self.binding = binding
         self.index = index
         self.current = current
         self.written = False
@@ -112,7 +112,7 @@ class Capture(abc.ABC):
     """The variables and the tapes of a function that is being traced, or run with real values.
 
     Attributes:
-      slot_of: Gives the slot of a variable (the strategy's table).
+      binding_of: Gives the binding of a variable (the strategy's table).
       num_replicas: R in a replica function, None in a cross-replica function.
       uneven: Where replicas have different shapes: what is known of the other replicas.
       entries: By ``id`` of the variable, in the order of discovery.
@@ -125,13 +125,13 @@ class Capture(abc.ABC):
 
     def __init__(
         self,
-        slot_of: Callable[[Any], Slot],
+        binding_of: Callable[[Any], Binding],
         num_replicas: int | None,
         *,
         uneven: Uneven | None = None,
         on_strategy: Callable[[Any], None] | None = None,
     ):
-        self.slot_of = slot_of
+        self.binding_of = binding_of
         self.num_replicas = num_replicas
         self.uneven = uneven
         self.entries: dict[int, Entry] = {}
@@ -169,7 +169,7 @@ class Capture(abc.ABC):
         """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced."""
 
     @abc.abstractmethod
-    def _first_value(self, slot: Slot) -> Any:
+    def _first_value(self, binding: Binding) -> Any:
         """What stands for the value that a variable has when the function begins."""
 
     @abc.abstractmethod
@@ -214,10 +214,10 @@ class Capture(abc.ABC):
           VariableError: Shape differs from the variable's.
         """
         entry = self._entry(variable)
-        slot = entry.slot
+        binding = entry.binding
         if self.is_in_inner_trace():
             raise TraceError(
-                f"Variable {slot.name!r} is assigned at {user_line()} inside a function that JAX traces on its "
+                f"Variable {binding.name!r} is assigned at {user_line()} inside a function that JAX traces on its "
                 f"own (a scan, loop, condition, jax.grad, jax.vmap or jax.jit), and the value cannot leave it. "
                 f"Return the value and assign it outside; for a condition use rx.cond, which threads "
                 f"assignments through."
@@ -226,24 +226,24 @@ class Capture(abc.ABC):
         expected = tuple(entry.current.shape)
         if tuple(value.shape) != expected:
             raise VariableError(
-                f"Variable {slot.name!r} has shape {expected}; a value of shape {tuple(value.shape)} "
+                f"Variable {binding.name!r} has shape {expected}; a value of shape {tuple(value.shape)} "
                 f"cannot be assigned to it (at {user_line()})."
             )
-        value = jax.lax.convert_element_type(value, slot.dtype)
+        value = jax.lax.convert_element_type(value, binding.dtype)
         if self.tapes or any(e.current is value for e in self.entries.values() if e is not entry):
             # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
             value = self._detached(value)
         self._assign(variable, entry, value, line or user_line())
 
-    def sharing_of(self, variable: Any) -> Sharing:
+    def sync_policy_of(self, variable: Any) -> SyncPolicy:
         """How the replicas share a variable."""
-        return self._entry(variable).slot.sharing
+        return self._entry(variable).binding.sync_policy
 
     def _entry(self, variable: Any) -> Entry:
         entry = self.entries.get(id(variable))
         if entry is None:
-            slot = self.slot_of(variable)
-            entry = self.entries[id(variable)] = Entry(slot, len(self.entries), self._first_value(slot))
+            binding = self.binding_of(variable)
+            entry = self.entries[id(variable)] = Entry(binding, len(self.entries), self._first_value(binding))
         return entry
 
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -302,14 +302,14 @@ class TracedCapture(Capture):
 
     def __init__(
         self,
-        slot_of: Callable[[Any], Slot],
+        binding_of: Callable[[Any], Binding],
         num_replicas: int | None,
         *,
         uneven: Uneven | None = None,
         unconnected: frozenset[tuple[int, int]] = frozenset(),
         on_strategy: Callable[[Any], None] | None = None,
     ):
-        super().__init__(slot_of, num_replicas, uneven=uneven, on_strategy=on_strategy)
+        super().__init__(binding_of, num_replicas, uneven=uneven, on_strategy=on_strategy)
         self.read_in_inner_trace = False
         self._unconnected = unconnected
         self._num_gradients = 0
@@ -360,12 +360,12 @@ class TracedCapture(Capture):
             return entry.current
         return self.observer.read(entry)
 
-    def _first_value(self, slot: Slot) -> Any:
-        shape = slot.shape
-        if not self.is_replica and slot.sharing.is_per_replica:
-            shape = (slot.num_replicas, *shape)
+    def _first_value(self, binding: Binding) -> Any:
+        shape = binding.shape
+        if not self.is_replica and binding.sync_policy.is_per_replica:
+            shape = (binding.num_replicas, *shape)
         with jax_compat.set_current_trace(self.trace):
-            return placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=slot.dtype)
+            return placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=binding.dtype)
 
     def _detached(self, value: Any) -> Any:
         return jax.lax.stop_gradient(value) if jnp.issubdtype(value.dtype, jnp.inexact) else value

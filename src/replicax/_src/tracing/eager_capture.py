@@ -17,6 +17,7 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, TraceError, UnsupportedError
 from replicax._src.options import VariableAggregation
+from replicax._src.tracing.bindings import Binding, SyncPolicy, check_no_tracer, state_lock
 from replicax._src.tracing.capture import Capture, TracedCapture, current_capture
 from replicax._src.tracing.equations import has_any, inner_jaxprs
 from replicax._src.tracing.markers import Question
@@ -24,7 +25,6 @@ from replicax._src.tracing.primitives import JITS, MARKS
 from replicax._src.tracing.recording import Record, Step, gradients_of
 from replicax._src.tracing.replication import Replication, is_replica_collective
 from replicax._src.tracing.rewrite import Rewriter
-from replicax._src.tracing.slots import Sharing, Slot, check_no_tracer, state_lock
 from replicax._src.user_code import user_line
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class EagerCapture(Capture):
       replaced: From what a variable holds, its new value, and its components or None, to what it shall hold.
     """
 
-    def __init__(self, slot_of: Callable[[Any], Slot], replaced: Callable[[Any, Any, Any], Any]):
-        super().__init__(slot_of, 1)
+    def __init__(self, binding_of: Callable[[Any], Binding], replaced: Callable[[Any, Any, Any], Any]):
+        super().__init__(binding_of, 1)
         self.trace = jax_compat.EagerTrace(self._observe, lambda: bool(self._open))
         self._replaced = replaced
         self._records: dict[int, Record] = {}
@@ -62,7 +62,7 @@ class EagerCapture(Capture):
         self._late: dict[int, tuple[Any, jax_compat.Late]] = {}
         self._inner_consts: dict[int, tuple[Any, list[Any]]] = {}
         # Tapes opened inside functions that JAX stages leave marks there, as in functions that are traced.
-        self._staged = TracedCapture(slot_of, 1)
+        self._staged = TracedCapture(binding_of, 1)
         self._staged_tapes: set[int] = set()
         self._rewriter = Rewriter(list)  # of one replica the gradients are the sums
 
@@ -91,9 +91,9 @@ class EagerCapture(Capture):
             record.know(value)
         return value
 
-    def _first_value(self, slot: Slot) -> Any:
+    def _first_value(self, binding: Binding) -> Any:
         with jax_compat.evaluating():
-            return _value_before(slot)
+            return _value_before(binding)
 
     def _detached(self, value: Any) -> Any:
         with jax_compat.evaluating():
@@ -107,15 +107,15 @@ class EagerCapture(Capture):
         with state_lock:
             for entry in self.entries.values():
                 if entry.written:
-                    self._store(entry.slot, entry.current)
+                    self._store(entry.binding, entry.current)
 
-    def _store(self, slot: Slot, value: Any) -> None:
+    def _store(self, binding: Binding, value: Any) -> None:
         components = None
-        if slot.sharing is Sharing.COMPONENTS:
-            components = jnp.broadcast_to(value, (slot.num_replicas, *slot.shape))
-            if slot.variable.aggregation is VariableAggregation.SUM:
+        if binding.sync_policy is SyncPolicy.COMPONENTS:
+            components = jnp.broadcast_to(value, (binding.num_replicas, *binding.shape))
+            if binding.variable.aggregation is VariableAggregation.SUM:
                 components = jnp.zeros_like(components).at[0].set(value)
-        slot.value = self._replaced(slot.value, value, components)
+        binding.value = self._replaced(binding.value, value, components)
 
     def _late_value(self, variable: Any, value: Any) -> jax_compat.Late:
         known = self._late.get(id(variable))
@@ -234,15 +234,15 @@ class EagerCapture(Capture):
             return jax_compat.eval_jaxpr(jaxpr, [*values, *inputs])
 
 
-def _value_before(slot: Slot) -> jax.Array:
+def _value_before(binding: Binding) -> jax.Array:
     """Returns the value of a variable as one device would hold it."""
     with state_lock:
-        value = slot.value
-        check_no_tracer(slot, value)
+        value = binding.value
+        check_no_tracer(binding, value)
         value = on_no_device(value)
-    if slot.sharing is not Sharing.COMPONENTS:
+    if binding.sync_policy is not SyncPolicy.COMPONENTS:
         return value
-    aggregation = slot.variable.aggregation
+    aggregation = binding.variable.aggregation
     if aggregation is VariableAggregation.SUM:
         return jnp.sum(value, axis=0, dtype=value.dtype)
     return jnp.mean(value, axis=0) if aggregation is VariableAggregation.MEAN else value[0]

@@ -97,7 +97,7 @@ def watched(
     )[0]
     is_array = [output.is_array for output in first.outputs]
     results = [f"result{jax.tree_util.keystr(path)}" for path, i in paths if i is not None and is_array[i]]
-    assigned = [f"the new value of variable {entry.slot.name!r}" for entry in first.written]
+    assigned = [f"the new value of variable {entry.binding.name!r}" for entry in first.written]
     check = FiniteCheck(name, [*results, *assigned], origins, program.variant_of_replica)
     return ReplicaProgram(variants, program.variant_of_replica), check
 
@@ -114,7 +114,7 @@ class _Watcher:
         self._variant, self._has_rows = variant, has_rows
         self.origins: list[str] = []
         self._numbers: dict[int, int] = {}
-        states = [f"variable {entry.slot.name!r}, before the step" for entry in variant.entries]
+        states = [f"variable {entry.binding.name!r}, before the step" for entry in variant.entries]
         self._inputs = [*("a constant of the function" for _ in variant.consts), *states, *arguments]
 
     def variant(self, num_replicas: int) -> Variant:

@@ -33,7 +33,7 @@ def number_variant(variant: Variant) -> dict[Any, Any]:
         variant.jaxpr,
         [
             *map(number_constant, variant.consts),
-            *(("variable", id(e.slot)) for e in variant.entries),
+            *(("variable", id(e.binding)) for e in variant.entries),
             *(("argument", i, tuple(v.aval.shape)) for i, v in enumerate(args)),
         ],
     )

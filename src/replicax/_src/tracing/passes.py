@@ -45,6 +45,7 @@ from replicax._src.errors import (
 )
 from replicax._src.framework import frameworks_in_use, is_variable
 from replicax._src.migrate import tensorflow_code
+from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
 from replicax._src.tracing.equations import has_any
@@ -54,7 +55,6 @@ from replicax._src.tracing.primitives import MARKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant, leaked
 from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
 from replicax._src.tracing.rewrite import Rewriter, evaluate_inlined
-from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, is_value
 
@@ -77,7 +77,7 @@ def trace_replicas(
     inputs: Sequence[Leaf],
     num_replicas: int,
     *,
-    slot_of: Callable[[Any], Slot],
+    binding_of: Callable[[Any], Binding],
     sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]],
 ) -> tuple[ReplicaProgram, list[int] | None]:
     """Traces a function of one replica for all of them: one program, of one variant for each batch size.
@@ -85,7 +85,7 @@ def trace_replicas(
     Args:
       call: Calls the function, given the number of the variant and the tracers of ``inputs``.
       inputs: The arrays that it takes.
-      slot_of: Gives the slot of a variable.
+      binding_of: Gives the binding of a variable.
       sum_gradients: Sums gradients over the replicas.
 
     Returns:
@@ -99,7 +99,7 @@ def trace_replicas(
         first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
         rows = [shape[0] if shape else 1 for shape in first]
 
-    how = _Tracing(slot_of, num_replicas, sum_gradients)
+    how = _Tracing(binding_of, num_replicas, sum_gradients)
 
     def trace(number: int, uneven: Uneven | None = None, forced: Sequence[bool] | None = None) -> Variant:
         replica_id = variant_of_replica.index(number)
@@ -126,7 +126,7 @@ def trace_replicas(
 def trace_cross_replica(
     call: Callable[[list[Any]], Any],
     avals: Sequence[Any],
-    slot_of: Callable[[Any], Slot],
+    binding_of: Callable[[Any], Binding],
     *,
     on_strategy: Callable[[Any], None] | None = None,
     take_rows: TakeRows | None = None,
@@ -138,7 +138,7 @@ def trace_cross_replica(
       on_strategy: Told of each strategy whose ``run`` is called in it.
       take_rows: The pass of that name.
     """
-    how = _Tracing(slot_of, on_strategy=on_strategy, take_rows=take_rows)
+    how = _Tracing(binding_of, on_strategy=on_strategy, take_rows=take_rows)
     return _trace_variant(call, avals, [Replication.INVARIANT] * len(avals), how)
 
 
@@ -208,7 +208,7 @@ def _trace_sizes(
             f"The shapes that replicas exchange, or the gradients that they sum, still changed when the replica "
             f"function was traced {_MAX_ROUNDS} times. Gather arrays of different sizes once, and compute from that."
         )
-    if len({tuple(id(e.slot) for e in v.written) for v in variants}) > 1:
+    if len({tuple(id(e.binding) for e in v.written) for v in variants}) > 1:
         raise StructureError(
             "The replica function assigns other variables, or in another order, depending on the local batch "
             "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
@@ -234,7 +234,7 @@ class _Tracing:
     """How a function is traced: what the passes over a variant are told.
 
     Attributes:
-      slot_of: Gives the slot of a variable.
+      binding_of: Gives the binding of a variable.
       num_replicas: R, or None for a cross-replica function.
       sum_gradients: Sums gradients over replicas.
       on_strategy, take_rows: See ``trace_cross_replica``.
@@ -242,7 +242,7 @@ class _Tracing:
       forced_sums: Which gradients are summed, if that is decided; see ``Rewriter``.
     """
 
-    slot_of: Callable[[Any], Slot]
+    binding_of: Callable[[Any], Binding]
     num_replicas: int | None = None
     sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]] = lambda capture, values: list(values)
     on_strategy: Callable[[Any], None] | None = None
@@ -279,7 +279,7 @@ def _trace_variant(
     has_created = False
     for _ in range(_MAX_TRACES):
         capture = TracedCapture(
-            how.slot_of,
+            how.binding_of,
             how.num_replicas,
             uneven=how.uneven and how.uneven.restart(),
             unconnected=unconnected,
@@ -353,7 +353,10 @@ def captured(
         *jaxpr.invars[len(consts) :],
     ]
     eqns = [e for e in jaxpr.eqns if e.primitive.name != "replicax_variable"]
-    state = [Replication.VARYING if e.slot.sharing.is_per_replica else Replication.INVARIANT for e in entries]
+    state = [
+        Replication.VARYING if e.binding.sync_policy.is_per_replica else Replication.INVARIANT
+        for e in entries
+    ]
     return Variant(
         jax_compat.rebuild(jaxpr, invars=invars, eqns=eqns),
         consts,
@@ -496,12 +499,12 @@ def compare_sizes(program: ReplicaProgram) -> ReplicaProgram:
         numbers = [number_of(known, atom) for atom in variant.jaxpr.outvars]
         outs.append(numbers[:num_arrays])
         writes.append(
-            dict(zip((id(e.slot) for e in variant.written), numbers[num_arrays:], strict=True)),
+            dict(zip((id(e.binding) for e in variant.written), numbers[num_arrays:], strict=True)),
         )
     is_equal = [len(set(column)) == 1 for column in zip(*outs, strict=True)]
 
     def compared(variant: Variant) -> Variant:
-        written = [len({numbers.get(id(e.slot)) for numbers in writes}) == 1 for e in variant.written]
+        written = [len({numbers.get(id(e.binding)) for numbers in writes}) == 1 for e in variant.written]
         return dataclasses.replace(
             variant,
             out_replications=_unless(is_equal, variant.out_replications),
@@ -525,10 +528,10 @@ def check_synchronised(program: ReplicaProgram) -> ReplicaProgram:
       DivergenceError: Naming the variable and the line that assigned it.
     """
     for index, line, is_same in zip(program.written, program.lines, program.same_writes, strict=True):
-        slot = program.slots[index]
-        if slot.sharing is Sharing.MIRRORED and not is_same:
+        binding = program.bindings[index]
+        if binding.sync_policy is SyncPolicy.MIRRORED and not is_same:
             raise DivergenceError(
-                f"Variable {slot.name!r} is mirrored, and the value assigned to it at {line} differs (or may "
+                f"Variable {binding.name!r} is mirrored, and the value assigned to it at {line} differs (or may "
                 f"differ) between replicas: its copies would fall out of sync. Either combine the value "
                 f"first (rx.get_replica_context().all_reduce(...)), or make the variable with "
                 f"aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "

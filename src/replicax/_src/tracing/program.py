@@ -14,11 +14,11 @@ from typing import Any
 
 from replicax._src import jax_compat
 from replicax._src.errors import StructureError, TraceError
+from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.capture import Entry
 from replicax._src.tracing.equations import has_any
 from replicax._src.tracing.primitives import CALLBACKS, PRINTS
 from replicax._src.tracing.replication import Replication, has_replica_collective
-from replicax._src.tracing.slots import Slot
 
 
 @dataclass(frozen=True)
@@ -123,23 +123,23 @@ class ReplicaProgram:
                 )
 
     @functools.cached_property
-    def slots(self) -> list[Slot]:
+    def bindings(self) -> list[Binding]:
         """All variables that any variant reads or writes."""
-        return list({id(e.slot): e.slot for v in self.variants for e in v.entries}.values())
+        return list({id(e.binding): e.binding for v in self.variants for e in v.entries}.values())
 
     @functools.cached_property
     def _lines(self) -> dict[int, str]:
-        """Where each written slot is written, by position."""
-        position = {id(slot): i for i, slot in enumerate(self.slots)}
+        """Where each written binding is written, by position."""
+        position = {id(binding): i for i, binding in enumerate(self.bindings)}
         lines: dict[int, str] = {}
         for variant in self.variants:
             for entry in variant.written:
-                lines.setdefault(position[id(entry.slot)], entry.line)
+                lines.setdefault(position[id(entry.binding)], entry.line)
         return lines
 
     @property
     def written(self) -> list[int]:
-        """Indices into ``slots`` of those written, in order."""
+        """Indices into ``bindings`` of those written, in order."""
         return list(self._lines)
 
     @property
@@ -150,7 +150,7 @@ class ReplicaProgram:
     @functools.cached_property
     def same_writes(self) -> list[bool]:
         """Whether each written value is proven the same on all replicas."""
-        return [all(self._is_same_write(v, self.slots[i]) for v in self.variants) for i in self.written]
+        return [all(self._is_same_write(v, self.bindings[i]) for v in self.variants) for i in self.written]
 
     @functools.cached_property
     def same_outputs(self) -> list[bool]:
@@ -169,11 +169,11 @@ class ReplicaProgram:
         return any(has_callback(v.jaxpr) for v in self.variants)
 
     @staticmethod
-    def _is_same_write(variant: Variant, slot: Slot) -> bool:
+    def _is_same_write(variant: Variant, binding: Binding) -> bool:
         found = [
             replication.is_same
             for entry, replication in zip(variant.written, variant.write_replications, strict=True)
-            if entry.slot is slot
+            if entry.binding is binding
         ]
         return found == [True]
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicax._src import jax_compat
+from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.capture import Entry
 from replicax._src.tracing.equations import is_variable, leading_to, variables
 from replicax._src.tracing.primitives import UNPACKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
 from replicax._src.tracing.replication import Replication, analyse, meets
-from replicax._src.tracing.slots import Slot
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Updates:
     """
 
     jaxpr: Any
-    read: list[Slot]
-    written: list[Slot]
+    read: list[Binding]
+    written: list[Binding]
     num_handed: int
 
 
@@ -41,7 +41,7 @@ def cut_before_updates(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates
     so.
     """
     differing = [
-        program.slots[i] for i, same in zip(program.written, program.same_writes, strict=True) if not same
+        program.bindings[i] for i, same in zip(program.written, program.same_writes, strict=True) if not same
     ]
     halves = [_cut(variant, set(map(id, differing))) for variant in program.variants]
     first = halves[0][1]
@@ -58,13 +58,15 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
     """Cuts one variant.
 
     Args:
-      differing: The slots that replicas assign different values, by id: perhaps only because their rows are.
+      differing: The bindings that replicas assign different values, by id: perhaps only because their rows are.
     """
     jaxpr, num_consts, num_arrays = variant.jaxpr, len(variant.consts), variant.num_arrays
     _, replications = analyse(jaxpr, variant.input_replications)
     writes = list(zip(variant.written, jaxpr.outvars[num_arrays:], strict=True))
     of_replicas = [
-        var for entry, var in writes if entry.slot.sharing.is_per_replica or id(entry.slot) in differing
+        var
+        for entry, var in writes
+        if entry.binding.sync_policy.is_per_replica or id(entry.binding) in differing
     ]
     # Equations that the results do not need may look different for each shape.
     live = leading_to(jaxpr.eqns, jaxpr.outvars, keeps_effects=True)
@@ -72,17 +74,17 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
     state = jaxpr.invars[num_consts : num_consts + len(variant.entries)]
     ending = _without_unpacking(ending, set(state))
     made = {var for eqn in ending for var in eqn.outvars}
-    slots = {var: entry.slot for var, entry in zip(state, variant.entries, strict=True)}
+    bindings = {var: entry.binding for var, entry in zip(state, variant.entries, strict=True)}
 
     used = dict.fromkeys(a for eqn in ending for a in variables(eqn.invars) if a not in made)
-    read = [var for var in used if var in slots]
-    handed = [var for var in used if var not in slots]
+    read = [var for var in used if var in bindings]
+    handed = [var for var in used if var not in bindings]
     late = [(entry, var) for entry, var in writes if is_variable(var) and var in made]
     early = [(entry, var) for entry, var in writes if not (is_variable(var) and var in made)]
     updates = Updates(
         jax_compat.rebuild(jaxpr, invars=[*read, *handed], outvars=[var for _, var in late], eqns=ending),
-        [slots[var] for var in read],
-        [entry.slot for entry, _ in late],
+        [bindings[var] for var in read],
+        [entry.binding for entry, _ in late],
         len(handed),
     )
 
@@ -151,7 +153,7 @@ def _kept_entries(
     kept = []
     for i, entry in enumerate(variant.entries):
         if state[i] in needed or id(entry) in early:
-            copy = Entry(entry.slot, entry.index, entry.current)
+            copy = Entry(entry.binding, entry.index, entry.current)
             copy.written, copy.line = id(entry) in early, entry.line
             kept.append((i, copy))
     return kept

@@ -37,7 +37,7 @@ class LogicalLayouts:
         self._map, self.topology = layout_map, topology
         self._unused = dict.fromkeys(layout_map)
         self._paths: dict[str, None] = {}
-        self._paths_of_slots: dict[str, None] = {}
+        self._paths_of_bindings: dict[str, None] = {}
         self._warned: set[str] = set()
         self._sizes = {name: topology.mesh.shape[name] for name in topology.mesh.axis_names[1:]}
         for pattern, layout in layout_map.entries():
@@ -47,7 +47,7 @@ class LogicalLayouts:
         """The same over other devices. Both know which patterns have matched a variable."""
         layouts = LogicalLayouts(self._map, topology)
         layouts._unused, layouts._paths = self._unused, self._paths
-        layouts._paths_of_slots, layouts._warned = self._paths_of_slots, self._warned
+        layouts._paths_of_bindings, layouts._warned = self._paths_of_bindings, self._warned
         return layouts
 
     def _check_axes(self, pattern: str, layout: Layout) -> None:
@@ -79,7 +79,7 @@ class LogicalLayouts:
         owner = accompanied_by(variable)
         if owner is None and not is_of_optimizer(variable):
             return self.of_path(variable.path, variable.shape)
-        self._paths_of_slots[variable.path] = None
+        self._paths_of_bindings[variable.path] = None
         return None if owner is None else self.of(owner)
 
     def note(self, variable: Any) -> None:
@@ -149,9 +149,9 @@ class LogicalLayouts:
 
     def _closest(self, pattern: str) -> str:
         """The paths that are most like a pattern, as a message shows them."""
-        of_slots = [path for path in self._paths_of_slots if re.search(pattern, path)]
-        if of_slots:
-            return f"it matches {of_slots[0]!r}, which an optimizer keeps for a variable and which lies as that variable does"
+        of_bindings = [path for path in self._paths_of_bindings if re.search(pattern, path)]
+        if of_bindings:
+            return f"it matches {of_bindings[0]!r}, which an optimizer keeps for a variable and which lies as that variable does"
         plain = re.sub(r"\W+", " ", pattern)
         likeness = {path: difflib.SequenceMatcher(None, plain, path).ratio() for path in self._paths}
         closest = sorted(likeness, key=lambda path: -likeness[path])[:_MAX_SHOWN]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from replicax._src.devices.topology import Topology
 from replicax._src.jax_compat import Device
-from replicax._src.tracing.slots import own_copy, placed_by_each
+from replicax._src.tracing.bindings import own_copy, placed_by_each
 from replicax._src.values import shards_of_replicas
 from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts

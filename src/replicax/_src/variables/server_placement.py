@@ -119,7 +119,7 @@ def array_of_table(variable: Any) -> ServerArray | None:
     strategy, held = owner_of_table(variable)
     if strategy is None or not strategy.has_servers:
         return None
-    stored = strategy.slots.slot_of(held).value
+    stored = strategy.bindings.binding_of(held).value
     return stored if isinstance(stored, ServerArray) and stored.is_table else None
 
 

@@ -19,8 +19,8 @@ from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, Va
 from replicax._src.framework import Framework, use
 from replicax._src.narrowing import narrowed_nest
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
+from replicax._src.tracing.bindings import Binding, SyncPolicy, state_lock
 from replicax._src.tracing.capture import current_capture, note_created
-from replicax._src.tracing.slots import Sharing, Slot, state_lock
 from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike, DistributedValues, PerReplica, shown_value
 from replicax._src.variables.caching import cached_read
@@ -558,7 +558,7 @@ def _communicator() -> Communicator | None:
     return replica.communicator if replica is not None else None
 
 
-# --- slots: how programs see variables ----------------------------------------------------------------
+# --- bindings: how programs see variables ----------------------------------------------------------------
 
 
 class _Stored:
@@ -586,14 +586,16 @@ class _VariableAccessor:
 _accessor = _VariableAccessor()
 
 
-def _make_slot(variable: Variable, num_replicas: int) -> Slot:
-    sharing = Sharing.COMPONENTS if variable._has_components else Sharing.MIRRORED
+def _make_binding(variable: Variable, num_replicas: int) -> Binding:
+    sync_policy = SyncPolicy.COMPONENTS if variable._has_components else SyncPolicy.MIRRORED
     if variable._is_summed and num_replicas > 1:  # elsewhere it is one value
-        sharing = Sharing.SUMMED
-    return Slot(variable, _accessor, variable.name, variable.shape, variable.dtype, sharing, variable._stored)
+        sync_policy = SyncPolicy.SUMMED
+    return Binding(
+        variable, _accessor, variable.name, variable.shape, variable.dtype, sync_policy, variable._stored
+    )
 
 
-use(Framework("replicax", variable_types=(Variable,), make_slot=_make_slot))
+use(Framework("replicax", variable_types=(Variable,), make_binding=_make_binding))
 
 # In functions of JAX a variable is its value.
 _as_its_value: Any = lambda _, values: values[0]  # noqa: E731

@@ -108,7 +108,7 @@ def _change(
     """Returns the change that operations make to the value read; or None, and the operation that a server cannot
     apply.
     """
-    shape = event.slot.shape
+    shape = event.binding.shape
     computed = sources | {number for operation in path for number in operation.results}
     by_row = [o for o in path if _is_elementwise(o, shape)]
     scattering = [o for o in path if _is_scatter(o, shape, computed)]
@@ -218,7 +218,7 @@ def warn_of_replacement(event: Assigned, mixing: Operation) -> None:
     log.warning(
         "The new value of variable %r at %s is computed from its old value by %r (%s), which a parameter server "
         "cannot apply, so the worker sends the new value. If two workers assign at the same time, the last one wins.",
-        event.slot.name,
+        event.binding.name,
         event.line,
         mixing.eqn.primitive.name,
         mixing.line,

@@ -27,9 +27,9 @@ from replicax._src.parameter_servers.programs.programs import (
 from replicax._src.parameter_servers.programs.tracing import trace_function
 from replicax._src.parameter_servers.programs.updates import UpdateBuilder
 from replicax._src.parameter_servers.programs.worker import WorkerBuilder
+from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.flat import Atom
 from replicax._src.tracing.program import Output
-from replicax._src.tracing.slots import Slot
 from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
@@ -113,7 +113,7 @@ def place_closure(
     avals: Sequence[Any],
     name: str,
     servers: Servers,
-    slot_of: Callable[[Any], Slot],
+    binding_of: Callable[[Any], Binding],
     offer: Offer | None = None,
     num_averaged: int | None = None,
     num_replicas: int = 1,
@@ -125,7 +125,7 @@ def place_closure(
       avals: The shapes and dtypes of its arguments.
       name: The name of the function, for messages.
       servers: The placement of the variables.
-      slot_of: Returns the slot of a variable.
+      binding_of: Returns the binding of a variable.
       offer: The elements that it takes, see ``Elements``.
       num_averaged: The number of closures whose gradients are averaged for one update; None for no averaging.
       num_replicas: The number of replicas of a worker.
@@ -133,8 +133,8 @@ def place_closure(
     Raises:
       VariableError: It uses a variable that is not on the parameter servers.
     """
-    traced = trace_function(call, avals, slot_of, offer, num_replicas)
-    arrays = Arrays(slot_of)
+    traced = trace_function(call, avals, binding_of, offer, num_replicas)
+    arrays = Arrays(binding_of)
     worker = WorkerBuilder(traced, arrays.of)
     server_side = _ServerSide(worker, arrays, servers, num_averaged)
     programs = server_side.programs(name)
@@ -168,8 +168,8 @@ def place_closure(
 class Arrays:
     """The arrays on the servers of the variables that a function uses."""
 
-    def __init__(self, slot_of: Callable[[Any], Slot]):
-        self._slot_of = slot_of
+    def __init__(self, binding_of: Callable[[Any], Binding]):
+        self._binding_of = binding_of
         self._arrays: dict[int, ServerArray] = {}  # by id of the variable
 
     @property
@@ -184,15 +184,15 @@ class Arrays:
         """
         array = self._arrays.get(id(variable))
         if array is None:
-            array = self._arrays[id(variable)] = _array_of(variable, self._slot_of(variable))
+            array = self._arrays[id(variable)] = _array_of(variable, self._binding_of(variable))
         return array
 
 
-def _array_of(variable: Any, slot: Slot) -> ServerArray:
-    value = slot.value
+def _array_of(variable: Any, binding: Binding) -> ServerArray:
+    value = binding.value
     if not isinstance(value, ServerArray):
         raise VariableError(
-            f"Variable {slot.name!r} is used in a function for workers, but was made outside of the scope of "
+            f"Variable {binding.name!r} is used in a function for workers, but was made outside of the scope of "
             "ParameterServerStrategy, so it is in this process only. Make variables, models, optimizers and "
             "metrics inside `with strategy.scope():`."
         )
@@ -229,7 +229,7 @@ class _ServerSide:
                 self._updates.append(update)
                 worker.add_update(update, atoms)
             else:
-                changed.add(id(event.slot.variable))
+                changed.add(id(event.binding.variable))
         self._place()
         every = range(self._servers.num_ps)
         builders = {ps: UpdateBuilder(ps) for ps in every}
@@ -271,7 +271,7 @@ class _ServerSide:
         for event, _ in self._worker.notes:
             if isinstance(event, Applied):
                 updated.update(next(updates).arrays)
-            elif (array := self._arrays.of(event.slot.variable)) in updated:
+            elif (array := self._arrays.of(event.binding.variable)) in updated:
                 raise UnsupportedError(
                     f"Variable {array.name!r} is assigned at {event.line}, after an optimizer in the same "
                     "function. With replicas_to_aggregate, assignments are applied at once, but gradients "
@@ -280,7 +280,9 @@ class _ServerSide:
                 )
 
     def _place(self) -> None:
-        """Places all arrays on the servers, with the shards of a variable and its optimizer slots on the same ones."""
+        """Places all arrays on the servers, with the shards of a variable and its optimizer bindings on the same
+        ones.
+        """
         for update in self._updates:
             whole = [array for array in update.kept_whole if array.shards]
             for array in whole:
@@ -288,8 +290,8 @@ class _ServerSide:
             if whole:
                 names = ", ".join(repr(array.name) for array in whole)
                 log.warning(_KEPT_WHOLE, update.call.name, names)
-            for slot, variable in update.slots:
-                self._servers.put_beside(slot, variable)
+            for binding, variable in update.slots:
+                self._servers.put_beside(binding, variable)
         self._servers.make(self._arrays.all)
         for update in self._updates:
             for array in update.shared:
@@ -301,7 +303,7 @@ class _ServerSide:
         return range(self._servers.num_ps) if update.changes_shared else update.places()
 
     def _add_assignment(self, builders: Mapping[int, UpdateBuilder], event: Assigned, value: Atom) -> None:
-        array = self._arrays.of(event.slot.variable)
+        array = self._arrays.of(event.binding.variable)
         program = assignment_program(event, value, self._worker.program)
         avals = [self._worker.aval_of(atom) for atom in program.operands]
         copies = [Piece(ps, key) for ps, key in array.copies.items()]

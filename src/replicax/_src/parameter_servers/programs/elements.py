@@ -22,8 +22,8 @@ from replicax._src.input.sources import unbatched
 from replicax._src.parameter_servers.programs.programs import signature_of
 from replicax._src.parameter_servers.programs.random_keys import is_key
 from replicax._src.parameter_servers.worker.unbuilt import Cut
+from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.capture import current_capture
-from replicax._src.tracing.slots import Sharing, Slot
 from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica, largest_shape, pad
 
@@ -144,7 +144,7 @@ class Elements:
         self.sources: list[PerWorkerInput] = [] if offer is None else list(offer.sources)
         self.counts: list[int] = [0] * len(self.sources)
         self.taken: dict[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] = {}
-        self._slots: dict[int, Slot] = {}
+        self._bindings: dict[int, Binding] = {}
 
     def take(self, source: PerWorkerInput) -> Any:
         """Returns the next element, or the value, in the function that is being traced.
@@ -206,8 +206,8 @@ class Elements:
             is_cut = spec.cut == "rows" and bool(leaf.shape) and leaf.shape[0] % self._num_replicas == 0
             element = Element(source, call, position, is_cut)
             name = f"element {position} of iterator {number}"
-            self._slots[id(element)] = Slot(
-                element, _NO_ACCESSOR, name, leaf.shape, leaf.dtype, Sharing.MIRRORED
+            self._bindings[id(element)] = Binding(
+                element, _NO_ACCESSOR, name, leaf.shape, leaf.dtype, SyncPolicy.MIRRORED
             )
             values.append(capture.read(element))
         element = jax.tree_util.tree_unflatten(spec.tree, values)
@@ -228,8 +228,8 @@ class Elements:
             )
         return self._offer.leaves[number, call]
 
-    def slot_of(self, element: Element) -> Slot:
-        return self._slots[id(element)]
+    def binding_of(self, element: Element) -> Binding:
+        return self._bindings[id(element)]
 
     @property
     def signature(self) -> str:

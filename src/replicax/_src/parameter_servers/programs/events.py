@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.branches import reads_in
 from replicax._src.tracing.capture import Entry
 from replicax._src.tracing.markers import read_p
-from replicax._src.tracing.slots import Slot
 from replicax._src.user_code import user_line
 
 Shapes = Callable[[Any], tuple[int, ...]]
@@ -23,7 +23,7 @@ class OptimizerCall:
     Attributes:
       variables: The variables that it updates, each with its gradient.
       state: The variables of the optimizer.
-      reference_of: Returns the variable that one of ``state`` is a slot of; None for shared state.
+      reference_of: Returns the variable that one of ``state`` is a binding of; None for shared state.
       trace: Traces the update for variables of the given shapes. It returns a jaxpr without constvars, and the values
         of
         its leading inputs. The other inputs are the state, the gradients and the values. The outputs are the values
@@ -46,12 +46,12 @@ class Assigned:
     """One assignment.
 
     Attributes:
-      slot: The slot of the variable.
+      binding: The binding of the variable.
       reads: The numbers of the reads of the variable since its last assignment, latest first.
       line: The line of the user's code.
     """
 
-    slot: Slot
+    binding: Binding
     reads: Sequence[int]
     line: str
 
@@ -100,7 +100,7 @@ class Events:
     def written(self, entry: Entry) -> None:
         reads = self._reads.pop(id(entry), [])
         if not self.is_applying:
-            event = Assigned(entry.slot, reads[::-1], entry.line)
+            event = Assigned(entry.binding, reads[::-1], entry.line)
             self.noted.append((event, [entry.current]))
 
     def forget_reads(self, entry: Entry) -> None:

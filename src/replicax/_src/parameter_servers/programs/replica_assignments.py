@@ -25,8 +25,8 @@ from replicax._src.parameter_servers.programs.assignments import (
 )
 from replicax._src.parameter_servers.programs.events import Assigned
 from replicax._src.tracing import flat
+from replicax._src.tracing.bindings import SyncPolicy
 from replicax._src.tracing.flat import Atom, FlatProgram, Operation
-from replicax._src.tracing.slots import Sharing
 
 _ALONG = frozenset(["copy", "stop_gradient", "neg", "convert_element_type"])
 _SUMS = frozenset(["add", "add_any", "sub"])
@@ -42,11 +42,11 @@ class Combining(enum.Enum):
 
 
 _OF_SHARING = {
-    Sharing.MIRRORED: Combining.SAME,
-    Sharing.FIRST: Combining.FIRST,
-    Sharing.SEED: Combining.FIRST,
-    Sharing.AVERAGED: Combining.MEAN,
-    Sharing.SUMMED: Combining.SUM,
+    SyncPolicy.MIRRORED: Combining.SAME,
+    SyncPolicy.FIRST: Combining.FIRST,
+    SyncPolicy.SEED: Combining.FIRST,
+    SyncPolicy.AVERAGED: Combining.MEAN,
+    SyncPolicy.SUMMED: Combining.SUM,
 }
 
 
@@ -86,8 +86,10 @@ def replica_assignment(
       is_same: True if ``value`` is the same on all replicas.
       are_same: Returns True if other values of the program are the same on all replicas.
     """
-    sharing = event.slot.sharing
-    combining = Combining.SAME if is_same and sharing is not Sharing.SUMMED else _OF_SHARING[sharing]
+    sync_policy = event.binding.sync_policy
+    combining = (
+        Combining.SAME if is_same and sync_policy is not SyncPolicy.SUMMED else _OF_SHARING[sync_policy]
+    )
     if combining in (Combining.MEAN, Combining.SUM):
         return _linear(event, value, program, combining, are_same) or _replaced(event, value, combining)
     found = assignment_program(event, value, program)
@@ -109,7 +111,7 @@ def same_in_all(event: Assigned, found: Sequence[ReplicaAssignment]) -> ReplicaA
     first = found[0]
     if any(other.described != first.described for other in found[1:]):
         raise StructureError(
-            f"The value assigned to variable {event.slot.name!r} at {event.line} is computed from its old value "
+            f"The value assigned to variable {event.binding.name!r} at {event.line} is computed from its old value "
             "differently for another local batch size, for example with x.shape[0]. First compute the part that "
             "depends on the batch size, and keep the assignment the same: v.assign_add(x), or v * decay + x."
         )

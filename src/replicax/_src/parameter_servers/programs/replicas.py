@@ -29,11 +29,11 @@ from replicax._src.parameter_servers.programs.replica_assignments import (
 )
 from replicax._src.parameter_servers.programs.worker import check_callbacks
 from replicax._src.tracing import flat
+from replicax._src.tracing.bindings import SyncPolicy
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.tracing.flat import Atom, FlatProgram
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
 from replicax._src.tracing.replication import Replication, analyse
-from replicax._src.tracing.slots import Sharing
 
 _WHOLE, _ROW = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
@@ -109,15 +109,15 @@ class PlacedReplicas:
     def __call__(self, capture: Capture, events: Events, args: Sequence[Any]) -> list[Any]:
         """Adds it to the function that is being traced. Returns the results, as rows [R, ...] if they may vary."""
         events.num_replicas = self._topology.num_replicas
-        slots = self._inner.slots
-        before = [capture.read(slot.variable) for slot in slots]
+        bindings = self._inner.bindings
+        before = [capture.read(binding.variable) for binding in bindings]
         consts = [variant.consts for variant in self._inner.variants]
         results, operands, finals = self._on_replicas()(before, consts, list(args))
         self._note(capture, events, operands)
         # This process also computes the servers' updates, for code that reads the variables afterwards.
         with events.unnoted():
             for index, value in zip(self._inner.written, finals, strict=True):
-                capture.write(slots[index].variable, value)
+                capture.write(bindings[index].variable, value)
         return results
 
     # --- values that leave the replicas ------------------------------------------------------------------
@@ -198,16 +198,18 @@ class PlacedReplicas:
         def on_device(before: Sequence[Any], consts: Any, args: Sequence[Any]) -> Any:
             is_first = jax.lax.axis_index(REPLICA_AXIS) == 0
             state = [
-                jnp.where(is_first, value, jnp.zeros_like(value)) if slot.sharing is Sharing.SUMMED else value
-                for slot, value in zip(inner.slots, before, strict=True)
+                jnp.where(is_first, value, jnp.zeros_like(value))
+                if binding.sync_policy is SyncPolicy.SUMMED
+                else value
+                for binding, value in zip(inner.bindings, before, strict=True)
             ]
             args = [arg[0] if row else arg for arg, row in zip(args, self._is_row, strict=True)]
             outs, writes, sums = body(consts, state, args)
             totals = iter(sums)
-            sharings = [inner.slots[index].sharing for index in inner.written]
+            sync_policies = [inner.bindings[index].sync_policy for index in inner.written]
             finals = [
-                next(totals) if sharing is Sharing.SUMMED else value
-                for sharing, value in zip(sharings, writes, strict=True)
+                next(totals) if sync_policy is SyncPolicy.SUMMED else value
+                for sync_policy, value in zip(sync_policies, writes, strict=True)
             ]
             results = [o if same else o[None] for o, same in zip(outs[:num_results], is_same, strict=True)]
             return results, self._combined(outs[num_results:], is_first), finals
@@ -260,7 +262,7 @@ class PlacedReplicas:
                 events.noted.append((step.event, given))
                 continue
             assert isinstance(step.event, Assigned)
-            variable, apply = step.event.slot.variable, step.assignment.apply
+            variable, apply = step.event.binding.variable, step.assignment.apply
             if step.assignment.is_change:
                 new = apply(capture.read(variable), given)
             else:

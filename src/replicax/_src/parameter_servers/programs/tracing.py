@@ -18,11 +18,11 @@ from replicax._src.framework import is_variable
 from replicax._src.parameter_servers.programs.elements import Element, Elements, Offer, in_parts
 from replicax._src.parameter_servers.programs.events import Applied, Event, Events
 from replicax._src.parameter_servers.programs.random_keys import as_data
+from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.capture import Entry, current_capture
 from replicax._src.tracing.lookups import Lookups, find_lookups, is_looked_up
 from replicax._src.tracing.passes import trace_cross_replica
 from replicax._src.tracing.program import Variant, check_no_leaks
-from replicax._src.tracing.slots import Slot
 from replicax._src.variables.server_arrays import ServerArray
 
 log = logging.getLogger("replicax")
@@ -67,7 +67,7 @@ class TracedFunction:
 def trace_function(
     call: Callable[[list[Any], Elements], Any],
     avals: Sequence[Any],
-    slot_of: Callable[[Any], Slot],
+    binding_of: Callable[[Any], Binding],
     offer: Offer | None,
     num_replicas: int = 1,
 ) -> TracedFunction:
@@ -94,7 +94,7 @@ def trace_function(
         jaxpr: Any, num_consts: int, entries: Sequence[Entry], num_arrays: int, axis_env: Any
     ) -> tuple[Any, list[Any]]:
         found["rows"] = None
-        tables = [num_consts + n for n, entry in enumerate(entries) if _is_table(entry.slot)]
+        tables = [num_consts + n for n, entry in enumerate(entries) if _is_table(entry.binding)]
         if not tables:
             return jaxpr, []
         jaxpr = _without_updates(jaxpr, num_arrays)
@@ -113,16 +113,18 @@ def trace_function(
         for whole in lookups.whole:
             if is_looked_up(jaxpr, jaxpr.invars[whole.table]):
                 why = "the replicas of a worker use it" if whole.primitive == "shard_map" else str(whole)
-                _say_it_is_needed_whole(entries[whole.table - num_consts].slot.name, why)
+                _say_it_is_needed_whole(entries[whole.table - num_consts].binding.name, why)
         if not lookups.lookups:
             return jaxpr, []
         found["rows"] = TableRows(lookups, num_consts)
         return lookups.jaxpr, list(lookups.consts)
 
-    def slot(variable: Any) -> Slot:
-        return found["elements"].slot_of(variable) if isinstance(variable, Element) else slot_of(variable)
+    def binding(variable: Any) -> Binding:
+        return (
+            found["elements"].binding_of(variable) if isinstance(variable, Element) else binding_of(variable)
+        )
 
-    variant = trace_cross_replica(noting, avals, slot, take_rows=by_rows)
+    variant = trace_cross_replica(noting, avals, binding, take_rows=by_rows)
     check_no_leaks(variant)
     if found["num_replicas"] > 1:
         variant = _without_new_values(variant)
@@ -153,10 +155,10 @@ def _without_updates(jaxpr: Any, num_arrays: int) -> Any:
     return jax_compat.rebuild(jaxpr, outvars=outvars, eqns=kept[::-1])
 
 
-def _is_table(slot: Slot) -> bool:
-    if isinstance(slot.variable, Element) or not jnp.issubdtype(slot.dtype, jnp.inexact):
+def _is_table(binding: Binding) -> bool:
+    if isinstance(binding.variable, Element) or not jnp.issubdtype(binding.dtype, jnp.inexact):
         return False
-    value = slot.value
+    value = binding.value
     return isinstance(value, ServerArray) and value.is_table
 
 

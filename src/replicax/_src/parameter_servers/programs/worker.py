@@ -99,7 +99,7 @@ class WorkerBuilder:
     @property
     def variables(self) -> list[Any]:
         """The variables that the function uses, including tables of which it reads rows."""
-        met = (entry.slot.variable for entry in self._traced.variant.entries)
+        met = (entry.binding.variable for entry in self._traced.variant.entries)
         return [variable for variable in met if not isinstance(variable, Element)]
 
     def aval_of(self, atom: Atom) -> _Aval:
@@ -168,7 +168,7 @@ class WorkerBuilder:
 
         def sharding(number: int) -> Any:
             entry = self._entries.get(number)
-            is_cut = entry is not None and getattr(entry.slot.variable, "is_cut", False)
+            is_cut = entry is not None and getattr(entry.binding.variable, "is_cut", False)
             return row if is_cut else whole
 
         return [jax.ShapeDtypeStruct(*self._avals[number], sharding=sharding(number)) for number in numbers]
@@ -207,7 +207,7 @@ class WorkerBuilder:
                 inputs[number] = self._constant(array)
         for number, entry in self._entries.items():
             if number in used:
-                inputs[number] = self._of_variable(entry.slot.variable, arrays)
+                inputs[number] = self._of_variable(entry.binding.variable, arrays)
         for number, position in self._arguments.items():
             if number in used:
                 inputs[number] = Input("argument", position)
@@ -243,11 +243,11 @@ class WorkerBuilder:
                 return self._constant(traced_consts[given.index])
             if index >= len(variant.entries):
                 return Input("argument", index - len(variant.entries))
-            return self._of_variable(variant.entries[index].slot.variable, arrays)
+            return self._of_variable(variant.entries[index].binding.variable, arrays)
 
         placed = []
         for number, lookup in enumerate(rows.lookups.lookups):
-            table = self._array_of(variant.entries[lookup.table - rows.num_consts].slot.variable)
+            table = self._array_of(variant.entries[lookup.table - rows.num_consts].binding.variable)
             whole, _ = self._shardings
             ids, avals = taking_data(
                 functools.partial(_evaluated, lookup.jaxpr), [v.aval for v in lookup.jaxpr.invars]
@@ -260,7 +260,7 @@ class WorkerBuilder:
 
     def _state_for_cuts(self, update: OptimizerUpdate) -> dict[int, int]:
         """Returns the state that the worker needs: its number in the function, by its number in the update."""
-        of_variable = {id(entry.slot.variable): number for number, entry in self._entries.items()}
+        of_variable = {id(entry.binding.variable): number for number, entry in self._entries.items()}
         state = update.call.state
         return {update.traced.state[n].old: of_variable[id(state[n])] for n in update.needed_state}
 

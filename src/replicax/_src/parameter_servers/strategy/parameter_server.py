@@ -47,7 +47,7 @@ from replicax._src.parameter_servers.worker.unbuilt import StrategyOnWorker, Unb
 from replicax._src.strategies import datasets
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.tracing.slots import SlotTable
+from replicax._src.tracing.bindings import BindingTable
 from replicax._src.variables.partitioners import Partitioner
 from replicax._src.variables.server_placement import ServerPlacement
 
@@ -438,4 +438,4 @@ def _make_parts(strategy: ParameterServerStrategy) -> Parts:
     topology = strategy.topology_of_worker()
     placement = ServerPlacement(topology, strategy.session, strategy.run_here, strategy.variable_partitioner)
     runner = RemoteRunner(strategy, strategy.run_replica_here, is_coordinator=strategy.is_coordinator)
-    return Parts(topology, placement, SlotTable(topology.num_replicas), runner)
+    return Parts(topology, placement, BindingTable(topology.num_replicas), runner)

@@ -25,12 +25,12 @@ from replicax._src.parameter_servers.strategy.remote_running import run_on_repli
 from replicax._src.parameter_servers.strategy.worker_function import WorkerFunction, tracing_lock
 from replicax._src.tracing import key, side_effects
 from replicax._src.tracing.arguments import Call, ClosureCheck
+from replicax._src.tracing.bindings import BindingTable
 from replicax._src.tracing.cache import (
     Leaf,
     ProgramCache,
     jax_state,
 )
-from replicax._src.tracing.slots import SlotTable
 
 if TYPE_CHECKING:
     from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
@@ -100,13 +100,13 @@ class Closures:
     """Makes closures of functions, and caches the traces.
 
     Args:
-      strategy: The strategy, whose ``slots`` are used.
+      strategy: The strategy, whose ``bindings`` are used.
       session: The session that has the variables.
     """
 
     def __init__(self, strategy: ParameterServerStrategy, session: Session):
         self._strategy, self._session = strategy, session
-        self._slots = SlotTable(1)  # for cross-replica code
+        self._bindings = BindingTable(1)  # for cross-replica code
         self._cache: ProgramCache[WorkerFunction] = ProgramCache()
 
     def prepare(
@@ -194,13 +194,13 @@ class Closures:
                 return key.with_cells(fn, cells)(*args, **kwargs)
 
         name = key.name_of(fn)
-        slot_of, num_replicas = self._slots.slot_of, self._strategy.num_replicas_in_sync
+        binding_of, num_replicas = self._bindings.binding_of, self._strategy.num_replicas_in_sync
         with side_effects.reported(fn) as attempt:
             return WorkerFunction(
                 name,
                 self._session,
                 lambda offer: place_closure(
-                    call, avals, name, self._session, slot_of, offer, num_averaged, num_replicas
+                    call, avals, name, self._session, binding_of, offer, num_averaged, num_replicas
                 ),
                 sources,
                 functools.partial(ClosureCheck, tree, described),

@@ -89,7 +89,7 @@ def _run_on_several(
         call.fn,
         call.tree,
         call.described,
-        slot_of=strategy.slots.slot_of,
+        binding_of=strategy.bindings.binding_of,
         observe=observers.observe,
     )
     call.closure_check([variant.jaxpr for variant in program.variants])(call.leaves)

@@ -1,6 +1,6 @@
-"""Slots: where a variable's value lives between the calls of programs, and what happens if it differs.
+"""Bindings: where a variable's value lives between the calls of programs, and what happens if it differs.
 
-A slot joins one variable to one strategy's devices. Nothing here traces or runs.
+A binding joins one variable to one strategy's devices. Nothing here traces or runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import TraceError, VariableError
-from replicax._src.framework import make_slot
+from replicax._src.framework import make_binding
 from replicax._src.tracing.companions import accompanied_by, companions_of
 
 # Held while a program takes the state and gives it back, so that threads neither donate one array twice nor read
@@ -26,7 +26,7 @@ from replicax._src.tracing.companions import accompanied_by, companions_of
 state_lock = threading.RLock()
 
 
-class Sharing(enum.Enum):
+class SyncPolicy(enum.Enum):
     """How the replicas share a variable, and what a program does when their values differ at its end."""
 
     MIRRORED = "one value; differing is an error"
@@ -38,11 +38,11 @@ class Sharing(enum.Enum):
 
     @property
     def is_per_replica(self) -> bool:
-        return self in (Sharing.COMPONENTS, Sharing.SUMMED)
+        return self in (SyncPolicy.COMPONENTS, SyncPolicy.SUMMED)
 
 
 class Accessor(Protocol):
-    """Reads and writes the value that variables of one kind hold now, by their holders: see ``Slot``."""
+    """Reads and writes the value that variables of one kind hold now, by their holders: see ``Binding``."""
 
     def get(self, holders: Sequence[Any]) -> list[Any]:
         """The values, in order."""
@@ -52,19 +52,19 @@ class Accessor(Protocol):
         """Stores ``values``, in order."""
 
 
-class Slot:
+class Binding:
     """A variable on the devices of one strategy.
 
     Attributes:
-      variable: The variable; the slot does not look inside, ``accessor`` does.
+      variable: The variable; the binding does not look inside, ``accessor`` does.
       holder: What the accessor takes: the object that has the value as an attribute, by default the variable.
       name: For messages.
       shape, dtype: As one replica sees the value.
-      sharing: See ``Sharing``.
+      sync_policy: See ``SyncPolicy``.
       num_replicas: R of the strategy.
       placed: The array that a program, or adoption, gave the variable last; None while the program that wrote last
         keeps it (``lowering/spmd.py``).
-      components: [R, ...] behind ``placed`` where sharing is SUMMED.
+      components: [R, ...] behind ``placed`` where sync_policy is SUMMED.
       layout: How the value lies over the devices, where it is divided over the logical devices of a replica or over
         replicas; None: each device holds all of it.
     """
@@ -80,7 +80,7 @@ class Slot:
         "num_replicas",
         "placed",
         "shape",
-        "sharing",
+        "sync_policy",
         "variable",
     )
 
@@ -91,7 +91,7 @@ class Slot:
         name: str,
         shape: Sequence[int],
         dtype: Any,
-        sharing: Sharing,
+        sync_policy: SyncPolicy,
         holder: Any = None,
     ):
         self.variable = variable
@@ -100,7 +100,7 @@ class Slot:
         self.name = name
         self.shape = tuple(shape)
         self.dtype = dtype
-        self.sharing = sharing
+        self.sync_policy = sync_policy
         self.num_replicas = 1
         self.placed: Any = None
         self.components: Any = None
@@ -119,21 +119,21 @@ class Slot:
         """The sharding of the array that programs take for the variable."""
         if self.layout is not None:
             return self.layout
-        return topology.per_replica if self.sharing.is_per_replica else topology.replicated
+        return topology.per_replica if self.sync_policy.is_per_replica else topology.replicated
 
     def described(self, topology: Topology) -> Any:
         """The value as programs over a topology take it, without a value: shape, dtype and sharding."""
-        shape = (topology.num_replicas, *self.shape) if self.sharing.is_per_replica else self.shape
+        shape = (topology.num_replicas, *self.shape) if self.sync_policy.is_per_replica else self.shape
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.placement_on(topology))
 
     def __repr__(self) -> str:
-        return f"Slot({self.name!r}, {self.sharing.name})"
+        return f"Binding({self.name!r}, {self.sync_policy.name})"
 
 
-class SlotTable:
-    """The slots of the variables that one strategy's programs have met.
+class BindingTable:
+    """The bindings of the variables that one strategy's programs have met.
 
-    A slot lives as long as a program that uses it.
+    A binding lives as long as a program that uses it.
 
     Args:
       num_replicas: R of the strategy.
@@ -144,39 +144,39 @@ class SlotTable:
     def __init__(self, num_replicas: int, layout_by_rule: Callable[[Any], Any] | None = None) -> None:
         self._num_replicas = num_replicas
         self._layout_by_rule = layout_by_rule
-        self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        self._bindings: weakref.WeakValueDictionary[int, Binding] = weakref.WeakValueDictionary()
         self._layouts: dict[int, Any] = {}
         self._components: dict[int, tuple[Any, Any]] = {}
         self._mesh: Any = None
 
-    def on(self, topology: Topology, layout_by_rule: Callable[[Any], Any] | None) -> SlotTable:
+    def on(self, topology: Topology, layout_by_rule: Callable[[Any], Any] | None) -> BindingTable:
         """A table for other devices, as many for each replica, over which variables lie as they were laid out here."""
-        table = SlotTable(topology.num_replicas, layout_by_rule)
+        table = BindingTable(topology.num_replicas, layout_by_rule)
         table._layouts, table._mesh = self._layouts, topology.mesh
         return table
 
-    def slot_of(self, variable: Any) -> Slot:
-        """The slot of ``variable``, made when it is first met."""
-        slot = self._slots.get(id(variable))
-        if slot is None:
-            slot = make_slot(variable, self._num_replicas)
-            assert isinstance(slot, Slot)
-            slot.num_replicas = self._num_replicas
-            slot.layout = None if slot.sharing.is_per_replica else self.layout_of(variable)
+    def binding_of(self, variable: Any) -> Binding:
+        """The binding of ``variable``, made when it is first met."""
+        binding = self._bindings.get(id(variable))
+        if binding is None:
+            binding = make_binding(variable, self._num_replicas)
+            assert isinstance(binding, Binding)
+            binding.num_replicas = self._num_replicas
+            binding.layout = None if binding.sync_policy.is_per_replica else self.layout_of(variable)
             placed, components = self._components.get(id(variable), (None, None))
             if (
                 components is not None and not components.is_deleted()
             ):  # as a program leaves it that was given its memory
-                slot.placed, slot.components = placed, components
-            self._slots[id(variable)] = slot
-        return slot
+                binding.placed, binding.components = placed, components
+            self._bindings[id(variable)] = binding
+        return binding
 
     def give_components(self, variable: Any, placed: Any, components: Any) -> None:
-        """Says what is behind the sum that a SUMMED variable is given: also to slots that are made later, as nothing
+        """Says what is behind the sum that a SUMMED variable is given: also to bindings that are made later, as nothing
         may hold one yet. It counts as long as the variable shows that sum.
         """
-        slot = self.slot_of(variable)
-        slot.placed, slot.components = placed, components
+        binding = self.binding_of(variable)
+        binding.placed, binding.components = placed, components
         if id(variable) not in self._components:
             weakref.finalize(variable, self._components.pop, id(variable), None)
         self._components[id(variable)] = placed, components
@@ -203,24 +203,24 @@ class SlotTable:
             self._lay_out(each, layout, topology)
 
     def _lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
-        is_met = id(variable) in self._slots
-        slot = self.slot_of(variable)
-        if slot.layout == layout:
+        is_met = id(variable) in self._bindings
+        binding = self.binding_of(variable)
+        if binding.layout == layout:
             return
-        if slot.sharing.is_per_replica:
+        if binding.sync_policy.is_per_replica:
             raise VariableError(
-                f"Variable {slot.name!r} has a value for each replica, which stays whole: only variables with one value can "
+                f"Variable {binding.name!r} has a value for each replica, which stays whole: only variables with one value can "
                 "be divided over logical devices."
             )
         if is_met:
             raise VariableError(
-                f"Variable {slot.name!r} is in a program that was compiled for it as it lies now. Divide variables over "
+                f"Variable {binding.name!r} is in a program that was compiled for it as it lies now. Divide variables over "
                 "logical devices right after making them, before the first step."
             )
         if id(variable) not in self._layouts:
             weakref.finalize(variable, self._layouts.pop, id(variable), None)
-        slot.layout = self._layouts[id(variable)] = layout
-        adopt(slot, slot.value, topology)
+        binding.layout = self._layouts[id(variable)] = layout
+        adopt(binding, binding.value, topology)
 
 
 def own_copy(value: Any, sharding: Any) -> jax.Array:
@@ -279,7 +279,7 @@ def own_copy_here(value: Any) -> jax.Array:
     return jax.lax.convert_element_type(copy, copy.dtype)  # a weak type would recompile
 
 
-def check_no_tracer(slot: Slot, value: Any) -> None:
+def check_no_tracer(binding: Binding, value: Any) -> None:
     """Raises unless a variable holds an array.
 
     Raises:
@@ -287,33 +287,33 @@ def check_no_tracer(slot: Slot, value: Any) -> None:
     """
     if isinstance(value, jax_compat.Tracer):
         raise TraceError(
-            f"Variable {slot.name!r} holds a tracer: it was assigned inside a function that JAX traced "
+            f"Variable {binding.name!r} holds a tracer: it was assigned inside a function that JAX traced "
             f"without replicax (jax.jit, jax.grad, …). Assign it in strategy.run, rx.function or plain Python."
         )
 
 
-def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
+def adopt(binding: Binding, value: Any, topology: Topology) -> jax.Array:
     """Takes over a value that no program of ours wrote, and gives the variable the placed copy.
 
     Raises:
       TraceError: The variable holds a tracer of a trace that has ended.
     """
-    check_no_tracer(slot, value)
-    if _unshared.get(id(value)) is value and value.sharding == slot.placement_on(topology):
+    check_no_tracer(binding, value)
+    if _unshared.get(id(value)) is value and value.sharding == binding.placement_on(topology):
         placed = value
-    elif slot.sharing is Sharing.COMPONENTS:
+    elif binding.sync_policy is SyncPolicy.COMPONENTS:
         placed = own_copy(value, topology.per_replica)
     elif topology.peers is not None and (here := made_by_each(value)) is not None:
-        placed = topology.put_agreed([here], [slot.name])[0]
-        placed = placed if slot.layout is None else topology.put_by(placed, slot.layout)
-    elif topology.peers is not None and slot.layout is not None:
-        placed = own_copy_here(topology.put_by(value, slot.layout))
+        placed = topology.put_agreed([here], [binding.name])[0]
+        placed = placed if binding.layout is None else topology.put_by(placed, binding.layout)
+    elif topology.peers is not None and binding.layout is not None:
+        placed = own_copy_here(topology.put_by(value, binding.layout))
     else:
-        placed = own_copy(value, slot.layout or topology.replicated)
-    slot.placed = placed
-    if slot.sharing is Sharing.SUMMED:
-        slot.components = spread_sum(placed, topology)
-    slot.value = placed
+        placed = own_copy(value, binding.layout or topology.replicated)
+    binding.placed = placed
+    if binding.sync_policy is SyncPolicy.SUMMED:
+        binding.components = spread_sum(placed, topology)
+    binding.value = placed
     return placed
 
 
