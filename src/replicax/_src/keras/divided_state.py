@@ -22,7 +22,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.keras.overriding import overridden
-from replicax._src.tracing.companions import note_companion
+from replicax._src.tracing.optimizer_slots import note_optimizer_slot
 from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
 
@@ -70,7 +70,7 @@ def note_purpose(variable: Any) -> None:
     if making.is_for_optimizer:
         note_of_optimizer(variable)
         if isinstance(making.reference, keras.Variable):
-            note_companion(variable, making.reference)
+            note_optimizer_slot(variable, making.reference)
 
 
 def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from replicax._src.keras.tables import why_not_for_tables
 from replicax._src.parameter_servers.programs.events import Events, OptimizerCall
 from replicax._src.tracing.branches import without_conditions
 from replicax._src.tracing.capture import current_capture, replaced_capture
-from replicax._src.tracing.companions import kept_for
+from replicax._src.tracing.optimizer_slots import kept_for
 from replicax._src.user_code import user_line
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.server_placement import ServerPlacement

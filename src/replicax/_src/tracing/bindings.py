@@ -19,7 +19,7 @@ from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import TraceError, VariableError
 from replicax._src.framework import make_binding
-from replicax._src.tracing.companions import accompanied_by, companions_of
+from replicax._src.tracing.optimizer_slots import model_variable_of, optimizer_slots_of
 
 # Held while a program takes the state and gives it back, so that threads neither donate one array twice nor read
 # one that is being donated. Reads of rx.Variable take it; reads of Keras variables cannot.
@@ -184,7 +184,7 @@ class BindingTable:
     def layout_of(self, variable: Any) -> Any:
         """How a variable lies over the devices; None: each holds all of it."""
         if self._layouts:
-            laid_out = variable if id(variable) in self._layouts else accompanied_by(variable)
+            laid_out = variable if id(variable) in self._layouts else model_variable_of(variable)
             if id(laid_out) in self._layouts:
                 layout = self._layouts[id(laid_out)]
                 return (
@@ -199,7 +199,10 @@ class BindingTable:
         Raises:
           VariableError: Each replica has a value of its own, or a program has the variable already.
         """
-        for each in [*companions_of(variable), variable]:  # which are laid out as it is, as soon as it is
+        for each in [
+            *optimizer_slots_of(variable),
+            variable,
+        ]:  # which are laid out as it is, as soon as it is
             self._lay_out(each, layout, topology)
 
     def _lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:

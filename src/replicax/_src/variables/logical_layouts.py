@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._src.devices.topology import LOGICAL_AXIS, REPLICA_AXIS, Topology
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.tracing.companions import accompanied_by
+from replicax._src.tracing.optimizer_slots import model_variable_of
 from replicax._src.variables.layout_map import Layout, LayoutMap, shown
 from replicax._src.variables.state_layouts import is_of_optimizer
 
@@ -76,7 +76,7 @@ class LogicalLayouts:
 
     def of(self, variable: Any) -> NamedSharding | None:
         """Where the pieces of a variable are; None: every device holds all of it."""
-        owner = accompanied_by(variable)
+        owner = model_variable_of(variable)
         if owner is None and not is_of_optimizer(variable):
             return self.of_path(variable.path, variable.shape)
         self._paths_of_bindings[variable.path] = None
