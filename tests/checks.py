@@ -108,7 +108,7 @@ def in_a_process_of_its_own(program, *options, **environment):
 
 
 def assert_close(got, expected, rtol, atol=0.0, what=""):
-    """Of nests of arrays."""
+    """Of pytrees of arrays."""
     keras.tree.assert_same_structure(got, expected)
     for left, right in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
         np.testing.assert_allclose(left, right, rtol=rtol, atol=atol, err_msg=what)

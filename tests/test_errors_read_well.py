@@ -269,7 +269,7 @@ def test_other_arguments_of_run(strategy):
             lambda c: [1.0] * (1 + c.replica_id_in_sync_group)
         ),
         "differ in structure",
-        "same nest",
+        "same pytree",
     )
     message(
         invalid,
@@ -624,7 +624,7 @@ def test_scope_of_another_strategy(strategy):
 def test_default_scope_in_another(strategy):
     default = rx.get_strategy()
     message(
-        errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not nest", repr(strategy)
+        errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not pytree", repr(strategy)
     )
 
 

@@ -183,13 +183,13 @@ def test_arguments(strategy):
     count = []
 
     @rx.function
-    def step(x, *rest, flag, scale=2.0, nest=None):
+    def step(x, *rest, flag, scale=2.0, pytree=None):
         count.append(1)
-        return x * scale + sum(rest) + (nest["a"][0] if nest else 0) if flag else None
+        return x * scale + sum(rest) + (pytree["a"][0] if pytree else 0) if flag else None
 
     one = jnp.ones(2)
     assert step(one, flag=True).tolist() == [2.0, 2.0]
-    assert step(one, one, one, flag=True, scale=3.0, nest={"a": [one, None]}).tolist() == [6.0, 6.0]
+    assert step(one, one, one, flag=True, scale=3.0, pytree={"a": [one, None]}).tolist() == [6.0, 6.0]
     assert step(one, flag=False) is None
     assert step(one * 5, flag=True).tolist() == [10.0, 10.0]
     assert len(count) == 3
@@ -244,12 +244,12 @@ def test_structures_and_python_values_come_back(strategy):
 
 def test_per_replica_values_in_and_out(two):
     values = per_replica(two, [1.0, 2.0], [3.0, 4.0])
-    doubled, same, nest = rx.function(
+    doubled, same, pytree = rx.function(
         lambda v: (two.run(lambda x: x * 2, (v["v"],)), v["v"], {"n": two.run(lambda: jnp.float32(7))})
     )({"v": values})
     assert local(two, doubled) == [[2.0, 4.0], [6.0, 8.0]]
     assert local(two, same) == [[1.0, 2.0], [3.0, 4.0]]
-    assert local(two, nest["n"]) == [7.0, 7.0]
+    assert local(two, pytree["n"]) == [7.0, 7.0]
     assert local(two, two.run(lambda x: x + 1, (doubled,))) == [[3.0, 5.0], [7.0, 9.0]]
 
 

@@ -107,7 +107,7 @@ def test_replicate_of_distributed_values_and_variables(strategy):
         v = rx.Variable([1.0, 2.0])
     again = strategy.replicate([strategy.replicate(jnp.ones(2)), v, strategy.run(lambda: jnp.zeros(2))])
     assert [np.asarray(x).tolist() for x in again] == [[1, 1], [1, 2], [0, 0]]
-    with pytest.raises(ValueError, match="nest of arrays and numbers"):
+    with pytest.raises(ValueError, match="pytree of arrays and numbers"):
         strategy.replicate({"name": "text"})
     with pytest.raises(PerReplicaUseError):
         strategy.replicate(strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group))

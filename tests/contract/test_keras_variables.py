@@ -16,7 +16,7 @@ USES = {
     "dot": lambda w, x: jnp.dot(x, w),
     "where": lambda w, x: jnp.where(w > 1, w, x),
     "stack": lambda w, x: jnp.stack([w, x]),
-    "jit": lambda w, x: jax.jit(lambda nest: jnp.exp(nest["w"]) * x)({"w": w}),
+    "jit": lambda w, x: jax.jit(lambda pytree: jnp.exp(pytree["w"]) * x)({"w": w}),
     "jit_in_jit": lambda w, x: jax.jit(lambda x: jnp.square(w) * x)(x),
     "checkpoint": lambda w, x: jax.checkpoint(lambda v: jnp.sin(v) * x)(w),
     "scan": lambda w, x: jax.lax.scan(lambda v, _: (jnp.square(v) * x, None), w, None, length=2)[0],

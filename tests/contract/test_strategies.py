@@ -88,7 +88,7 @@ def test_scope_makes_the_strategy_current(strategy):
     assert not rx.in_cross_replica_context()
 
 
-def test_scope_nests_in_itself_and_can_be_entered_again(strategy):
+def test_scope_pytrees_in_itself_and_can_be_entered_again(strategy):
     scope = strategy.scope()
     with scope, strategy.scope(), strategy.scope():
         assert rx.get_strategy() is strategy
@@ -277,11 +277,11 @@ def test_reduce_with_empty_replicas(strategy, num_replicas):
 
 
 def test_reduce_maps_over_pytrees(strategy, num_replicas):
-    nest = {
+    pytree = {
         "a": per_replica(strategy, lambda r: np.float32(r)),
         "b": [per_replica(strategy, lambda r: np.float32(1))],
     }
-    result = strategy.reduce("SUM", nest, axis=None)
+    result = strategy.reduce("SUM", pytree, axis=None)
     assert float(result["a"]) == sum(range(num_replicas))
     assert float(result["b"][0]) == num_replicas
 
@@ -303,8 +303,8 @@ def test_gather_joins_in_replica_order(strategy, num_replicas):
     assert np.asarray(strategy.gather(ragged, axis=1)).tolist() == [
         [r for r in range(num_replicas) for _ in range(r + 1)]
     ]
-    nest = strategy.gather({"a": rows}, axis=-1)
-    assert nest["a"].shape == (2 * num_replicas,)
+    pytree = strategy.gather({"a": rows}, axis=-1)
+    assert pytree["a"].shape == (2 * num_replicas,)
 
 
 def test_local_results_have_one_entry_per_replica(strategy, num_replicas):
@@ -404,10 +404,10 @@ def test_all_reduce(strategy, num_replicas):
         context = rx.get_replica_context()
         return context.all_reduce("SUM", (x, {"n": x[0] * 0 + 1})), context.all_reduce(rx.ReduceOp.MEAN, x)
 
-    (total, nest), mean = strategy.run(step, (values,))
+    (total, pytree), mean = strategy.run(step, (values,))
     ids = sum(range(num_replicas))
     assert local(strategy, total) == [[ids, num_replicas + ids]] * num_replicas
-    assert local(strategy, nest["n"]) == [num_replicas] * num_replicas
+    assert local(strategy, pytree["n"]) == [num_replicas] * num_replicas
     np.testing.assert_allclose(
         local(strategy, mean), [[ids / num_replicas, 1 + ids / num_replicas]] * num_replicas
     )

@@ -63,15 +63,15 @@ def test_a_function_is_traced_once_for_all_keys_of_a_kind(run):
 
 def test_batches_of_keys_in_pytrees_of_arguments(run):
     keys = jax.random.split(jax.random.key(0), (2, 3))
-    nest = {"keys": [keys, None], "scale": np.float32(2), "name": "uniform"}
+    pytree = {"keys": [keys, None], "scale": np.float32(2), "name": "uniform"}
 
-    def draw(nest, *, key):
-        assert nest["keys"][0].shape == (2, 3)
-        assert nest["name"] == "uniform"
+    def draw(pytree, *, key):
+        assert pytree["keys"][0].shape == (2, 3)
+        assert pytree["name"] == "uniform"
         draw_each = jax.vmap(jax.vmap(jax.random.uniform))
-        return nest["scale"] * draw_each(nest["keys"][0]), {"next": [jax.random.split(key, 4), 7]}
+        return pytree["scale"] * draw_each(pytree["keys"][0]), {"next": [jax.random.split(key, 4), 7]}
 
-    drawn, rest = run(draw, nest, key=keys[0, 1])
+    drawn, rest = run(draw, pytree, key=keys[0, 1])
     assert np.array_equal(drawn, 2 * jax.vmap(jax.vmap(jax.random.uniform))(keys))
     assert_same_keys(rest["next"][0], jax.random.split(keys[0, 1], 4))
     assert rest["next"][1] == 7

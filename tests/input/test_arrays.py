@@ -220,7 +220,7 @@ def test_arrays_with_different_numbers_of_rows():
         (np.zeros(2, dtype=[("a", int)]), "convert it to numbers"),
         (scipy.sparse.csr_matrix(np.eye(2)), "scipy sparse matrix"),
         (object(), "which is no array"),
-        ([1, 2], "A Python list is a nest"),
+        ([1, 2], "A Python list is a pytree"),
         ((), "there is no array"),
         (None, "there is no array"),
     ],

@@ -37,7 +37,7 @@ def numbers(strategy):
     return per_replica(strategy, np.float32([1.0, 2.0]), np.float32([3.0, -4.0]))
 
 
-def plain(nest):
+def plain(pytree):
     """The values of a pytree whose leaves have one component each, on the host."""
 
     def of_leaf(leaf):
@@ -45,7 +45,7 @@ def plain(nest):
             (leaf,) = leaf.values
         return np.asarray(leaf) if hasattr(leaf, "dtype") else leaf
 
-    return jax.tree_util.tree_map(of_leaf, nest, is_leaf=lambda x: isinstance(x, rx.DistributedValues))
+    return jax.tree_util.tree_map(of_leaf, pytree, is_leaf=lambda x: isinstance(x, rx.DistributedValues))
 
 
 def assert_alike(a, b):
@@ -271,8 +271,8 @@ def test_mean_of_a_replicated_value_is_the_value(strategy):
 
 def test_local_results_have_one_component(strategy):
     result = strategy.run(lambda x: {"x": x, "n": 1}, args=(numbers(strategy),), options=EAGER)
-    (nest,) = strategy.experimental_local_results(result)
-    assert (nest["x"].tolist(), nest["n"]) == ([1, 2, 3, -4], 1)
+    (pytree,) = strategy.experimental_local_results(result)
+    assert (pytree["x"].tolist(), pytree["n"]) == ([1, 2, 3, -4], 1)
     assert len(strategy.experimental_local_results(result["x"])) == 1
 
 

@@ -299,14 +299,14 @@ NESTS = [
 ]
 
 
-@pytest.mark.parametrize("nest", NESTS, ids=repr)
-def test_structure_is_sent_as_json(nest):
+@pytest.mark.parametrize("pytree", NESTS, ids=repr)
+def test_structure_is_sent_as_json(pytree):
     import jax
 
-    structure = json.loads(json.dumps(structures.described(nest)))
-    again = structures.rebuilt(structure, jax.tree.leaves(nest))
-    assert again == nest
-    assert type(again) is type(nest)
+    structure = json.loads(json.dumps(structures.described(pytree)))
+    again = structures.rebuilt(structure, jax.tree.leaves(pytree))
+    assert again == pytree
+    assert type(again) is type(pytree)
 
 
 def test_elements_that_are_dataclasses_are_rebuilt(made):

@@ -40,7 +40,9 @@ def server():
     may_go_on = threading.Event()
     with rpc.Server.create("grpc", "localhost:0") as server:
         server.register("multiply", rx.function(lambda a, b: a * b))
-        server.register("nests", lambda nest, scale: {"sum": nest["a"] + nest["b"][0] * scale, "none": None})
+        server.register(
+            "pytrees", lambda pytree, scale: {"sum": pytree["a"] + pytree["b"][0] * scale, "none": None}
+        )
         server.register("failing", failing)
         server.register("waiting", lambda: may_go_on.wait(60))
         server.register("call", lambda: 7)
@@ -69,7 +71,7 @@ def test_a_client_has_methods_for_the_functions(client):
 
 
 def test_pytrees_are_sent(client):
-    result = client.nests_blocking({"a": np.ones(2), "b": (np.full(2, 3.0),)}, 2.0)
+    result = client.pytrees_blocking({"a": np.ones(2), "b": (np.full(2, 3.0),)}, 2.0)
     assert result["none"] is None
     np.testing.assert_array_equal(result["sum"], [7.0, 7.0])
 

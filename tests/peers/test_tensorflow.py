@@ -63,7 +63,7 @@ def test_values_order_and_partial_batches():
     assert elements.description == "a tf.data.Dataset"
 
 
-def test_nests():
+def test_pytrees():
     dataset = Dataset.from_tensor_slices({"x": np.zeros((4, 3), np.float32), "y": (np.arange(4), np.ones(4))})
     elements = open_elements(dataset.batch(2))
     element = next(elements.iterate())

@@ -98,7 +98,7 @@ class Point(NamedTuple):
     y: tuple
 
 
-def test_nests():
+def test_pytrees():
     point = first_of(Point(torch.arange(2), (torch.zeros(2), None)))
     assert isinstance(point, Point)
     assert isinstance(point.y[0], np.ndarray)

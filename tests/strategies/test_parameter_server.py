@@ -158,7 +158,7 @@ def test_lookups_return_rows_in_order_and_send_only_rows():
 # --- scopes --------------------------------------------------------------------------------------------
 
 
-def test_scopes_nest_in_themselves_but_not_in_others(strategy):
+def test_scopes_pytree_in_themselves_but_not_in_others(strategy):
     mirrored = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope(), strategy.scope():
         assert rx.get_strategy() is strategy

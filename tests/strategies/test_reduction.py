@@ -140,7 +140,7 @@ def test_means_of_small_integers_do_not_overflow(two, where):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_nests(two, where):
+def test_pytrees(two, where):
     values = {"a": distribute(two, 1, 2), "b": [distribute(two, [1, 1], [2, 2]), None]}
     result = where(two, lambda s, v: s.reduce("SUM", v, axis=None), values)
     assert float(result["a"]) == 3.0

@@ -40,8 +40,8 @@ def test_python_values_are_passed_as_they_are(two):
         seen.append((args, kwargs))
 
     arguments = (1, 2.5, True, None, "text", b"bytes", 1j, model, rx.ReduceOp.SUM, jnp.float32, len)
-    two.run(step, arguments, {"flag": False, "nest": {"a": [1, (2, None)]}})
-    assert seen == [(arguments, {"flag": False, "nest": {"a": [1, (2, None)]}})]
+    two.run(step, arguments, {"flag": False, "pytree": {"a": [1, (2, None)]}})
+    assert seen == [(arguments, {"flag": False, "pytree": {"a": [1, (2, None)]}})]
     assert [type(a) for a in seen[0][0][:3]] == [int, float, bool]
 
 
@@ -86,9 +86,9 @@ class Batch:
 def test_pytrees_keep_their_types_both_ways(two, wrap):
     kinds = []
 
-    def step(nest):
-        kinds.append(type(nest))
-        return jax.tree_util.tree_map(lambda x: x + 1, nest)
+    def step(pytree):
+        kinds.append(type(pytree))
+        return jax.tree_util.tree_map(lambda x: x + 1, pytree)
 
     result = two.run(step, (wrap(per_replica(two, [1.0], [2.0])),))
     assert type(result) is kinds[0] is type(wrap(0))

@@ -502,7 +502,7 @@ def test_functional_state_consists_of_arrays():
     with strategy.scope():
         variable = rx.Variable(0.0)
     for state in ({"name": "adam"}, {"w": variable}):
-        with pytest.raises(rx.errors.InvalidArgumentError, match="state is a nest of arrays"):
+        with pytest.raises(rx.errors.InvalidArgumentError, match="state is a pytree of arrays"):
             strategy.run_steps(lambda s, x: (s, None), iter(dataset), 2, state=state)
     other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).replicate(jnp.zeros(2))
     with pytest.raises(rx.errors.MixedStrategiesError, match="of 3 replicas"):

@@ -705,7 +705,7 @@ def test_tolerances_are_arguments():
         (np.float32(3), "at least 1"),
         ((np.ones((4, 2)), np.ones(3)), r"\[\(4, 2\), \(3,\)\]"),
         (np.ones((0, 2)), "at least 1"),
-        ([1.0, 2.0, 3.0], r"\[\(\), \(\), \(\)\].* a Python list is a nest of numbers.* np.asarray"),
+        ([1.0, 2.0, 3.0], r"\[\(\), \(\), \(\)\].* a Python list is a pytree of numbers.* np.asarray"),
         (3, r"A number has no rows, .*np\.asarray\(\[…\]\)"),
         ((), "at least 1"),
     ],

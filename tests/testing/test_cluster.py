@@ -104,7 +104,7 @@ def test_report_of_arrays():
     program = """
     import numpy as np, jax.numpy as jnp
     from replicax.testing import report
-    report(loss=np.float32(0.5), weights=jnp.arange(3.0), nest={"a": [np.int64(1)]})
+    report(loss=np.float32(0.5), weights=jnp.arange(3.0), pytree={"a": [np.int64(1)]})
     report(loss=0.25)
     """
     with LocalCluster(1) as cluster:
@@ -112,7 +112,7 @@ def test_report_of_arrays():
         results = cluster.wait()
     results.raise_if_failed()
     assert results["worker", 0].reports == (
-        {"loss": 0.5, "weights": [0.0, 1.0, 2.0], "nest": {"a": [1]}},
+        {"loss": 0.5, "weights": [0.0, 1.0, 2.0], "pytree": {"a": [1]}},
         {"loss": 0.25},
     )
 

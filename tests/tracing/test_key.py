@@ -282,9 +282,9 @@ def test_changing_ints_are_constants(strategy):
 def test_other_shapes_dtypes_and_structures_are_other_programs(strategy):
     traces = Traces()
 
-    def step(nest):
+    def step(pytree):
         traces()
-        return jax.tree_util.tree_map(lambda x: x + 1, nest)
+        return jax.tree_util.tree_map(lambda x: x + 1, pytree)
 
     arguments = [
         {"a": jnp.ones(2)},

@@ -247,7 +247,7 @@ def check_may_enter(strategy: Strategy) -> None:
     elif top.strategy is not strategy and top.strategy is not _default_strategy():
         if strategy is _default_strategy():
             raise ScopeNestingError(
-                f"Must not nest tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
+                f"Must not pytree tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
                 f"the scope of {top.strategy!r}."
             )
         raise _mixed(top.strategy, strategy)
@@ -408,7 +408,7 @@ class LocalPerReplica(DistributedValues):
         return f"PerReplica(in merge_call, this replica's: {self.local})"
 
 
-def local_components(nest: Any, communicator: Communicator) -> Any:
+def local_components(pytree: Any, communicator: Communicator) -> Any:
     """Returns ``PerReplica`` values as the program that is being traced in ``merge_call`` sees them.
 
     Raises:
@@ -423,7 +423,7 @@ def local_components(nest: Any, communicator: Communicator) -> Any:
             )
         return LocalPerReplica(value.stored[communicator.replica_id()], communicator)
 
-    return jax.tree_util.tree_map(own, nest, is_leaf=is_value)
+    return jax.tree_util.tree_map(own, pytree, is_leaf=is_value)
 
 
 @final
@@ -486,7 +486,7 @@ class ReplicaContext:
 
         Args:
           reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
-          value: [...] per replica, or a nest of such, or ``IndexedSlices``; the same shapes on all replicas.
+          value: [...] per replica, or a pytree of such, or ``IndexedSlices``; the same shapes on all replicas.
           options: How to communicate.
 
         Returns:
@@ -511,7 +511,7 @@ class ReplicaContext:
         Call it from every replica. It communicates. Differentiable.
 
         Args:
-          value: [...] per replica, or a nest of such; sizes may differ along ``axis`` only.
+          value: [...] per replica, or a pytree of such; sizes may differ along ``axis`` only.
           axis: A dim of the values.
 
         Raises:

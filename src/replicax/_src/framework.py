@@ -164,13 +164,13 @@ def trackings() -> list[Tracking]:
 # --- modules as arguments of run ------------------------------------------------------------------------
 
 
-def open_modules(nest: Any) -> tuple[Any, Close | None]:
+def open_modules(pytree: Any) -> tuple[Any, Close | None]:
     """Replaces framework modules in the arguments by their arrays; gives what closes the results, if any."""
     for modules in _with_modules():
-        opened = modules.open(nest)
+        opened = modules.open(pytree)
         if opened is not None:
             return opened
-    return nest, None
+    return pytree, None
 
 
 def enter_modules(opened: Any, has_modules: bool) -> tuple[Any, Close]:

@@ -218,16 +218,16 @@ def _num_replicas(mesh: Any) -> int | None:
     return context.get_strategy().num_replicas_in_sync if context.has_strategy() else None
 
 
-def _values_in(nest: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves(nest, is_leaf=is_value)
+def _values_in(pytree: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves(pytree, is_leaf=is_value)
 
 
 def _trace(call: Call, mesh: Any, makers: Sequence[Any] = ()) -> PlacedCode:
     def traced(tracers: list[Any]) -> Any:
-        nest = call.nest_of(tracers)
+        pytree = call.pytree_of(tracers)
         if any(makers):
-            set_makers(_values_in(nest), makers)
-        args, kwargs, cells = nest
+            set_makers(_values_in(pytree), makers)
+        args, kwargs, cells = pytree
         with attempt():
             return key.with_cells(call.fn, cells)(*args, **kwargs)
 

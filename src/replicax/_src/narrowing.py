@@ -44,11 +44,11 @@ def as_numpy(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, int) else value
 
 
-def narrowed_nest(nest: Any, *roots: str) -> Any:
+def narrowed_pytree(pytree: Any, *roots: str) -> Any:
     """Like ``narrowed``, for a complete pytree."""
-    leaves, tree = jax.tree.flatten(nest)
+    leaves, tree = jax.tree.flatten(pytree)
     narrow = narrowed(leaves, tree, *roots)
-    return nest if narrow is leaves else tree.unflatten(narrow)
+    return pytree if narrow is leaves else tree.unflatten(narrow)
 
 
 def narrowed_at(

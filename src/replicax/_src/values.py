@@ -509,7 +509,7 @@ def per_replica_from_components(
 
 
 def is_value(value: Any) -> bool:
-    """Whether a value is a DistributedValues or a variable: a leaf, for those who walk nests."""
+    """Whether a value is a DistributedValues or a variable: a leaf, for those who walk pytrees."""
     return isinstance(value, DistributedValues) or is_variable(value)
 
 

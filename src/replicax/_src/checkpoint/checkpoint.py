@@ -30,8 +30,8 @@ from replicax._src.checkpoint.contents import SavedObject
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.graph import Graph, kind_of
 from replicax._src.checkpoint.host_copy import HostArray, HostBuffers, copy_to_host
-from replicax._src.checkpoint.nests import Holder
 from replicax._src.checkpoint.orbax_files import orbax
+from replicax._src.checkpoint.pytrees import Holder
 from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus

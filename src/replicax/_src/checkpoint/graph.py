@@ -41,16 +41,16 @@ def found_in(tracked: Any) -> Parts | Leaf | None:
     return leaf_of_state(tracked) if found is None else found
 
 
-def items_of(nest: Any) -> Mapping[Any, Any] | None:
+def items_of(pytree: Any) -> Mapping[Any, Any] | None:
     """Returns the items of a list, tuple or dict, by position or key; None for other objects."""
-    if isinstance(nest, Mapping):
-        return nest
-    return dict(enumerate(nest)) if isinstance(nest, (list, tuple)) else None
+    if isinstance(pytree, Mapping):
+        return pytree
+    return dict(enumerate(pytree)) if isinstance(pytree, (list, tuple)) else None
 
 
-def has_tracked(nest: Any) -> bool:
+def has_tracked(pytree: Any) -> bool:
     """True if a list, tuple or dict, or one inside it, has an item that is saved as an object."""
-    items = items_of(nest) or {}
+    items = items_of(pytree) or {}
     return any(found_in(item) is not None or has_tracked(item) for item in items.values())
 
 

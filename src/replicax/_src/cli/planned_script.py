@@ -149,7 +149,7 @@ class _FirstProgram:
 
 
 def _is_item(value: Any) -> bool:
-    """True for all but the nests that datasets yield: modules are pytrees too, and must stay the same objects."""
+    """True for all but the pytrees that datasets yield: modules are pytrees too, and must stay the same objects."""
     return not (isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value))
 
 

@@ -225,29 +225,29 @@ class Topology:
 
     # --- arrays onto the devices ------------------------------------------------------------------------
 
-    def put_whole(self, nest: Any) -> Any:
+    def put_whole(self, pytree: Any) -> Any:
         """Arrays [...] of this process, or host values, whole on every device.
 
         In several processes each has to give the same values; nobody compares them.
         """
-        return self._put(nest, self.replicated)
+        return self._put(pytree, self.replicated)
 
-    def put_rows(self, nest: Any) -> Any:
+    def put_rows(self, pytree: Any) -> Any:
         """Arrays [R, ...], or host values, row r on the device of replica r. Each process takes its own rows."""
-        return self._put(nest, self.per_replica)
+        return self._put(pytree, self.per_replica)
 
     def put_by(self, value: Any, sharding: NamedSharding) -> Any:
         """An array that lies on all devices, or a host value that all processes have, by ``sharding``."""
         return self._put(value, sharding)
 
-    def _put(self, nest: Any, sharding: NamedSharding) -> Any:
+    def _put(self, pytree: Any, sharding: NamedSharding) -> Any:
         if self.is_ahead:
-            return jax.tree_util.tree_map(lambda value: jax_compat.described(value, sharding), nest)
+            return jax.tree_util.tree_map(lambda value: jax_compat.described(value, sharding), pytree)
         if not self.devices:
-            return nest
+            return pytree
         if self.peers is None:
-            return jax.device_put(nest, sharding)
-        return jax.tree_util.tree_map(lambda value: self._put_shared(value, sharding), nest)
+            return jax.device_put(pytree, sharding)
+        return jax.tree_util.tree_map(lambda value: self._put_shared(value, sharding), pytree)
 
     def _put_shared(self, value: Any, sharding: NamedSharding) -> jax.Array:
         is_elsewhere = isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer)
@@ -275,11 +275,11 @@ class Topology:
             parts = [parts[i] for i, _ in self._placed_parts]
         return jax_compat.put_parts(shape, parts, sharding)
 
-    def put_stacked(self, nest: Any) -> Any:
+    def put_stacked(self, pytree: Any) -> Any:
         """Arrays [steps, rows of this process's replicas, ...] as [steps, R, ...]."""
         if self.peers is None:
-            return jax.device_put(nest, self.stacked)
-        return jax.tree_util.tree_map(self._put_stacked_shared, nest)
+            return jax.device_put(pytree, self.stacked)
+        return jax.tree_util.tree_map(self._put_stacked_shared, pytree)
 
     def _put_stacked_shared(self, value: Any) -> jax.Array:
         shape = (value.shape[0], self.num_replicas, *value.shape[2:])

@@ -66,9 +66,9 @@ def _is_leaf(value: Any) -> bool:
     return _is_module(value) or isinstance(value, DistributedValues)
 
 
-def _open(nest: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+def _open(pytree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
     """Replaces modules in the arguments by their state; the other result writes the new state back."""
-    leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
+    leaves, tree = jax.tree_util.tree_flatten(pytree, is_leaf=_is_leaf)
     places = [i for i, leaf in enumerate(leaves) if _is_module(leaf)]
     if not places:
         return None
@@ -117,7 +117,7 @@ def _enter(opened: Any) -> tuple[Any, Callable[[Any], Any]]:
     communicator = _communicator()
     entered = [_stream(value, kind, communicator) for value, kind in zip(flat, types, strict=True)]
     modules = nnx.merge(definition.graph, jax.tree_util.tree_unflatten(structure.graph, entered))
-    nest = jax.tree_util.tree_map(
+    pytree = jax.tree_util.tree_map(
         lambda leaf: modules[leaf.index] if isinstance(leaf, _Place) else leaf,
         rest,
         is_leaf=lambda leaf: isinstance(leaf, (_Place, DistributedValues)),
@@ -130,7 +130,7 @@ def _enter(opened: Any) -> tuple[Any, Callable[[Any], Any]]:
         ]
         return result, shared
 
-    return nest, finish
+    return pytree, finish
 
 
 def _variable_types(state: Any) -> list[type]:

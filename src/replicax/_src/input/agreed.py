@@ -30,7 +30,7 @@ class AgreedParts(list):
     """The elements of this process's replicas, with the shapes of all.
 
     Attributes:
-      shapes: For each array of the nest the shapes on all R replicas.
+      shapes: For each array of the pytree the shapes on all R replicas.
     """
 
     def __init__(self, parts: Sequence[Any], shapes: Sequence[Sequence[tuple[int, ...]]]):

@@ -20,7 +20,7 @@ class InconsistentRowsError(InvalidArgumentError):
 
 
 def batch_of_rows(rows: list[Any]) -> Any:
-    """Returns a nest of arrays ``[num_rows, ...]``; text and bytes become arrays of Python objects.
+    """Returns a pytree of arrays ``[num_rows, ...]``; text and bytes become arrays of Python objects.
 
     Raises:
       InconsistentRowsError: The rows differ in structure, shape or dtype.
@@ -88,27 +88,27 @@ def as_array(leaf: Any) -> np.ndarray | jax.Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def common_num_rows(nest: Any) -> int:
-    """Returns the number of rows that all arrays ``[num_rows, ...]`` of a nest have.
+def common_num_rows(pytree: Any) -> int:
+    """Returns the number of rows that all arrays ``[num_rows, ...]`` of a pytree have.
 
     Raises:
       UnsupportedElementError: There is no array.
       InconsistentRowsError: They differ.
     """
-    sizes = {array.shape[0] for array in jax.tree.leaves(nest)}
+    sizes = {array.shape[0] for array in jax.tree.leaves(pytree)}
     if not sizes:
-        raise UnsupportedElementError(f"Got {nest!r}, in which there is no array.")
+        raise UnsupportedElementError(f"Got {pytree!r}, in which there is no array.")
     if len(sizes) > 1:
         raise InconsistentRowsError(
             "All arrays of a batch need the same number of rows (the size of the first dim), got "
-            f"{describe_shapes(nest)}."
+            f"{describe_shapes(pytree)}."
         )
     return sizes.pop()
 
 
-def describe_shapes(nest: Any) -> str:
-    """Returns ``['x']: (4, 3), ['y']: (5,)`` for the arrays of a nest."""
-    leaves = jax.tree_util.tree_leaves_with_path(nest)
+def describe_shapes(pytree: Any) -> str:
+    """Returns ``['x']: (4, 3), ['y']: (5,)`` for the arrays of a pytree."""
+    leaves = jax.tree_util.tree_leaves_with_path(pytree)
     return ", ".join(f"{jax.tree_util.keystr(path) or 'array'}: {array.shape}" for path, array in leaves)
 
 
@@ -118,7 +118,9 @@ def _unsupported_dtype_text(leaf: Any, array: np.ndarray) -> str:
         kind = "text" if isinstance(array.flat[0], str) else "bytes"
         return f"{got}, which holds {kind}; no device does. Turn it into numbers (token ids, categories, pixels) first."
     if array.dtype.kind == "O" and not array.ndim:
-        return f"Got {leaf!r} of type {type(leaf).__name__}, which is no array; elements are nests of arrays."
+        return (
+            f"Got {leaf!r} of type {type(leaf).__name__}, which is no array; elements are pytrees of arrays."
+        )
     if array.dtype.kind == "O":
         return f"{got}, which holds Python objects (rows of different lengths?); pad them to one shape."
     if array.dtype.kind in "US":

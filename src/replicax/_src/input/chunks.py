@@ -22,8 +22,8 @@ class ArrayRows:
     slice. As a chunk it stands for its rows; as an element of a list it stands for one batch of them.
 
     Args:
-      arrays: The arrays ``[n, ...]``, which are the leaves of a nest.
-      tree: The structure of the nest.
+      arrays: The arrays ``[n, ...]``, which are the leaves of a pytree.
+      tree: The structure of the pytree.
       numbers: The rows.
       of_rows: Called with each row, one after the other.
       of_batches: Called with the batch.
@@ -43,9 +43,9 @@ class ArrayRows:
         self.of_rows, self.of_batches = of_rows, of_batches
 
     @classmethod
-    def all_of(cls, nest: Any, of_rows: Functions = ()) -> ArrayRows:
-        """All rows of a nest of arrays."""
-        arrays, tree = jax.tree.flatten(nest)
+    def all_of(cls, pytree: Any, of_rows: Functions = ()) -> ArrayRows:
+        """All rows of a pytree of arrays."""
+        arrays, tree = jax.tree.flatten(pytree)
         return cls(arrays, tree, range(len(arrays[0])), of_rows)
 
     def __len__(self) -> int:

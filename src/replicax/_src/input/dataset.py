@@ -84,7 +84,7 @@ class DistributedDataset:
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """The nest of ``PerReplicaSpec`` that each element fits; looks at the first one if need be.
+        """The pytree of ``PerReplicaSpec`` that each element fits; looks at the first one if need be.
 
         Raises:
           EmptyDatasetError: There is no element to look at.

@@ -1,4 +1,4 @@
-"""Elements: a dataset of any kind, read as nests of NumPy and JAX arrays.
+"""Elements: a dataset of any kind, read as pytrees of NumPy and JAX arrays.
 
 An opener says what is known of a dataset and how to start an iterator of it. All iterators that can be resumed speak
 one protocol, that of grain: ``get_state`` and ``set_state``.
@@ -76,18 +76,18 @@ class Pass(abc.ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """The elements of one dataset, as nests of NumPy and JAX arrays, and what is known of the dataset.
+    """The elements of one dataset, as pytrees of NumPy and JAX arrays, and what is known of the dataset.
 
     Attributes:
       description: What it is, for people: ``"a grain.MapDataset"``.
       start: Returns an iterator from the first element on: a Pass, or grain's own; any, if ``not_resumable`` says why.
       count: Returns the number of elements, INFINITE, or None if it is not known beforehand.
       is_count_promised: The dataset only says so, and its iterators may yield another number, which is an error.
-      declared_spec: Returns the nest of ArraySpecs that the dataset itself declares, or None.
+      declared_spec: Returns the pytree of ArraySpecs that the dataset itself declares, or None.
       look: Returns an iterator of which the first element is looked at; None is ``start``.
       fingerprint: Returns what tells the dataset from others, as JSON.
       not_resumable: Why it cannot be continued from a position, and what to use instead.
-      are_arrays: The elements are nests of arrays as they come.
+      are_arrays: The elements are pytrees of arrays as they come.
       is_batched: They are batches, not rows, as far as it can say.
       batch_size: How many rows an element has (the last may have fewer), where that is known.
       row_bytes: How large one row is, where all of them are in memory, so that reading costs no more than a copy.
@@ -221,7 +221,7 @@ def _wrong_length(length: Cardinality | None, what: str) -> DatasetLengthError:
 
 
 def element_spec(elements: Elements) -> Any:
-    """Returns the nest of ArraySpecs that is declared, or else that of the first element."""
+    """Returns the pytree of ArraySpecs that is declared, or else that of the first element."""
     declared = elements.declared_spec()
     return spec_of(elements.first()) if declared is None else declared
 
@@ -302,7 +302,7 @@ END: Final = object()
 def as_arrays(element: Any) -> Any:
     """Returns an element with all its leaves as arrays.
 
-    A dataclass among them becomes known to JAX as a nest of its fields.
+    A dataclass among them becomes known to JAX as a pytree of its fields.
 
     Raises:
       UnsupportedElementError: There is something in it that is no dense array.
@@ -310,7 +310,7 @@ def as_arrays(element: Any) -> Any:
     sparse = sys.modules.get("jax.experimental.sparse")
     if sparse is not None:  # JAX takes its sparse matrices apart, and their parts are no batches
         jax.tree.map(_refuse_sparse, element, is_leaf=lambda x: isinstance(x, sparse.JAXSparse))
-    return jax.tree.map(_as_array_or_nest, element)
+    return jax.tree.map(_as_array_or_pytree, element)
 
 
 def _refuse_sparse(leaf: Any) -> None:
@@ -321,7 +321,7 @@ def _refuse_sparse(leaf: Any) -> None:
         )
 
 
-def _as_array_or_nest(leaf: Any) -> Any:
+def _as_array_or_pytree(leaf: Any) -> Any:
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         jax.tree_util.register_dataclass(type(leaf))
         return as_arrays(leaf)

@@ -84,7 +84,7 @@ def _open_ours(dataset: Dataset) -> Elements:
     if not source.has_arrays and not is_mapped:
         raise UnsupportedElementError(
             f"The elements of {dataset!r} are text or bytes, which no device holds. Call .map(parse), where parse "
-            "makes a nest of arrays of one record, and then .batch(n)."
+            "makes a pytree of arrays of one record, and then .batch(n)."
         )
     of_hint = of_files = None
     if dataset.has_hint:
@@ -134,7 +134,7 @@ def _refuse_what_is_no_dataset(dataset: Any) -> None:
         )
     if isinstance(dataset, tuple | Mapping):
         raise UnsupportedSourceError(
-            f"Got a {name}, which is a nest and no dataset: arrays need a batch size: use "
+            f"Got a {name}, which is a pytree and no dataset: arrays need a batch size: use "
             "rx.data.from_arrays(x).batch(n). A series of batches is given as a list."
         )
     if dataset is None or isinstance(dataset, str | bytes | bytearray | Set | int | float | complex):

@@ -49,7 +49,7 @@ class RowSource:
       description: Says what it is, for people.
       open: Opens it at its first row.
       length: Returns the number of rows, or None if files would have to be read to know it.
-      row_spec: Returns a nest of ArraySpecs, or None if it is not known.
+      row_spec: Returns a pytree of ArraySpecs, or None if it is not known.
       fingerprint: Returns JSON that differs between sources.
       has_arrays: True if rows are numbers and arrays; False if they are text or bytes.
       row_bytes: The size of one row if all of them are in memory, else None.
@@ -121,7 +121,7 @@ class Dataset(abc.ABC):
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """A nest of ArraySpecs (``shape``, ``dtype``), the size of a batch None if the last may differ. None if it is
+        """A pytree of ArraySpecs (``shape``, ``dtype``), the size of a batch None if the last may differ. None if it is
         not known: of records, and after ``map``.
         """
         if self.has(Map):
@@ -132,7 +132,7 @@ class Dataset(abc.ABC):
     def map(self, function: Callable[..., Any], num_parallel_calls: int | None = None) -> Self:
         """Replaces every element by ``function(element)``, or ``function(*element)`` of a tuple, as in tf.data.
 
-        Before ``batch`` that is one row; the function returns a nest of arrays or numbers, of the same shapes and
+        Before ``batch`` that is one row; the function returns a pytree of arrays or numbers, of the same shapes and
         dtypes for every row. After ``batch`` it is a whole batch, which is much faster for arrays and columns. The
         thread that reads ahead calls it. It returns new arrays, and leaves those that it is given as they are.
 
@@ -357,7 +357,7 @@ def from_arrays(arrays: Any) -> ArrayDataset:
     [[0, 1], [4, 9], [16]]
 
     Args:
-      arrays: ``[num_rows, ...]``, or a nest (tuples, lists, dicts) of such with equal ``num_rows``.
+      arrays: ``[num_rows, ...]``, or a pytree (tuples, lists, dicts) of such with equal ``num_rows``.
 
     Raises:
       InconsistentRowsError: The numbers of rows differ.
@@ -367,7 +367,7 @@ def from_arrays(arrays: Any) -> ArrayDataset:
     if any(array.ndim == 0 for array in jax.tree.leaves(hosted)):
         raise UnsupportedElementError(
             f"from_arrays needs arrays [num_rows, ...], got a number: {describe_shapes(hosted)}. A Python "
-            "list is a nest here; make it one array with np.asarray(...)."
+            "list is a pytree here; make it one array with np.asarray(...)."
         )
     return ArrayDataset(_source_of(hosted, common_num_rows(hosted)))
 

@@ -55,7 +55,7 @@ def unbatched(num_replicas: int, element: Any = None) -> UnbatchedDatasetError:
     return UnbatchedDatasetError(
         "Call the `batch` method on the input Dataset in order to be able to split your input across "
         f"{num_replicas} replicas. Each element must consist of arrays [global_batch, ...], not of "
-        f"numbers (and a Python list is a nest of numbers: use np.asarray).{got}"
+        f"numbers (and a Python list is a pytree of numbers: use np.asarray).{got}"
     )
 
 
@@ -65,7 +65,7 @@ class LocalRows:
 
     Attributes:
       arrays: ``[num_rows, ...]``: the rows of all the worker's replicas, one after the other.
-      tree: The structure of the nest that the arrays are the leaves of.
+      tree: The structure of the pytree that the arrays are the leaves of.
       sizes: How many rows each replica of this worker gets.
       all_sizes: The same of all R replicas; None where workers have batches of their own, and have not agreed yet.
     """
@@ -95,7 +95,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def element_spec(self) -> Any:
-        """A nest of PerReplicaSpecs."""
+        """A pytree of PerReplicaSpecs."""
 
     @property
     @abc.abstractmethod
@@ -117,7 +117,7 @@ def open_source(
     """Opens a dataset of global batches.
 
     Args:
-      dataset: What ``open_elements`` accepts, each element a nest of arrays ``[global_batch, ...]``.
+      dataset: What ``open_elements`` accepts, each element a pytree of arrays ``[global_batch, ...]``.
       num_replicas: R, which the batches will be cut over, if there is one worker.
       share: Which worker this is, if there are several.
       policy: How workers share the dataset; None is what the dataset itself says, or AUTO.
@@ -317,7 +317,7 @@ def _kept(array: Any) -> Any:
 
 @final
 class PerReplicaPulls(Source):
-    """Steps that are lists of nests, one per replica of this worker, each an element as the dataset yields it.
+    """Steps that are lists of pytrees, one per replica of this worker, each an element as the dataset yields it.
 
     At the end of the data replicas for which there is no element get one with 0 rows, so that no row is
     lost. Where elements have one fixed shape (``drop_remainder``, or single rows) a program may rely on
@@ -411,7 +411,7 @@ class PerReplicaPulls(Source):
         )
 
     def _replica_spec(self) -> Any:
-        """The nest of ArraySpecs of the first dataset that is not empty."""
+        """The pytree of ArraySpecs of the first dataset that is not empty."""
         *others, last = self._distinct()
         for elements in others:
             with contextlib.suppress(EmptyDatasetError):

@@ -64,12 +64,12 @@ class PerReplicaSpec:
 
 
 def spec_of(element: Any) -> Any:
-    """Returns a nest of ArraySpecs for one element, the sizes of whose first dims may vary."""
+    """Returns a pytree of ArraySpecs for one element, the sizes of whose first dims may vary."""
     return jax.tree.map(_spec_of_array, element)
 
 
 def is_static(specs: Any) -> bool:
-    """Whether all elements that fit a nest of ArraySpecs have the same shapes."""
+    """Whether all elements that fit a pytree of ArraySpecs have the same shapes."""
     return all(spec.is_static for spec in jax.tree.leaves(specs))
 
 

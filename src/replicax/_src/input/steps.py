@@ -115,7 +115,7 @@ class Filter(Step):
 @final
 @dataclass(frozen=True)
 class Batch(Step):
-    """Every ``batch_size`` rows as one nest of arrays; the last batch may be smaller, or is dropped."""
+    """Every ``batch_size`` rows as one pytree of arrays; the last batch may be smaller, or is dropped."""
 
     batch_size: int
     drop_remainder: bool

@@ -53,7 +53,7 @@ def _parts_of(tracked: Any) -> Parts:
 
 
 def _found(name: str, value: Any, own: set[int]) -> Iterator[tuple[str, Any]]:
-    """What an attribute has that is saved, by name; nests too."""
+    """What an attribute has that is saved, by name; pytrees too."""
     if isinstance(value, keras.Variable):
         if id(value) in own:
             yield name, value

@@ -24,7 +24,7 @@ from replicax._src.input.reading import Reader
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.specs import INFINITE, Cardinality
 from replicax._src.lowering.batch import WorkerRows
-from replicax._src.narrowing import narrowed, narrowed_nest
+from replicax._src.narrowing import narrowed, narrowed_pytree
 from replicax._src.strategies.datasets import distribute
 from replicax._src.values import DistributedValues
 
@@ -42,9 +42,10 @@ def check_not_per_replica(method: str, argument: str, value: Any) -> None:
     Raises:
       InvalidArgumentError: It is, or has in it, a PerReplica.
     """
-    nest = value if isinstance(value, (tuple, list, dict)) else [value]
+    pytree = value if isinstance(value, (tuple, list, dict)) else [value]
     if any(
-        isinstance(leaf, DistributedValues) for leaf in (nest.values() if isinstance(nest, dict) else nest)
+        isinstance(leaf, DistributedValues)
+        for leaf in (pytree.values() if isinstance(pytree, dict) else pytree)
     ):
         raise InvalidArgumentError(
             f"{method}(): `{argument}` is a per-replica value, an element of a distributed dataset, and Keras takes whole "
@@ -289,7 +290,7 @@ class DistributedInput(DataAdapter):
 
 
 def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
-    """The rows of all replicas of this process together: a nest of arrays ``[num_rows, ...]``, a tuple or dict.
+    """The rows of all replicas of this process together: a pytree of arrays ``[num_rows, ...]``, a tuple or dict.
 
     Of several processes each has its own rows, as ``WorkerRows``.
     """
@@ -297,7 +298,7 @@ def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
         arrays = narrowed(step.arrays, step.tree, "batch")  # Keras puts it on a device as it is
         batch, sizes = step.tree.unflatten(arrays), step.all_sizes
     else:
-        batch = narrowed_nest(jax.tree_util.tree_map(_joined, *step), "batch")
+        batch = narrowed_pytree(jax.tree_util.tree_map(_joined, *step), "batch")
         sizes = _agreed_sizes(step) if isinstance(step, AgreedParts) else None
     if sizes is not None:
         batch = jax.tree_util.tree_map(lambda rows: WorkerRows.of(rows, sizes), batch)

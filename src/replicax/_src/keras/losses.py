@@ -199,7 +199,9 @@ def _of_whole_batch(
         local = call(loss, y_true, y_pred, sample_weight) if rows else _nothing(y_pred)
         return _shared_value(local, jnp.float32(1) if loss.reduction == "sum" else _weight(rows))
     gather = _Gather(rows)
-    y_true, sample_weight = (keras.tree.map_structure(gather.fixed, nest) for nest in (y_true, sample_weight))
+    y_true, sample_weight = (
+        keras.tree.map_structure(gather.fixed, pytree) for pytree in (y_true, sample_weight)
+    )
     value = call(loss, y_true, keras.tree.map_structure(gather.differentiable, y_pred), sample_weight)
     return value if rows else value + _nothing(y_pred).astype(value.dtype)
 

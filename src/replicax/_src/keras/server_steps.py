@@ -226,5 +226,5 @@ class _ToCome:
 
 
 def _outputs_to_come(values: Sequence[RemoteValue]) -> Any:
-    """The predictions of several steps together, in their order, as a nest."""
-    return values[0].nest_of(lambda position: _ToCome(values, position))
+    """The predictions of several steps together, in their order, as a pytree."""
+    return values[0].pytree_of(lambda position: _ToCome(values, position))

@@ -45,7 +45,7 @@ class Batch:
 
     Attributes:
       leaves: Its arrays.
-      tree: The structure of the nest that they are the leaves of.
+      tree: The structure of the pytree that they are the leaves of.
       num_rows: The first dim of the first array, which is that of the others as a rule.
       worker_sizes: How many rows each of all R replicas has, if this process has the rows of its own only.
       signature: Equal for batches that one program takes.
@@ -53,18 +53,18 @@ class Batch:
 
     __slots__ = ("leaves", "num_rows", "signature", "tree", "worker_sizes")
 
-    def __init__(self, nest: Any, *, is_kept: bool = False):
+    def __init__(self, pytree: Any, *, is_kept: bool = False):
         """Takes what a dataset yields.
 
         Args:
-          nest: Of arrays.
+          pytree: Of arrays.
           is_kept: The dataset may yield others, into the same memory, before this one is on the devices: copy it.
         """
-        leaves, self.tree = jax.tree_util.tree_flatten(nest)
+        leaves, self.tree = jax.tree_util.tree_flatten(pytree)
         self.leaves = [
             leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves
         ]
-        roots = _OF_KERAS if type(nest) is tuple and len(nest) <= len(_OF_KERAS) else ("batch",)
+        roots = _OF_KERAS if type(pytree) is tuple and len(pytree) <= len(_OF_KERAS) else ("batch",)
         self.leaves = list(narrowed(self.leaves, self.tree, *roots))
         self.worker_sizes = next((x.all_sizes for x in self.leaves if isinstance(x, WorkerRows)), None)
         if is_kept:

@@ -82,7 +82,7 @@ def layouts_of(value: Any) -> list[Layout]:
     found = [_layout(name or _name_of(leaf), leaf) for name, leaf in named]
     if not found or all(layout is None for layout in found):
         raise InvalidArgumentError(
-            f"rx.visualize draws arrays, variables, PerReplica values, Keras models, and nests of these; got {value!r:.200}. Of a "
+            f"rx.visualize draws arrays, variables, PerReplica values, Keras models, and pytrees of these; got {value!r:.200}. Of a "
             "distributed dataset give it an element: next(iter(dataset))."
         )
     return [layout for layout in found if layout is not None]

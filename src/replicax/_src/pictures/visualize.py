@@ -30,7 +30,7 @@ def visualize(value: Any) -> Picture:
 
     Args:
       value: An array, a variable, a PerReplica value (an element of a distributed dataset, say), a Keras model, layer
-        or optimizer (all its variables), or a nest of these.
+        or optimizer (all its variables), or a pytree of these.
 
     Returns:
       A ``Picture``: ``str`` gives it as text, ``to_svg()`` as SVG, and ``save(path)`` writes that.

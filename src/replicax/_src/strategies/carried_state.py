@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
-from replicax._src.narrowing import as_numpy, narrowed_nest
+from replicax._src.narrowing import as_numpy, narrowed_pytree
 from replicax._src.tracing import key
 from replicax._src.tracing.bindings import made_by_each
 from replicax._src.tracing.cache import Leaf, array_leaf
@@ -84,7 +84,7 @@ class StateForm:
     """What a state is, without its numbers.
 
     Attributes:
-      tree: The structure of the nest; None if there is no state.
+      tree: The structure of the pytree; None if there is no state.
       leaves: Its arrays.
       num_replicas: R.
     """
@@ -98,7 +98,7 @@ class StateForm:
         return [leaf.described(self.num_replicas) for leaf in self.leaves]
 
     def state_of(self, arrays: Sequence[Any]) -> Any:
-        """The nest that a step takes."""
+        """The pytree that a step takes."""
         values = [leaf.value_of(a, self.num_replicas) for leaf, a in zip(self.leaves, arrays, strict=True)]
         return self.tree.unflatten(values)
 
@@ -157,13 +157,13 @@ def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
         if isinstance(leaf, DistributedValues):
             kind, shape, array = _distributed(name, leaf, num_replicas)
         elif key.is_array(leaf) or isinstance(leaf, (bool, int, float, complex)):
-            array = narrowed_nest(as_numpy(leaf), name)
+            array = narrowed_pytree(as_numpy(leaf), name)
             if not isinstance(array, jax.Array):
                 array = jnp.asarray(array)
             kind, shape = "whole", tuple(array.shape)
         else:
             raise InvalidArgumentError(
-                f"{name} is {leaf!r}, and state is a nest of arrays and numbers. Variables need no passing: a step reads and assigns "
+                f"{name} is {leaf!r}, and state is a pytree of arrays and numbers. Variables need no passing: a step reads and assigns "
                 "them as they are. Other objects belong in the function's closure."
             )
         leaves.append(CarriedLeaf(name, kind, shape, array_leaf(array).dtype))

@@ -22,7 +22,7 @@ from replicax._src.input.opening import UnsupportedSourceError, open_elements
 from replicax._src.input.pipeline import ArrayDataset, from_arrays
 from replicax._src.input.sources import LocalRows, PerReplicaPulls, Source, open_source
 from replicax._src.lowering import memory
-from replicax._src.narrowing import narrowed, narrowed_nest
+from replicax._src.narrowing import narrowed, narrowed_pytree
 from replicax._src.values import PerReplica, largest_shape, pad, per_replica_from_components
 
 
@@ -107,7 +107,7 @@ def _distributed(
 
 
 def from_numpy(numpy_input: Any) -> ArrayDataset:
-    """A dataset over the rows of a nest of arrays, which are copied; lists are stacked, as TensorFlow does."""
+    """A dataset over the rows of a pytree of arrays, which are copied; lists are stacked, as TensorFlow does."""
     stacked = jax.tree_util.tree_map(
         np.array, numpy_input, is_leaf=lambda x: isinstance(x, list) or not isinstance(x, (tuple, dict))
     )
@@ -132,7 +132,7 @@ class StepForm:
     """How the arrays of one step become what a step of a loop gets.
 
     Attributes:
-      tree: The structure of the nest.
+      tree: The structure of the pytree.
       shapes: For each array the shapes on the replicas where they differ, else None.
       num_replicas: R.
     """
@@ -142,7 +142,7 @@ class StepForm:
     num_replicas: int
 
     def step_of(self, arrays: Sequence[Any]) -> Any:
-        """The nest of PerReplica of arrays [R, ...]; with one replica of the arrays."""
+        """The pytree of PerReplica of arrays [R, ...]; with one replica of the arrays."""
         if self.num_replicas == 1:
             return self.tree.unflatten(arrays)
         values = [PerReplica(a, self.num_replicas, s) for a, s in zip(arrays, self.shapes, strict=True)]
@@ -162,7 +162,7 @@ class BatchPlacer:
         return self._topology
 
     def place(self, step: LocalRows) -> Any:
-        """A nest of PerReplica; with one replica of arrays on its device."""
+        """A pytree of PerReplica; with one replica of arrays on its device."""
         topology, sizes = self._topology, step.sizes
         arrays = narrowed(step.arrays, step.tree, "batch")
         if topology.num_replicas == 1:
@@ -241,7 +241,7 @@ def _rows_of_replicas(array: Any, sizes: tuple[int, ...], most: int) -> Any:
 
 @final
 class PartsPlacer:
-    """Places lists of one nest for each replica."""
+    """Places lists of one pytree for each replica."""
 
     def __init__(self, topology: Topology):
         self._topology = topology
@@ -252,9 +252,9 @@ class PartsPlacer:
         return self._topology
 
     def place(self, step: Sequence[Any]) -> Any:
-        """A nest of PerReplica; with one replica of arrays on its device."""
+        """A pytree of PerReplica; with one replica of arrays on its device."""
         if self._topology.num_replicas == 1:
-            return self._topology.put_whole(narrowed_nest(step[0], "batch"))
+            return self._topology.put_whole(narrowed_pytree(step[0], "batch"))
         return join_components(self._topology, step)
 
     def stack(self, steps: Sequence[Sequence[Any]], capacity: int) -> Stack:
@@ -280,34 +280,34 @@ class PartsPlacer:
         return (local, tuple(map(tuple, step.shapes))) if isinstance(step, AgreedParts) else local
 
 
-def join_components(topology: Topology, nests: Sequence[Any]) -> Any:
-    """One nest of PerReplica from one nest per replica.
+def join_components(topology: Topology, pytrees: Sequence[Any]) -> Any:
+    """One pytree of PerReplica from one pytree per replica.
 
     Raises:
       InvalidArgumentError: Leaves that are no arrays; structures, ranks or dtypes that differ.
     """
-    tree, columns = _components(nests)
+    tree, columns = _components(pytrees)
     return tree.unflatten(
         [
-            per_replica_from_components(topology, column, _shapes_of_all(nests, position))
+            per_replica_from_components(topology, column, _shapes_of_all(pytrees, position))
             for position, column in enumerate(columns)
         ]
     )
 
 
-def _shapes_of_all(nests: Sequence[Any], position: int) -> tuple[tuple[int, ...], ...] | None:
+def _shapes_of_all(pytrees: Sequence[Any], position: int) -> tuple[tuple[int, ...], ...] | None:
     """The shapes of one leaf on all replicas, where processes have agreed on them."""
-    return tuple(nests.shapes[position]) if isinstance(nests, AgreedParts) else None
+    return tuple(pytrees.shapes[position]) if isinstance(pytrees, AgreedParts) else None
 
 
-def _components(nests: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
-    """The common structure of the replicas' nests, and for each leaf the replicas' arrays."""
-    flat = [jax.tree_util.tree_flatten(nest) for nest in nests]
+def _components(pytrees: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
+    """The common structure of the replicas' pytrees, and for each leaf the replicas' arrays."""
+    flat = [jax.tree_util.tree_flatten(pytree) for pytree in pytrees]
     flat = [(narrowed(leaves, tree, "batch"), tree) for leaves, tree in flat]
     trees = [tree for _, tree in flat]
     if any(tree != trees[0] for tree in trees):
         raise InvalidArgumentError(
-            f"The replicas' values differ in structure: {trees}. Return the same nest for each."
+            f"The replicas' values differ in structure: {trees}. Return the same pytree for each."
         )
     return trees[0], [_checked_leaf(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
 

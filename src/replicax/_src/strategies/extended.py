@@ -16,7 +16,7 @@ from replicax._src.collectives.in_replica import IndexedSlices
 from replicax._src.devices.topology import resolve_device
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
 from replicax._src.jax_compat import Device
-from replicax._src.narrowing import narrowed_nest
+from replicax._src.narrowing import narrowed_pytree
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.strategies import reduction
 from replicax._src.strategies.mistakes import no_strategies_of_users
@@ -187,7 +187,7 @@ class StrategyExtended:
         del destinations
         strategy = self._strategy
         is_traced = strategy.joins_trace()
-        tensor = narrowed_nest(tensor, "tensor")
+        tensor = narrowed_pytree(tensor, "tensor")
         return strategy.mirrored(jnp.asarray(tensor) if is_traced else strategy.topology.put_whole(tensor))
 
     # --- variables ------------------------------------------------------------------------------------
@@ -294,8 +294,8 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, IndexedSlices) or is_value(value)
 
 
-def _has_per_replica(nest: Any) -> bool:
-    leaves = jax.tree_util.tree_leaves(nest, is_leaf=_is_whole)
+def _has_per_replica(pytree: Any) -> bool:
+    leaves = jax.tree_util.tree_leaves(pytree, is_leaf=_is_whole)
     return any(isinstance(leaf, PerReplica) and not leaf.is_equal for leaf in leaves)
 
 

@@ -228,8 +228,8 @@ def arguments_on(topology: Topology, step: Step) -> Arguments:
             placed.append(Mirrored(topology.put_whole(leaf.stored), topology.num_replicas))
         else:
             placed.append(leaf)
-    args, kwargs = nest = jax.tree_util.tree_unflatten(tree, placed)
-    paths, _ = jax.tree_util.tree_flatten_with_path(nest, is_leaf=is_value)
+    args, kwargs = pytree = jax.tree_util.tree_unflatten(tree, placed)
+    paths, _ = jax.tree_util.tree_flatten_with_path(pytree, is_leaf=is_value)
     arrays = [
         NamedArray("argument", f"args{jax.tree_util.keystr(path[1:])}", value)
         for path, leaf in paths

@@ -30,7 +30,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axis: Any) -> Any:
-    """``Strategy.reduce`` over a nest.
+    """``Strategy.reduce`` over a pytree.
 
     Args:
       ops: A user's cross-device operations; None for the built-in sum.
@@ -264,7 +264,7 @@ def _count(shape: Sequence[int], axes: tuple[int, ...]) -> int:
 
 
 def gather(topology: Topology, value: Any, axis: int) -> Any:
-    """``Strategy.gather`` over a nest."""
+    """``Strategy.gather`` over a pytree."""
     _check_not_none(value, "gather")
 
     def gather_leaf(leaf: Any) -> Any:

@@ -55,8 +55,8 @@ def trace_replicas(
         assert capture is not None
         replica = ReplicaContext(strategy, None, TracedCommunicator(capture, topology))
         with context.Scope(strategy), context.replica_context(strategy, replica):
-            nest, finish = enter_modules(opened, has_modules)
-            args, kwargs, cells = nest
+            pytree, finish = enter_modules(opened, has_modules)
+            args, kwargs, cells = pytree
             with attempt():
                 return observe(number, lambda: finish(key.with_cells(fn, cells)(*args, **kwargs)))
 

@@ -247,7 +247,7 @@ class Runner:
         """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
         arrays = call.arrays
         holders = [leaf for leaf, d in zip(call.leaves, call.described, strict=True) if d.kind != "static"]
-        # Ours are those of ``leaves`` and ``holders``, and the user's nest has one.
+        # Ours are those of ``leaves`` and ``holders``, and the user's pytree has one.
         held = held_elsewhere(arrays, num_own=3)
         uses = collections.Counter(map(id, arrays))
         results = list(arrays)

@@ -64,7 +64,7 @@ class MultiStepContext:
         Call it in cross-replica code: with what ``strategy.run`` returned.
 
         Args:
-          output: Per-replica values, or arrays; a nest of them.
+          output: Per-replica values, or arrays; a pytree of them.
           reduce_op: How the replicas' values become one; None keeps them as they are.
 
         Raises:
@@ -183,7 +183,7 @@ class StepLoop:
         return state, _with_steps(result, stop - start) if self._keeps_all else result
 
 
-def _with_steps(nest: Any, num_steps: int) -> Any:
+def _with_steps(pytree: Any, num_steps: int) -> Any:
     """Per-replica values whose components have a dim more in front: that of the steps."""
 
     def changed(value: Any) -> Any:
@@ -192,7 +192,7 @@ def _with_steps(nest: Any, num_steps: int) -> Any:
         shapes = tuple((num_steps, *shape) for shape in value.shapes)
         return PerReplica(value.array, value.num_replicas, shapes, value.is_equal)
 
-    return jax.tree_util.tree_map(changed, nest, is_leaf=_is_distributed)
+    return jax.tree_util.tree_map(changed, pytree, is_leaf=_is_distributed)
 
 
 def _is_distributed(value: Any) -> bool:
@@ -334,7 +334,7 @@ class StepsRunner:
             def traced(tracers: list[Any], form: StateForm = current) -> Any:
                 step, rest = tracers[: len(inputs)], tracers[len(inputs) :]
                 carried, rest = rest[: len(form.leaves)], rest[len(form.leaves) :]
-                _, _, cells = call.nest_of(rest)
+                _, _, cells = call.pytree_of(rest)
                 step_fn, batch = key.with_cells(call.fn, cells), step_form.step_of(step)
                 if form is NO_STATE:
                     return [], one_step(step_fn, batch)

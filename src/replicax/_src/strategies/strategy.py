@@ -34,7 +34,7 @@ from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.jax_compat import Device
 from replicax._src.lowering.eager import run_eagerly
 from replicax._src.migrate.tensorflow_code import check_no_function_of_tensorflow, check_not_in_tensorflow
-from replicax._src.narrowing import as_numpy, narrowed_nest
+from replicax._src.narrowing import as_numpy, narrowed_pytree
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
 from replicax._src.strategies import datasets, logical_devices, lowering, reduction
 from replicax._src.strategies.extended import StrategyExtended
@@ -349,7 +349,7 @@ class Strategy:
           iterator: ``iter`` of a distributed dataset; the next call goes on after these batches. They are all on
             the devices at the same time.
           steps: How many, at least 1. Use one number throughout: each is compiled anew.
-          state: A nest of arrays, from ``replicate`` or an earlier call; a step returns one of the same structure,
+          state: A pytree of arrays, from ``replicate`` or an earlier call; a step returns one of the same structure,
             shapes and dtypes. It is not donated. None: there is no state.
 
         Returns:
@@ -493,7 +493,7 @@ class Strategy:
 
         Args:
           reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
-          value: A per-replica value of [...] per replica, or a nest of such.
+          value: A per-replica value of [...] per replica, or a pytree of such.
           axis: None, an int, or a tuple of ints: dims of the per-replica value. Required; None by default where every
             worker runs the program by itself, on shared parameter servers, as in TensorFlow 1.
 
@@ -527,7 +527,7 @@ class Strategy:
         Call it in cross-replica context. Does not block.
 
         Args:
-          value: [...] per replica, or a nest of such; sizes may differ along ``axis`` only.
+          value: [...] per replica, or a pytree of such; sizes may differ along ``axis`` only.
           axis: A dim of the per-replica value.
 
         Raises:
@@ -544,8 +544,8 @@ class Strategy:
         self._check_values(value)
         return self._where_variables_are(reduction.gather(self.topology, value, axis))
 
-    def _check_values(self, nest: Any) -> None:
-        for leaf in jax.tree_util.tree_leaves(nest, is_leaf=is_value):
+    def _check_values(self, pytree: Any) -> None:
+        for leaf in jax.tree_util.tree_leaves(pytree, is_leaf=is_value):
             if isinstance(leaf, PerReplica) and leaf.is_of_whole_batch:
                 continue
             if isinstance(leaf, (PerReplica, Mirrored)) and leaf.num_replicas != self.num_replicas_in_sync:
@@ -563,32 +563,32 @@ class Strategy:
             capture.use_strategy(self)
         return True
 
-    def _where_variables_are(self, nest: Any) -> Any:
+    def _where_variables_are(self, pytree: Any) -> Any:
         """Arrays of cross-replica code where central storage keeps variables, so that both can be computed with."""
         device = self._parameter_device
         if device is None or current_capture() is not None:
-            return nest
+            return pytree
         return jax.tree_util.tree_map(
-            lambda leaf: jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf, nest
+            lambda leaf: jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf, pytree
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a per-replica value on this process's replicas.
 
         Returns:
-          A tuple of one component per replica; of a nest a tuple of R nests; of anything else ``(value,)``.
+          A tuple of one component per replica; of a pytree a tuple of R pytrees; of anything else ``(value,)``.
         """
         return reduction.local_results(self.topology, value)
 
     def replicate(self, tree: Any) -> Any:
-        """Copies the arrays of a nest to every replica's device: state for functional JAX code. Of a
+        """Copies the arrays of a pytree to every replica's device: state for functional JAX code. Of a
         ``jax.ShapeDtypeStruct`` it makes what stands for such an array in ``plan``.
 
         Pass the result to ``run``, and what ``run`` returns for it to the next. With
         ``RunOptions(donate_args=(0,))`` the first argument's memory is used again for the results.
 
         Returns:
-          The nest with ``Mirrored`` leaves; with one replica, arrays on its device.
+          The pytree with ``Mirrored`` leaves; with one replica, arrays on its device.
         """
 
         def copy(path: Any, leaf: Any) -> Any:
@@ -598,9 +598,9 @@ class Strategy:
                 leaf = leaf.as_array() if isinstance(leaf, DistributedValues) else leaf.value
             if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
                 raise InvalidArgumentError(
-                    f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}."
+                    f"strategy.replicate takes a pytree of arrays and numbers, got {leaf!r}."
                 )
-            leaf = narrowed_nest(as_numpy(leaf), f"tree{jax.tree_util.keystr(path)}")
+            leaf = narrowed_pytree(as_numpy(leaf), f"tree{jax.tree_util.keystr(path)}")
             if is_traced or not self.topology.devices:  # of a coordinator, which has none
                 return self.mirrored(jnp.asarray(leaf))
             array = placed_by_each(leaf, self.topology)
@@ -616,7 +616,7 @@ class Strategy:
         return Mirrored(array, self.num_replicas_in_sync) if self.num_replicas_in_sync > 1 else array
 
     def unreplicate(self, tree: Any) -> Any:
-        """One plain array for each replicated leaf of a nest, the reverse of ``replicate``.
+        """One plain array for each replicated leaf of a pytree, the reverse of ``replicate``.
 
         Raises:
           PerReplicaUseError: A component is not proven to be the same on all replicas.
@@ -636,12 +636,12 @@ class Strategy:
 
         Args:
           value_fn: Called once for each replica of this process with a ``ValueContext``; returns an array or number, or
-            a nest of such, of the same structure and dtypes each time. Shapes may differ, except in ``merge_call``.
+            a pytree of such, of the same structure and dtypes each time. Shapes may differ, except in ``merge_call``.
             While a function is traced it is called for the replicas of other processes too, since all of them trace one
             program.
 
         Returns:
-          A nest of ``PerReplica``; with one replica what ``value_fn`` returns.
+          A pytree of ``PerReplica``; with one replica what ``value_fn`` returns.
 
         Raises:
           InvalidArgumentError: Not arrays, or structures, ranks or dtypes that differ.
@@ -674,13 +674,13 @@ class Strategy:
         Args:
           dataset: Batches [global_batch, ...]: ``rx.data.from_arrays(...).batch(n)``, files (``rx.data``), a grain
             or tf.data dataset, a torch DataLoader, a Hugging Face dataset, a Keras PyDataset, or any iterable of
-            (nests of) arrays.
+            (pytrees of) arrays.
           options: How many elements wait, and where.
           distribute_options: How workers share the dataset, or only the policy (or its name); by default what the
             dataset says, or AUTO.
 
         Returns:
-          An iterable of nests of ``PerReplica``; with one replica of arrays on its device.
+          An iterable of pytrees of ``PerReplica``; with one replica of arrays on its device.
 
         Raises:
           UnsupportedSourceError: ``dataset`` is none.
@@ -714,7 +714,7 @@ class Strategy:
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
-        """A dataset over the rows of NumPy arrays (a nest; a list is stacked). Call ``batch`` on it next."""
+        """A dataset over the rows of NumPy arrays (a pytree; a list is stacked). Call ``batch`` on it next."""
         del session
         return datasets.from_numpy(numpy_input)
 

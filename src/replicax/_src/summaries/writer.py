@@ -147,7 +147,7 @@ class SummaryWriter:
         """A text, or an array of texts, which TensorBoard shows as a table; in Markdown.
 
         Args:
-          data: A str, or a nest of lists of them.
+          data: A str, or a pytree of lists of them.
           name, step, description: As ``scalar``.
         """
         return self._add("text", name, data, step, description)

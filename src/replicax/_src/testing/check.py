@@ -49,7 +49,7 @@ def check_against_one_device(
     Args:
       fn: A replica function, called as ``strategy.run(fn, args=(batch, *args))``; or a step that calls
         ``strategy.run`` itself, called as ``fn(distributed_batch, *args)``. Decorated by ``rx.function`` or not.
-      batch: A nest of arrays [global_batch, ...] on the host, cut as a distributed dataset cuts it.
+      batch: A pytree of arrays [global_batch, ...] on the host, cut as a distributed dataset cuts it.
       strategy: Where ``fn``'s variables live.
       args: Further arguments, whole on every replica: functional state and random keys, plain or replicated.
       rtol: What is rounding, relative to the largest magnitude of a value. Default: 1e-5 for float32, 1e-9 for
@@ -73,13 +73,13 @@ def check_against_one_device(
     """
     _check_arguments(fn, strategy, args)
     use_imported()
-    nest, num_rows = _checked_batch(batch)
+    pytree, num_rows = _checked_batch(batch)
     sizes = split_sizes(num_rows, strategy.num_replicas_in_sync)
     with jax.default_matmul_precision("highest"):
         sides = Side.of_replicas(strategy, num_rows), Side.of_one_device(strategy, num_rows)
-        given = (_distributed(sides[0].parts.topology, nest, num_rows), *args)
+        given = (_distributed(sides[0].parts.topology, pytree, num_rows), *args)
         step, ours = _run_as_either(fn, strategy, sides[0], given)
-        given = (_distributed(sides[1].parts.topology, nest, num_rows), *on_one_device(args))
+        given = (_distributed(sides[1].parts.topology, pytree, num_rows), *on_one_device(args))
         try:
             wanted = sides[1].run(step, given)
         except Exception as error:
@@ -155,14 +155,14 @@ def _checked_batch(batch: Any) -> tuple[Any, int]:
 
 
 _NUMBERS = (
-    " A number has no rows, and a Python list is a nest of numbers: for one array write np.asarray([…]), whose first dim "
+    " A number has no rows, and a Python list is a pytree of numbers: for one array write np.asarray([…]), whose first dim "
     "is the rows."
 )
 
 
-def _distributed(topology: Topology, nest: Any, num_rows: int) -> Any:
+def _distributed(topology: Topology, pytree: Any, num_rows: int) -> Any:
     """The batch as a distributed dataset yields it."""
-    arrays, tree = jax.tree_util.tree_flatten(nest)
+    arrays, tree = jax.tree_util.tree_flatten(pytree)
     return BatchPlacer(topology).place(LocalRows(arrays, tree, split_sizes(num_rows, topology.num_replicas)))
 
 

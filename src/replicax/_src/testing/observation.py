@@ -33,7 +33,7 @@ class ObservedRunner:
 
     Attributes:
       names: Of the gradients that the runs since ``restart`` gave to optimizers: their variables', or where the
-        gradient stands in a nest.
+        gradient stands in a pytree.
       values: These gradients as applied: values of the trace around the runs.
       weighed: Of each gradient every replica's share times its part of the batch's rows, summed: what one device has
         where the shares are means.
@@ -70,9 +70,9 @@ class ObservedRunner:
                 "check_against_one_device got an nnx module, whose arrays it could not put back. Pass the module's state "
                 "as arrays: nnx.split outside, nnx.merge in the function."
             )
-        nest = (tuple(args), dict(kwargs), cells)
+        pytree = (tuple(args), dict(kwargs), cells)
         if self._num_replicas == 1:
-            nest = on_one_device(nest)
+            pytree = on_one_device(pytree)
         names: list[str] = []
         hidden: list[int] = []
 
@@ -83,7 +83,7 @@ class ObservedRunner:
             result = key.with_cells(fn, cells)(*args, **kwargs)
             return result, notes.values, notes.weighed
 
-        result, values, weighed = self._runner.run(observed, nest, {}, DEFAULT_OPTIONS)
+        result, values, weighed = self._runner.run(observed, pytree, {}, DEFAULT_OPTIONS)
         self.names += names
         self.values += map(_whole, values)
         self.weighed += map(_whole, weighed)
@@ -111,7 +111,7 @@ def _whole(value: Any) -> Any:
     return value.as_array() if isinstance(value, DistributedValues) else value
 
 
-def on_one_device(nest: Any) -> Any:
+def on_one_device(pytree: Any) -> Any:
     """Arguments for a single replica: values that several replicas have alike are plain arrays there."""
 
     def plain(leaf: Any) -> Any:
@@ -122,7 +122,7 @@ def on_one_device(nest: Any) -> Any:
             return stored.addressable_data(0) if jax_compat.is_typed_key(stored.dtype) else on_host(stored)
         return leaf
 
-    return jax.tree_util.tree_map(plain, nest, is_leaf=is_value)
+    return jax.tree_util.tree_map(plain, pytree, is_leaf=is_value)
 
 
 class KeyWords(np.ndarray):

@@ -48,11 +48,11 @@ class Call:
         opens_modules: bool = False,
     ):
         self.fn = key.unwrap(fn)
-        nest: Any = tuple(args), dict(kwargs), key.lifted_cells(self.fn)
+        pytree: Any = tuple(args), dict(kwargs), key.lifted_cells(self.fn)
         self.close: Close | None = None
         if opens_modules:
-            nest, self.close = open_modules(nest)
-        leaves, self.tree = jax.tree_util.tree_flatten(nest, is_leaf=is_leaf)
+            pytree, self.close = open_modules(pytree)
+        leaves, self.tree = jax.tree_util.tree_flatten(pytree, is_leaf=is_leaf)
         self.leaves = as_arguments(leaves, self.tree, has_modules=self.has_modules)
         self.described: list[Leaf] = []
         self.arrays: list[Any] = []
@@ -89,7 +89,7 @@ class Call:
             if described.kind != "static":
                 self.arrays.append(array)
 
-    def nest_of(self, arrays: Sequence[Any]) -> Any:
+    def pytree_of(self, arrays: Sequence[Any]) -> Any:
         """(args, kwargs, cells) with other arrays, such as tracers."""
         remaining = iter(arrays)
         return self.tree.unflatten(

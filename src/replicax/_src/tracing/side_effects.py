@@ -186,7 +186,7 @@ _OF_TENSORFLOW: Final = "%s: `%s` is run by TensorFlow once, while the function 
 # The modules of functions that work on Python values.
 _HARMLESS: Final = frozenset(
     {
-        "tensorflow.python.util.nest",
+        "tensorflow.python.util.pytree",
         "tensorflow.python.framework.tensor_shape",
         "tensorflow.python.framework.tensor",
         "tensorflow.python.framework.dtypes",

@@ -113,7 +113,7 @@ class GradientTape:
             self._start()
 
     def watch(self, tensor: Any) -> None:
-        """Makes arrays (or variables, or a nest of both) sources of gradients.
+        """Makes arrays (or variables, or a pytree of both) sources of gradients.
 
         Raises:
           InvalidArgumentError: A leaf is neither an array nor a variable.
@@ -175,13 +175,13 @@ class GradientTape:
         """The derivative of ``target`` (summed, where it has several elements) by each source.
 
         Args:
-          target: An array, or a nest of arrays, whose gradients add up.
-          sources: Variables, watched arrays, arrays computed from these, or a nest of such.
-          output_gradients: Nest like ``target``: what to weigh its elements with; ones by default.
+          target: An array, or a pytree of arrays, whose gradients add up.
+          sources: Variables, watched arrays, arrays computed from these, or a pytree of such.
+          output_gradients: Pytree like ``target``: what to weigh its elements with; ones by default.
           unconnected_gradients: NONE: a source on which the target does not depend gives None; ZERO: zeros.
 
         Returns:
-          A nest like ``sources`` of arrays of the sources' shapes, this replica's own.
+          A pytree like ``sources`` of arrays of the sources' shapes, this replica's own.
 
         Raises:
           TapeError: A second call on a tape that is not persistent, or a call in another trace than the
@@ -254,8 +254,8 @@ def _warn_of_vectors(target: Any) -> None:
         )
 
 
-def _leaves(nest: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves(nest, is_leaf=is_variable)
+def _leaves(pytree: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves(pytree, is_leaf=is_variable)
 
 
 def _seeds(seeds: Any, target: Any, num_targets: int) -> list[Any]:
@@ -264,6 +264,6 @@ def _seeds(seeds: Any, target: Any, num_targets: int) -> list[Any]:
     flat = jax.tree_util.tree_leaves(seeds)
     if len(flat) != num_targets:
         raise InvalidArgumentError(
-            f"output_gradients has {len(flat)} leaves and target has {num_targets}; they must be nests alike."
+            f"output_gradients has {len(flat)} leaves and target has {num_targets}; they must be pytrees alike."
         )
     return flat

@@ -17,7 +17,7 @@ from replicax._src.drawing import html
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
 from replicax._src.framework import Framework, use
-from replicax._src.narrowing import narrowed_nest
+from replicax._src.narrowing import narrowed_pytree
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._src.tracing.bindings import Binding, SyncPolicy, state_lock
 from replicax._src.tracing.capture import current_capture, note_created
@@ -535,7 +535,7 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
     if is_integer and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         value = value.astype(dtype)  # which holds what integers of 32 bits do not
     try:
-        array = narrowed_nest(value, what)
+        array = narrowed_pytree(value, what)
         # JAX may adopt NumPy's memory, or read it after this call; the caller may change it then (jax 0.10).
         return jnp.asarray(array.copy() if isinstance(array, np.ndarray) else array)
     except (TypeError, ValueError) as error:

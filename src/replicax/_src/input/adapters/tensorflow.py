@@ -104,7 +104,7 @@ def _problem_of(spec: Any) -> str | None:
 
 
 def _specs(element_spec: Any) -> Any:
-    """Returns the nest of ArraySpecs; None if a component does not say how many dims it has."""
+    """Returns the pytree of ArraySpecs; None if a component does not say how many dims it has."""
     tf = sys.modules["tensorflow"]
     leaves, structure = jax.tree.flatten(element_spec)
     is_tensor = [isinstance(spec, tf.TensorSpec) for spec in leaves]

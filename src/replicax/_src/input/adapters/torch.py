@@ -35,7 +35,7 @@ _NOT_RESUMABLE: Final = (
 def open_torch(dataset: Any) -> Elements | None:
     """Opens a ``torch.utils.data.DataLoader``; None if it is none.
 
-    Its elements are nests as ``collate_fn`` makes them, tensors as NumPy arrays: those on other devices are
+    Its elements are pytrees as ``collate_fn`` makes them, tensors as NumPy arrays: those on other devices are
     brought to the host. ``batch_size`` is the global batch size.
 
     Raises:

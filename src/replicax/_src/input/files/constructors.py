@@ -28,8 +28,8 @@ def from_tfrecords(files: Files) -> FileDataset:
     """Makes a dataset whose elements are the records of TFRecord files, as ``bytes``.
 
     ``from_tfrecords("train-*.tfrecord").map(parse).shuffle(10_000, seed=1).batch(128)``, where ``parse`` makes a
-    nest of arrays of one record. Files are read by grain, uncompressed ones only. It notices a file that is cut short,
-    not a changed byte: grain does not check the checksums of records.
+    pytree of arrays of one record. Files are read by grain, uncompressed ones only. It notices a file that is cut
+    short, not a changed byte: grain does not check the checksums of records.
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.

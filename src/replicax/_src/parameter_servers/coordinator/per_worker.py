@@ -48,7 +48,7 @@ class PerWorkerIterator(PerWorkerInput):
     @property
     def element_spec(self) -> Any:
         """The shapes and dtypes of an element, as a pytree of ``jax.ShapeDtypeStruct``."""
-        return _nest_of(self._spec())
+        return _pytree_of(self._spec())
 
     @property
     def is_iterator(self) -> bool:
@@ -102,7 +102,7 @@ class PerWorkerDataset:
 
         It waits for the first worker that has made its dataset.
         """
-        return _nest_of(self._spec())
+        return _pytree_of(self._spec())
 
     def __iter__(self) -> PerWorkerIterator:
         return self._make_iterator()
@@ -120,7 +120,7 @@ class PerWorkerValues(PerWorkerInput):
         return False
 
 
-def _nest_of(spec: ElementSpec) -> Any:
+def _pytree_of(spec: ElementSpec) -> Any:
     return jax.tree.unflatten(spec.tree, spec.leaves)
 
 

@@ -74,7 +74,7 @@ class RemoteValue:
         self._made(None)
         return self._arrays[position]
 
-    def nest_of(self, leaf: Callable[[int], Any]) -> Any:
+    def pytree_of(self, leaf: Callable[[int], Any]) -> Any:
         """Returns the result's pytree with ``leaf(position)`` for each of its arrays. Does not wait."""
         if self._assemble is None:
             return self.fetch()  # the closure was refused
@@ -161,6 +161,6 @@ def check_not_traced(method: str) -> None:
         )
 
 
-def fetched(nest: Any) -> Any:
+def fetched(pytree: Any) -> Any:
     """Returns a pytree with the results of the RemoteValues in it; other leaves stay."""
-    return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteValue) else x, nest)
+    return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteValue) else x, pytree)

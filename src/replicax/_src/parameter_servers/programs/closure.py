@@ -100,8 +100,8 @@ class RemoteClosure:
         """Makes the function's result from the results of the worker."""
         remaining = iter(arrays)
         leaves = [next(remaining) if output.is_array else output.value for output in self.outputs]
-        nest = jax.tree_util.tree_unflatten(self.tree, leaves)
-        return joined_parts(nest) if self._has_parts else nest
+        pytree = jax.tree_util.tree_unflatten(self.tree, leaves)
+        return joined_parts(pytree) if self._has_parts else pytree
 
     @functools.cached_property
     def _has_parts(self) -> bool:

@@ -43,10 +43,10 @@ class ElementSpec:
     cut: Cut | None = None
 
     @property
-    def nest(self) -> Any:
+    def pytree(self) -> Any:
         """Returns the pytree that one replica gets, or all replicas together."""
-        nest = jax.tree_util.tree_unflatten(self.tree, self.leaves)
-        return nest[0] if self.cut == "elements" else nest
+        pytree = jax.tree_util.tree_unflatten(self.tree, self.leaves)
+        return pytree[0] if self.cut == "elements" else pytree
 
 
 class PerWorkerInput(abc.ABC):
@@ -258,9 +258,9 @@ def cut_rows(batch: Any, num_replicas: int) -> Any:
     return jax.tree_util.tree_unflatten(tree, [cut(jnp.asarray(array)) for array in arrays])
 
 
-def stacked(nests: Sequence[Any]) -> Any:
+def stacked(pytrees: Sequence[Any]) -> Any:
     """Stacks the pytrees of single replicas into one per-replica pytree."""
-    return jax.tree_util.tree_map(lambda *parts: _per_replica(parts), *nests)
+    return jax.tree_util.tree_map(lambda *parts: _per_replica(parts), *pytrees)
 
 
 def _per_replica(parts: Sequence[Any]) -> PerReplica:
@@ -284,13 +284,13 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def in_parts(nest: Any) -> Any:
+def in_parts(pytree: Any) -> Any:
     """Converts a pytree for the way back from a worker. Its structure does not depend on the components' shapes."""
     return jax.tree_util.tree_map(
         lambda leaf: (
             ReplicaParts(leaf.values) if isinstance(leaf, PerReplica) and not leaf.is_equal else leaf
         ),
-        nest,
+        pytree,
         is_leaf=lambda leaf: isinstance(leaf, PerReplica),
     )
 
@@ -301,7 +301,7 @@ def has_parts(tree: Any) -> bool:
     return node is not None and (node[0] is ReplicaParts or any(map(has_parts, tree.children())))
 
 
-def joined_parts(nest: Any) -> Any:
+def joined_parts(pytree: Any) -> Any:
     """Reverses ``in_parts``, on the host."""
     return jax.tree_util.tree_map(
         lambda leaf: (
@@ -309,7 +309,7 @@ def joined_parts(nest: Any) -> Any:
             if isinstance(leaf, ReplicaParts)
             else leaf
         ),
-        nest,
+        pytree,
         is_leaf=lambda leaf: isinstance(leaf, (ReplicaParts, PerReplica)),
     )
 

@@ -186,8 +186,8 @@ class Closures:
                 source = next(inputs)
                 return source if source.is_iterator else elements.take(source)
 
-            nest = jax.tree_util.tree_unflatten(tree, [thawed(leaf) for leaf in described])
-            args, kwargs, cells = nest
+            pytree = jax.tree_util.tree_unflatten(tree, [thawed(leaf) for leaf in described])
+            args, kwargs, cells = pytree
             with context.Scope(self._strategy), taking_from(elements), attempt():
                 if is_replica_function:
                     return run_on_replicas(self._strategy, key.with_cells(fn, cells), args, kwargs)
@@ -211,8 +211,8 @@ def _is_leaf(leaf: Any) -> bool:
     return is_variable(leaf) or isinstance(leaf, PerWorkerInput)
 
 
-def _check_no_modules(nest: Any) -> None:
-    if open_modules(nest)[1] is not None:
+def _check_no_modules(pytree: Any) -> None:
+    if open_modules(pytree)[1] is not None:
         raise UnsupportedError(
             "An nnx module was passed to a function for workers, which cannot update it. Pass the module's "
             "state as arrays (nnx.split), or keep it in variables made in strategy.scope()."

@@ -283,9 +283,9 @@ class Client:
             setattr(self, name + suffix, function)
 
 
-def _message(header: dict[str, Any], what: str, nest: Any) -> Message:
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(nest)]
-    return Message({**header, what: structures.described(nest)}, leaves)
+def _message(header: dict[str, Any], what: str, pytree: Any) -> Message:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(pytree)]
+    return Message({**header, what: structures.described(pytree)}, leaves)
 
 
 def _seconds(timeout_in_ms: Any) -> float:

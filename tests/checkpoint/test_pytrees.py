@@ -24,7 +24,7 @@ from replicax.errors import DonatedError, InvalidArgumentError
 Pair = collections.namedtuple("Pair", "left right")
 
 
-def nest(fill):
+def pytree(fill):
     of = lambda dtype, *shape: np.full(shape, fill, dtype)  # noqa: E731
     return {
         "params": Pair(jnp.asarray(of("float32", 2, 3)), [of("int64"), of("bool", 3)]),
@@ -43,14 +43,14 @@ def nest(fill):
 
 
 def test_pytree_is_replaced_by_one_of_the_same_types(saved):
-    path = saved(state=nest(1))
-    checkpoint = rx.Checkpoint(state=nest(0))
+    path = saved(state=pytree(1))
+    checkpoint = rx.Checkpoint(state=pytree(0))
     old = checkpoint.state
     checkpoint.restore(path).assert_consumed()
     new = checkpoint.state
-    assert bits(old["params"].left) == bits(nest(0)["params"].left)
-    assert jax.tree.structure(new) == jax.tree.structure(nest(1))
-    for mine, wanted in zip(jax.tree.leaves(new), jax.tree.leaves(nest(1)), strict=True):
+    assert bits(old["params"].left) == bits(pytree(0)["params"].left)
+    assert jax.tree.structure(new) == jax.tree.structure(pytree(1))
+    for mine, wanted in zip(jax.tree.leaves(new), jax.tree.leaves(pytree(1)), strict=True):
         assert type(mine) is type(wanted)
         assert mine.dtype == wanted.dtype if hasattr(wanted, "dtype") else mine == wanted
         if isinstance(wanted, jax.Array) and jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):

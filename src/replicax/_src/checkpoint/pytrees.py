@@ -22,14 +22,14 @@ class Holder:
 
     def __init__(self, values: Any, label: str = ""):
         self._values, self._label = values, label
-        self._held: dict[Any, HeldTree | HeldNest] = {}
+        self._held: dict[Any, HeldTree | HeldPytree] = {}
 
     def part(self, name: Any) -> Any:
         """Returns the saved object of a name: the object itself, or the same holder of a pytree at each call."""
         value = self._values[name]
         if found_in(value) is not None:
             return value
-        kind = HeldNest if has_tracked(value) else HeldTree
+        kind = HeldPytree if has_tracked(value) else HeldTree
         held = self._held.get(name)
         if not isinstance(held, kind):
             label = f"{self._label}/{name}" if self._label else str(name)
@@ -39,7 +39,7 @@ class Holder:
 
 
 @final
-class HeldNest(Trackable):
+class HeldPytree(Trackable):
     """A list, tuple or dict that contains objects. A restore replaces its other items.
 
     Args:
@@ -56,7 +56,7 @@ class HeldNest(Trackable):
         """Returns its items, by name."""
         parts: dict[str, Any] = {}
         keys: dict[str, Any] = {}
-        for key in items_of(self._nest) or {}:
+        for key in items_of(self._pytree) or {}:
             name = escaped(str(key))
             if name in parts:
                 raise UntrackableError(
@@ -67,20 +67,20 @@ class HeldNest(Trackable):
         return parts
 
     @property
-    def _nest(self) -> Any:
+    def _pytree(self) -> Any:
         return self._holder[self._name]
 
     def __getitem__(self, key: Any) -> Any:
-        return self._nest[key]
+        return self._pytree[key]
 
     def __setitem__(self, key: Any, item: Any) -> None:
-        nest = self._nest
-        if isinstance(nest, (list, MutableMapping)):
-            nest[key] = item
-        elif isinstance(nest, Mapping):
-            make: Any = type(nest)
-            self._holder[self._name] = make({**nest, key: item})
+        pytree = self._pytree
+        if isinstance(pytree, (list, MutableMapping)):
+            pytree[key] = item
+        elif isinstance(pytree, Mapping):
+            make: Any = type(pytree)
+            self._holder[self._name] = make({**pytree, key: item})
         else:
-            items = [item if i == key else old for i, old in enumerate(nest)]
-            make = getattr(type(nest), "_make", type(nest))  # named tuples have _make
+            items = [item if i == key else old for i, old in enumerate(pytree)]
+            make = getattr(type(pytree), "_make", type(pytree))  # named tuples have _make
             self._holder[self._name] = make(items)
