@@ -7,8 +7,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.tracing.flat import FlatProgram
-from replicax._src.tracing.rows.layout import Rows, RowSplit, Shared
-from replicax._src.tracing.rows.plan import RowsPlan
+from replicax._src.tracing.row_partitioner.layout import Rows, RowSplit, Shared
+from replicax._src.tracing.row_partitioner.plan import RowsPlan
 
 
 def plan_of(function, whole, batch, sizes):

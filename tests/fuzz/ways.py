@@ -11,7 +11,7 @@ import numpy as np
 
 import replicax as rx
 from fuzz.operations import FEATURES, OPERATIONS
-from replicax._src.tracing.rows.rules import NotByRowsError
+from replicax._src.tracing.row_partitioner.rules import NotByRowsError
 from splitting import run_by_rows
 
 LIMIT = 1e-4

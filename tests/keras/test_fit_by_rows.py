@@ -23,7 +23,11 @@ ROUNDS = {
     "dice": (2, 2),
 }
 SIZES = (70, 64, 65)
-SHORT = {"dense", "custom_train_step", "dice"}  # recurrent steps: tests/tracing/test_rows.py has loops
+SHORT = {
+    "dense",
+    "custom_train_step",
+    "dice",
+}  # recurrent steps: tests/tracing/test_row_partitioner.py has loops
 CASES = [
     pytest.param(
         name,

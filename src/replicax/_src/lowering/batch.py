@@ -14,7 +14,7 @@ from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
 from replicax._src.lowering import memory
 from replicax._src.narrowing import narrowed
-from replicax._src.tracing.rows.layout import RowSplit
+from replicax._src.tracing.row_partitioner.layout import RowSplit
 
 _OF_KERAS = ("x", "y", "sample_weight")
 

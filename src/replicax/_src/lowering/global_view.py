@@ -32,8 +32,8 @@ from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import state_lock
 from replicax._src.tracing.gathers import evaluate_gathering
-from replicax._src.tracing.rows.layout import RowSplit
-from replicax._src.tracing.rows.plan import RowsPlan, split_by_rows
+from replicax._src.tracing.row_partitioner.layout import RowSplit
+from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
 
 log = logging.getLogger("replicax")
 Step = Callable[[Any, Any], tuple[Any, Any]]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.tracing.flat import Atom, FlatProgram, Operation, read
-from replicax._src.tracing.rows.layout import Layout, Rows, RowSplit, Shared
-from replicax._src.tracing.rows.rules import Applied, Incomplete, NotByRowsError, apply, refused
+from replicax._src.tracing.row_partitioner.layout import Layout, Rows, RowSplit, Shared
+from replicax._src.tracing.row_partitioner.rules import Applied, Incomplete, NotByRowsError, apply, refused
 
 SumOverReplicas = Callable[[Sequence[Any]], Sequence[Any]]
 _ADDITIONS = frozenset(["add", "add_any"])

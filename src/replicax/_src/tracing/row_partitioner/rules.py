@@ -17,7 +17,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.tracing.primitives import ELEMENTWISE
-from replicax._src.tracing.rows.layout import Layout, Rows, RowSplit, Shared
+from replicax._src.tracing.row_partitioner.layout import Layout, Rows, RowSplit, Shared
 
 Evaluate = Callable[[Sequence[Any]], list[Any]]
 WHOLE, SUM = Shared.WHOLE, Shared.SUM

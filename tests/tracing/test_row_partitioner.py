@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checks import examples
-from replicax._src.tracing.rows.layout import RowSplit
-from replicax._src.tracing.rows.plan import RowsPlan, split_by_rows
-from replicax._src.tracing.rows.rules import NotByRowsError
+from replicax._src.tracing.row_partitioner.layout import RowSplit
+from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
+from replicax._src.tracing.row_partitioner.rules import NotByRowsError
 from splitting import plan_of, run_by_rows
 
 EVEN, UNEVEN = (3, 3, 3), (4, 0, 5)
@@ -211,7 +211,7 @@ def test_operations_that_mix_rows_are_rejected(name):
     with pytest.raises(NotByRowsError) as caught:
         plan_of(REFUSED[name], W, X, (4, 3, 2))
     if name != "rows given back":
-        assert "test_rows.py:" in str(caught.value)
+        assert "test_row_partitioner.py:" in str(caught.value)
 
 
 # --- random programs ----------------------------------------------------------------------------------
