@@ -20,9 +20,9 @@ from replicax._src.errors import StructureError
 from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.tracing.equations import inner_jaxprs, walked
 from replicax._src.tracing.gathers import Divided, evaluate_gathering
-from replicax._src.tracing.numbering import number_constant, number_params
 from replicax._src.tracing.program import ReplicaProgram, Variant, shows_how_often
 from replicax._src.tracing.replication import has_replica_collective, meets
+from replicax._src.tracing.value_numbering import number_constant, number_params
 
 
 def evaluate_uneven_gathering(

@@ -50,11 +50,11 @@ from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
 from replicax._src.tracing.equations import has_any
 from replicax._src.tracing.key import is_array
-from replicax._src.tracing.numbering import number_of, number_variant
 from replicax._src.tracing.primitives import MARKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant, leaked
 from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
 from replicax._src.tracing.rewrite import Rewriter, evaluate_inlined
+from replicax._src.tracing.value_numbering import number_of, number_variant
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, is_value
 

@@ -14,7 +14,7 @@ from replicax._src import jax_compat
 from replicax._src.parameter_servers.programs.events import OptimizerCall, Shapes
 from replicax._src.tracing import flat
 from replicax._src.tracing.flat import Atom, FlatProgram
-from replicax._src.tracing.numbering import number_constant, number_of, number_results
+from replicax._src.tracing.value_numbering import number_constant, number_of, number_results
 
 
 @dataclass(frozen=True)
