@@ -13,11 +13,11 @@ from checks import message, needs_ipv6
 from replicax._src.cli.status import read_status
 from replicax._src.cluster import channel as channel_module
 from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.controller import Controller
 from replicax._src.cluster.frames import ask, connect, receive, send
-from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.membership import Membership
-from replicax._src.cluster.service import HubServer
+from replicax._src.cluster.service import ControllerServer
 from replicax._src.cluster.spec import ClusterSpec, Task, split_address
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
@@ -31,7 +31,7 @@ NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
 def member(address, number, names=NAMES):
-    """A task of a cluster whose hub is at an address."""
+    """A task of a cluster whose controller is at an address."""
     others = [f"127.0.0.1:{number}" for number in range(1, len(names))]
     return Membership(ClusterSpec({"worker": [address, *others]}), Task("worker", number))
 
@@ -42,7 +42,9 @@ def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
     listener = listen(*split_address(at), backlog=8)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     cluster = member(address, 0, names).described
-    server = HubServer(Hub(names, **options), listener, SECURITY, cluster, {"coordinator": "there"})
+    server = ControllerServer(
+        Controller(names, **options), listener, SECURITY, cluster, {"coordinator": "there"}
+    )
     must_end = threading.Event()
     thread = threading.Thread(target=server.run, args=(must_end, linger_s))
     thread.start()
@@ -119,7 +121,7 @@ def test_launcher_gets_the_number_of_programs_run(monkeypatch, tmp_path):
         channel.leave()
         left_at = time.monotonic()
     status = read_status(path)
-    assert (status.step, status.state) == (4, "ending")  # it is not left to the next beat
+    assert (status.step, status.state) == (4, "ending")  # it is not left to the next heartbeat
     assert began_at < status.left_at <= left_at
 
 
@@ -251,7 +253,7 @@ def test_member_that_left_early_or_died_is_needed_for_more_programs():
 @pytest.mark.rest
 def test_silent_member_is_given_up():
     with serving(silence_s=3.0) as address, channels(address) as (first, second, _):
-        second._connection._sending.acquire()  # it beats no more, as if it were stopped
+        second._connection._sending.acquire()  # it heartbeats no more, as if it were stopped
         try:
             assert first.wait_for_failure(PATIENCE_S) is not None
             with pytest.raises(PeerFailureError, match=r"worker 1.* \d+ s"):
@@ -287,7 +289,9 @@ def test_lost_controller():
 def test_different_programs_are_a_mismatch():
     with serving() as address, channels(address) as (first, second, _):
         first.begin(4, "#1 evaluate")
-        with contextlib.suppress(ProgramMismatchError):  # the hub may have answered before this has begun
+        with contextlib.suppress(
+            ProgramMismatchError
+        ):  # the controller may have answered before this has begun
             second.begin(4, "#0 train_step")
         assert first.wait_for_failure(PATIENCE_S) is not None
         says = [
@@ -439,7 +443,9 @@ def test_unauthenticated_peers_do_not_disturb_the_controller(noise):
             assert gathered_by_all(members, "a", [1, 2, 3]) == [[1, 2, 3]] * 3
 
 
-@pytest.mark.parametrize("said", [{"kind": "nonsense"}, {"kind": "hello"}, {"kind": "beat", "status": {}}])
+@pytest.mark.parametrize(
+    "said", [{"kind": "nonsense"}, {"kind": "hello"}, {"kind": "heartbeat", "status": {}}]
+)
 def test_peer_with_invalid_messages_does_not_disturb_the_controller(said):
     with serving() as address:
         with pytest.raises(OSError, match="ended the connection"):

@@ -6,7 +6,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from checks import examples
-from replicax._src.cluster.hub import Hub
+from replicax._src.cluster.controller import Controller
 from replicax._src.cluster.save_points import AtPoint, SavePoints
 from replicax._src.cluster.save_rounds import SaveRounds
 
@@ -16,7 +16,7 @@ class Tasks:
 
     def __init__(self, num_tasks, num_steps):
         self.num_tasks, self.num_steps = num_tasks, num_steps
-        self.hub = Hub([f"worker {n}" for n in range(num_tasks)])
+        self.controller = Controller([f"worker {n}" for n in range(num_tasks)])
         self.points = [SavePoints() for _ in range(num_tasks)]
         self.inside = [False] * num_tasks  # of a step
         self.ended = [None] * num_tasks  # "done", "saved", "died", "failed"
@@ -24,7 +24,7 @@ class Tasks:
         self.up = [deque() for _ in range(num_tasks)]
         self.down = [deque() for _ in range(num_tasks)]
         for number in range(num_tasks):
-            assert self.hub.join(number, now=0.0) is None
+            assert self.controller.join(number, now=0.0) is None
             self.say(number, {"kind": "watching"})
 
     def say(self, number, message):
@@ -41,13 +41,13 @@ class Tasks:
             self.say(number, {"kind": "notice", "is_final": is_final, "text": "SIGTERM"})
         return True
 
-    def to_hub(self, number):
+    def to_controller(self, number):
         if not self.up[number]:
             return False
-        self.send(self.hub.receive(number, self.up[number].popleft(), now=0.0))
+        self.send(self.controller.receive(number, self.up[number].popleft(), now=0.0))
         return True
 
-    def from_hub(self, number):
+    def from_controller(self, number):
         if not self.down[number]:
             return False
         message = self.down[number].popleft()
@@ -63,7 +63,7 @@ class Tasks:
         if self.ended[number] in (None, "saved"):
             self.ended[number] = "died"
             self.up[number].clear()
-            self.send(self.hub.disconnect(number, now=0.0))
+            self.send(self.controller.disconnect(number, now=0.0))
         return True
 
     def go_on(self, number):
@@ -95,14 +95,14 @@ class Tasks:
         return True
 
     def run_to_the_end(self):
-        ways = (self.to_hub, self.from_hub, self.go_on)
+        ways = (self.to_controller, self.from_controller, self.go_on)
         while any(way(number) for way in ways for number in range(self.num_tasks)):
             pass
 
 
 def happenings(num_tasks):
     who = st.integers(0, num_tasks - 1)
-    steady = st.tuples(st.sampled_from(["to_hub", "from_hub", "go_on", "go_on", "go_on"]), who)
+    steady = st.tuples(st.sampled_from(["to_controller", "from_controller", "go_on", "go_on", "go_on"]), who)
     notice = st.tuples(st.just("notice"), who, st.booleans())
     return st.lists(st.one_of(steady, steady, steady, notice), max_size=120)
 
@@ -162,26 +162,26 @@ def test_steps_resume_when_a_pause_ends():
 def test_no_task_pauses_before_all_watch():
     """A member that cannot answer would keep all others waiting."""
     tasks = Tasks(2, 5)
-    tasks.to_hub(0)
+    tasks.to_controller(0)
     tasks.notice(0, is_final=True)
-    tasks.to_hub(0)
+    tasks.to_controller(0)
     assert [message["kind"] for message in tasks.down[0]] == ["preempted"]
-    tasks.to_hub(1)
+    tasks.to_controller(1)
     assert [message["kind"] for message in tasks.down[0]] == ["preempted", "hold"]
 
 
 def test_task_that_stopped_watching_delays_no_other():
     tasks = Tasks(2, 5)
     for number in (0, 1):
-        tasks.to_hub(number)
+        tasks.to_controller(number)
     tasks.notice(0, is_final=True)
     tasks.say(1, {"kind": "closed"})
-    tasks.to_hub(0)
-    tasks.from_hub(0)
-    tasks.from_hub(0)
+    tasks.to_controller(0)
+    tasks.from_controller(0)
+    tasks.from_controller(0)
     assert tasks.points[0].begin() is AtPoint.WAIT
-    tasks.to_hub(1)
-    tasks.from_hub(0)
+    tasks.to_controller(1)
+    tasks.from_controller(0)
     assert tasks.points[0].begin() is AtPoint.RUN
 
 

@@ -10,7 +10,7 @@ def fast(monkeypatch):
     """Silent tasks are detected soon."""
 
     def limits(reconnect_s=3600.0):
-        return Limits(beat_s=0.05, beat_timeout_s=0.2, reconnect_s=reconnect_s)
+        return Limits(heartbeat_s=0.05, heartbeat_timeout_s=0.2, reconnect_s=reconnect_s)
 
     monkeypatch.setattr(cluster_coordinator, "Limits", limits)
 

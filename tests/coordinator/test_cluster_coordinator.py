@@ -757,7 +757,7 @@ def test_stopped_worker_is_given_up_and_its_late_answers_are_ignored(cluster, co
 
 def test_a_long_function_is_no_failure(cluster, coordinator):
     def long(call):
-        time.sleep(1.0)  # five times the time that a beat may take
+        time.sleep(1.0)  # five times the time that a heartbeat may take
         return np.int32(1)
 
     assert coordinator.schedule(long).fetch(JOIN_S) == 1

@@ -149,7 +149,7 @@ def test_closing_a_strategy_closes_its_coordinator(cluster, caplog, join):
     if join:
         coordinator.join(JOIN_S)
     strategy.close()
-    time.sleep(1.5)  # a beat, and more
+    time.sleep(1.5)  # a heartbeat, and more
     coordinator.close()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     until = time.monotonic() + JOIN_S
@@ -157,7 +157,7 @@ def test_closing_a_strategy_closes_its_coordinator(cluster, caplog, join):
         thread.name
         for thread in threading.enumerate()
         if thread not in before
-        and thread.name.startswith(("replicax-worker", "replicax-ps", "replicax-beats"))
+        and thread.name.startswith(("replicax-worker", "replicax-ps", "replicax-heartbeats"))
     ]:
         assert time.monotonic() < until, left
         time.sleep(0.01)
@@ -193,7 +193,7 @@ def test_program_with_functions_in_flight_exits_with_its_code(cluster, end, code
     assert ended.returncode == code, ended.stderr
     assert "left ['MainThread'" in ended.stdout
     assert "replicax-worker" not in ended.stdout, "none may run into the end of Python"
-    assert "replicax-beats" not in ended.stdout
+    assert "replicax-heartbeats" not in ended.stdout
     assert "terminate" not in ended.stderr
 
 

@@ -105,7 +105,7 @@ def test_server_continues_with_its_snapshot(session, pool, caplog):
     assert "w0, w1, w2, w3, w4 and 2 more" in caplog.text
     assert "the first 4, and some of the next 2" in caplog.text
     assert watch.knows("second")
-    assert recovery.restarted(watch, session.ps[0]) is None  # asked again, by a beat that was late
+    assert recovery.restarted(watch, session.ps[0]) is None  # asked again, by a heartbeat that was late
     assert len(session.was_restored) == 1
 
 
@@ -140,7 +140,7 @@ def test_all_go_back_to_the_last_epoch_that_all_have(session, pool, caplog):
     recovery._epochs._take()
     session.ps[1].fails.clear()
     started_again(session)
-    recovery._epochs._take()  # sooner than the beat that finds it: what is older than the others is no epoch with them
+    recovery._epochs._take()  # sooner than the heartbeat that finds it: what is older than the others is no epoch with them
     assert recovery._epochs.last == 2
     assert recovery.restarted(watch, session.ps[0]) is None
     assert [ps.asked[-1] for ps in session.ps] == [("restore", 2), ("restore", 2)]
@@ -217,7 +217,7 @@ def test_no_server_resumes_if_another_is_unreachable_in_a_rewind(session, pool, 
     monkeypatch.setattr(session.ps[1], "ask", out_of_reach)
     with pytest.raises(UnavailableError):
         recovery.restarted(watch, session.ps[0])
-    assert not watch.knows(session.ps[0].instance)  # so that it is tried again with the next beat
+    assert not watch.knows(session.ps[0].instance)  # so that it is tried again with the next heartbeat
     monkeypatch.undo()
     assert recovery.restarted(watch, session.ps[0]) is None
     assert all(each.knows(ps.instance) for each, ps in zip(recovery._watches, session.ps))

@@ -107,7 +107,7 @@ def session():
 
 def test_server_cut_off_for_long_becomes_a_backup_again(session):
     events = Events(session)
-    watch = PsWatch(1, session, Limits(beat_s=0.02), events)
+    watch = PsWatch(1, session, Limits(heartbeat_s=0.02), events)
     watch.start()
     try:
         until(lambda: watch.statistics()["statistics"])
@@ -201,7 +201,7 @@ class Both:
         for watch in self.watches:
             watch.accept("first")
 
-    def beat(self, task):
+    def heartbeat(self, task):
         """It reports the views that it has taken."""
         ps = self.session.ps[task]
         for view in ps.views:
@@ -243,7 +243,7 @@ def test_both_servers_restart_from_the_newer_state(both, caplog):
     for task in range(2):
         part = {"epoch": 1, "position": (1, 9), "backup": "in sync", "updates": 9}
         both.session.ps[task].statistics = {"groups": {"0": dict(part), "1": dict(part)}}
-        both.beat(task)
+        both.heartbeat(task)
     both.both_lost()
     assert both.restarted(1, (1, 5), (1, 7)) is None
     assert both.is_paused
@@ -251,8 +251,8 @@ def test_both_servers_restart_from_the_newer_state(both, caplog):
     views = both.session.groups.views
     assert [(view.primary, view.since) for view in views] == [(0, (1, 6)), (1, (1, 7))]
     assert both.is_paused  # until both have said that they lead
-    both.beat(0)
-    both.beat(1)
+    both.heartbeat(0)
+    both.heartbeat(1)
     assert not both.is_paused
     assert both.session.went_on == [(0, ["w"]), (1, ["w"])]
     assert "on ps 0, taken 3 s before: about 3 acknowledged updates" in caplog.text
@@ -272,7 +272,7 @@ def test_server_lost_while_its_group_resumes_is_waited_for_again(both, monkeypat
     for task in range(2):
         both.restarted(task, (1, 5), (1, 5))
     monkeypatch.setattr(both.session, "restored", restored)
-    resuming = threading.Thread(target=both.beat, args=(1,))
+    resuming = threading.Thread(target=both.heartbeat, args=(1,))
     resuming.start()
     assert begun.wait(20.0)
     assert both.lost(1) is None
@@ -281,7 +281,7 @@ def test_server_lost_while_its_group_resumes_is_waited_for_again(both, monkeypat
     resuming.join(20.0)
     assert both.is_paused
     both.restarted(1, (1, 5), (1, 5))
-    both.beat(1)
+    both.heartbeat(1)
     assert not both.is_paused
 
 
@@ -290,9 +290,9 @@ def test_single_server_resumes_after_the_wait(both, monkeypatch):
     both.restarted(1, (1, 5), (1, 7))
     assert both.session.groups.lost == [0, 1]
     monkeypatch.setattr(lost_groups, "_PARTNER_S", 0.0)
-    both.beat(1)
+    both.heartbeat(1)
     assert both.session.groups.primaries == [1, 1]
-    both.beat(1)
+    both.heartbeat(1)
     assert not both.is_paused
 
 
@@ -312,7 +312,7 @@ def test_without_snapshots_a_lost_group_ends_the_job():
     both.session.groups.told(0, {"0": {"epoch": 1, "position": (1, 9), "backup": "lost"}})
     both.session.ps[1] = Told("first", (1, 8), (1, 8))
     assert isinstance(both.restarted(0), UnavailableError)
-    both.beat(1)
+    both.heartbeat(1)
     assert both.session.groups.lost == [0]
 
 
@@ -330,7 +330,7 @@ def test_a_snapshot_that_lacks_variables_ends_the_job(both):
     both.both_lost()
     both.restarted(0, (1, 5), (1, 7))
     both.restarted(1, (1, 5), (1, 7))
-    both.beat(1)
+    both.heartbeat(1)
     message(UnavailableError, lambda: both.pool.schedule("step", Work(None, None)), "dense/kernel")
 
 
@@ -343,7 +343,7 @@ def test_server_with_another_position_than_reported_is_not_the_primary(both):
     both.session.ps[0].refuses = False
     for part in both.session.ps[0].statistics["groups"].values():
         part["position"] = (0, 0)
-    both.beat(0)
+    both.heartbeat(0)
     assert both.session.groups.primaries == [1, 1]
 
 

@@ -69,7 +69,9 @@ def cluster():
 
 @pytest.mark.rest
 def test_a_stopped_worker_is_not_waited_for_and_its_gradient_is_dropped(cluster, monkeypatch):
-    monkeypatch.setattr(cluster_coordinator, "Limits", lambda **more: Limits(beat_timeout_s=JOIN_S, **more))
+    monkeypatch.setattr(
+        cluster_coordinator, "Limits", lambda **more: Limits(heartbeat_timeout_s=JOIN_S, **more)
+    )
     with (
         rx.ParameterServerStrategy() as strategy,
         ClusterCoordinator(strategy, replicas_to_aggregate=2) as coordinator,

@@ -180,7 +180,7 @@ def test_rates_use_the_clock_of_the_counting_task():
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (ps(updates=10), ps(updates=10)),  # no beat since
+        (ps(updates=10), ps(updates=10)),  # no heartbeat since
         (ps(updates=10, pid=21), ps(updates=30, pid=22, uptime_s=40.0)),  # another process
         (ps(updates=30), ps(updates=10, uptime_s=40.0)),  # counts anew, for another coordinator
         (ps(updates=10), ps(updates=30, uptime_s=40.0, connected=False)),

@@ -52,7 +52,7 @@ def test_activity_of_real_tasks_is_shown():
         # An update carries 4 kB of operands from a worker to the parameter server.
         assert tasks["ps 0"]["received_bytes"] >= 4000 * tasks["ps 0"]["updates"]
         sent = sum(tasks[f"worker {n}"]["sent_bytes"] for n in range(2))
-        assert sent >= 3000 * tasks["ps 0"]["updates"]  # told by beats, which are not of one moment
+        assert sent >= 3000 * tasks["ps 0"]["updates"]  # told by heartbeats, which are not of one moment
         pids = {name: task["pid"] for name, task in tasks.items()}
         assert len(set(pids.values())) == 4
         assert all(task["resident_bytes"] > 20 << 20 for task in tasks.values())

@@ -291,7 +291,7 @@ def test_others_continue_beside_a_slow_worker(job):
             job.coordinator.schedule(job.take, args=(iterator,))
         job.join()
         ran = lambda index: job.worker(index)["statistics"]["num_closures"]  # noqa: E731
-        until(lambda: ran(0) + ran(1) == 30, "beats tell who ran what")
+        until(lambda: ran(0) + ran(1) == 30, "heartbeats tell who ran what")
     assert job.counts == [30.0, 30.0]
     assert ran(1) >= 20  # by turns it would be 15
     assert job.worker(0)["connections"] == 1

@@ -253,7 +253,7 @@ def test_both_killed_servers_resume_from_the_newer_snapshot(tmp_path, caplog):
                 )
                 == 100
             ),
-            "the last beats say all updates",
+            "the last heartbeats say all updates",
         )
         for n in range(2):
             job.ps(n).kill()

@@ -136,7 +136,7 @@ def parted(local_cluster, faulty_network, how, silence_s):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("how", "of_hub", "of_worker_1"),
+    ("how", "of_controller", "of_worker_1"),
     ids=["cut", "blackhole"],
     argvalues=[
         ("cut", "worker 0 at 127.0.0.1:\\d+, ended the connection", "worker 1 died without a word"),
@@ -149,12 +149,12 @@ def parted(local_cluster, faulty_network, how, silence_s):
     ],
 )
 def test_partitioned_worker_and_the_others_name_each_other(
-    local_cluster, faulty_network, how, of_hub, of_worker_1
+    local_cluster, faulty_network, how, of_controller, of_worker_1
 ):
     """Their collectives continue meanwhile, because those use another connection."""
     cluster, _ = parted(local_cluster, faulty_network, how, silence_s=4 if how == "blackhole" else 20)
     results = cluster.wait()
-    for number, said in ((0, of_worker_1), (1, of_hub)):
+    for number, said in ((0, of_worker_1), (1, of_controller)):
         result = results["worker", number]
         assert result.exit_code == 3, result.output
         assert result.report["kind"] == "PeerFailureError"

@@ -28,7 +28,7 @@ def test_next_coordinator_takes_over_for_good(lease):
     lease.check("b")
     for call in (
         lambda: lease.check("a"),
-        lambda: lease.beat("a", now=3.0),
+        lambda: lease.heartbeat("a", now=3.0),
         lambda: lease.hello("a", now=3.0),
     ):
         message(StaleCoordinatorError, call, "ps 0", "coordinator a", "another coordinator has taken over")
@@ -47,7 +47,7 @@ def test_coordinator_that_left_does_not_come_back(lease):
 def test_restarted_task_knows_no_coordinator(lease):
     """A heartbeat has no further effect then: the instance in its answer shows the restart. Other messages need data
     that are gone."""
-    lease.beat("a", now=1.0)
+    lease.heartbeat("a", now=1.0)
     assert lease.incarnation is None
     text = message(UnavailableError, lambda: lease.check("a"), "ps 0", "the task has restarted")
     assert "coordinator a" in text
@@ -56,18 +56,18 @@ def test_restarted_task_knows_no_coordinator(lease):
 
 def test_unknown_coordinator_is_not_answered_during_a_lease(lease):
     lease.hello("a", now=1.0)
-    for call in (lambda: lease.check("b"), lambda: lease.beat("b", now=2.0)):
+    for call in (lambda: lease.check("b"), lambda: lease.heartbeat("b", now=2.0)):
         message(StaleCoordinatorError, call, "serves the coordinator a, not b")
 
 
 def test_silence_ends_a_lease(lease):
     lease.hello("a", now=0.0)
-    lease.beat("a", now=50.0)
+    lease.heartbeat("a", now=50.0)
     assert not lease.is_silent(now=110.0)
     assert lease.is_silent(now=110.1)
     lease.give_up(now=110.1)
     assert not lease.is_silent(now=1000.0)
-    message(StaleCoordinatorError, lambda: lease.beat("a", now=111.0), "it was silent for 60 s")
+    message(StaleCoordinatorError, lambda: lease.heartbeat("a", now=111.0), "it was silent for 60 s")
 
 
 def test_silent_coordinator_restarts_unless_another_one_came(lease):

@@ -174,8 +174,8 @@ def test_a_parameter_server_holds_variables(started):
         answer = link.call(pull("a", "w"), 60.0)
         np.testing.assert_array_equal(answer.arrays[0], value)
         assert answer.header["versions"][0][0] == told["instance"]
-    beat = client.ask("beat", {"incarnation": "a"}, 60.0)
-    assert (beat["instance"], beat["statistics"]["pieces"]) == (told["instance"], 1)
+    heartbeat = client.ask("heartbeat", {"incarnation": "a"}, 60.0)
+    assert (heartbeat["instance"], heartbeat["statistics"]["pieces"]) == (told["instance"], 1)
     until(lambda: server.statistics()["messages"] == 4, "all answers are counted")
 
 
@@ -187,7 +187,7 @@ def test_a_worker_answers_what_a_worker_does(started):
         assert not link.call(constant, 60.0).arrays
         with pytest.raises(MessageError, match="no operation 'create'"):
             link.call(create("a", "w", np.ones(3, np.float32)), 60.0)
-    assert client.ask("beat", {"incarnation": "a"}, 60.0)["statistics"]["num_closures"] == 0
+    assert client.ask("heartbeat", {"incarnation": "a"}, 60.0)["statistics"]["num_closures"] == 0
 
 
 def test_client_with_another_token_is_told(started):
@@ -199,7 +199,7 @@ def test_client_with_another_token_is_told(started):
 
 def test_unknown_question(started):
     _, client = started("ps")
-    message(InvalidArgumentError, lambda: client.ask("dance", {}, 60.0), "'dance'", "hello, beat, leave")
+    message(InvalidArgumentError, lambda: client.ask("dance", {}, 60.0), "'dance'", "hello, heartbeat, leave")
 
 
 def test_status_changes_nothing(started):
@@ -217,7 +217,9 @@ def test_the_next_coordinator_takes_over(started):
         link.call(create("a", "w", np.ones(3, np.float32)), 60.0)
         hello(client, "b")
         message(StaleCoordinatorError, lambda: link.call(pull("a", "w"), 60.0), "another coordinator")
-        message(StaleCoordinatorError, lambda: client.ask("beat", {"incarnation": "a"}, 60.0), "taken over")
+        message(
+            StaleCoordinatorError, lambda: client.ask("heartbeat", {"incarnation": "a"}, 60.0), "taken over"
+        )
         with pytest.raises(InvalidArgumentError):  # what the one before made is gone
             link.call(pull("b", "w"), 60.0)
 
@@ -231,7 +233,7 @@ def test_leaving_drops_everything(started):
         message(StaleCoordinatorError, lambda: link.call(pull("a", "w"), 60.0), "it has left")
     client.ask("leave", {"incarnation": "a"}, 60.0)  # twice is nothing
     hello(client, "b")
-    assert client.ask("beat", {"incarnation": "b"}, 60.0)["statistics"]["pieces"] == 0
+    assert client.ask("heartbeat", {"incarnation": "b"}, 60.0)["statistics"]["pieces"] == 0
 
 
 # --- a service, without a server ----------------------------------------------------------------------
@@ -324,15 +326,15 @@ def test_terminated_parameter_server_resumes_where_it_was(started, tmp_path):
     with client.open() as link:  # a worker does not say hello
         answer = link.call(pull("a", "w"), 60.0)
         np.testing.assert_array_equal(answer.arrays[0], value)
-    beat = client.ask("beat", {"incarnation": "a"}, 60.0)
-    assert (beat["statistics"]["pieces"], beat["statistics"]["num_snapshots"]) == (1, 0)
+    heartbeat = client.ask("heartbeat", {"incarnation": "a"}, 60.0)
+    assert (heartbeat["statistics"]["pieces"], heartbeat["statistics"]["num_snapshots"]) == (1, 0)
     restored = hello(client, "a")["restored"]
     assert (restored["incarnation"], restored["pieces"]) == ("a", 1)
     again.stop()
     assert len(list((tmp_path / "ps-0").iterdir())) == 1, "it wrote what had not changed"
     _, client = started("ps", snapshot_dir=tmp_path)
     hello(client, "b")
-    assert client.ask("beat", {"incarnation": "b"}, 60.0)["statistics"]["pieces"] == 0
+    assert client.ask("heartbeat", {"incarnation": "b"}, 60.0)["statistics"]["pieces"] == 0
 
 
 def test_snapshots_are_taken_at_intervals_and_failures_are_logged(started, tmp_path):
@@ -340,7 +342,7 @@ def test_snapshots_are_taken_at_intervals_and_failures_are_logged(started, tmp_p
     hello(client, "a")
 
     def statistics():
-        return client.ask("beat", {"incarnation": "a"}, 60.0)["statistics"]
+        return client.ask("heartbeat", {"incarnation": "a"}, 60.0)["statistics"]
 
     time.sleep(0.2)
     assert statistics()["num_snapshots"] == 0  # there is nothing
@@ -366,7 +368,7 @@ def test_coordinator_requests_snapshots_and_rewinds(started, tmp_path):
         link.call(assign, 60.0)
         told = client.ask("restore", {"incarnation": "a", "epoch": 7}, 60.0)
         assert told["instance"] != instance
-        assert client.ask("beat", {"incarnation": "a"}, 60.0)["instance"] == told["instance"]
+        assert client.ask("heartbeat", {"incarnation": "a"}, 60.0)["instance"] == told["instance"]
         np.testing.assert_array_equal(link.call(pull("a", "w"), 60.0).arrays[0], np.ones(3))
     with pytest.raises(RemoteError, match="it is of epoch 7, not 8") as caught:
         client.ask("restore", {"incarnation": "a", "epoch": 8}, 60.0)
@@ -411,7 +413,7 @@ def test_silent_coordinator_is_given_up_and_the_next_one_is_awaited(started):
     server, client = started("ps", silence_timeout_s=0.3)
     hello(client, "a")
     until(lambda: server.statistics()["incarnation"] is None, "it is given up")
-    message(StaleCoordinatorError, lambda: client.ask("beat", {"incarnation": "a"}, 60.0), "0.3 s")
+    message(StaleCoordinatorError, lambda: client.ask("heartbeat", {"incarnation": "a"}, 60.0), "0.3 s")
     hello(client, "b")
 
 

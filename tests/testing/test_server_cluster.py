@@ -67,7 +67,7 @@ def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):
         assert again["instance"] != told["worker", 1]["instance"]
 
         make(cluster, np.arange(6, dtype=np.float32))
-        while not ask(cluster, "ps", 0, "beat")["statistics"]["num_snapshots"]:
+        while not ask(cluster, "ps", 0, "heartbeat")["statistics"]["num_snapshots"]:
             time.sleep(0.05)
         cluster.tasks["ps", 0].kill()
         cluster.restart("ps", 0)

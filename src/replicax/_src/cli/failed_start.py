@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping
 from typing import Final
 
+from replicax._src.cluster.controller import Controller
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.frames import ask, security_of
-from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.membership import Membership
-from replicax._src.cluster.service import HubServer
+from replicax._src.cluster.service import ControllerServer
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.wire.sockets import listen
@@ -22,9 +22,10 @@ _MOST_CHARACTERS: Final = 8000
 
 
 def tell_failed_start(environment: Mapping[str, str], text: str, is_over: threading.Event) -> None:
-    """Tells the hub of a task's cluster, as soon as it is there; it knows whether the task had joined.
+    """Tells the controller of a task's cluster, as soon as it is there; it knows whether the task had joined.
 
-    Worker 0 starts the hub: if it has not, or its hub has ended, a hub that only says so is run here.
+    Worker 0 starts the controller: if it has not, or its controller has ended, a controller that only says so is run
+      here.
 
     Args:
       environment: Of the task.
@@ -44,11 +45,11 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     address = me.leader_address
     while not is_over.is_set():
         if me.id_in_cluster == 0:
-            with contextlib.suppress(OSError):  # the port is in use: the task's own hub is there
+            with contextlib.suppress(OSError):  # the port is in use: the task's own controller is there
                 listening = listen(*split_address(me.leader_address))
-                hub = Hub(me.names)
-                hub.fail(0, text)
-                HubServer(hub, listening, security, me.described, {}).run(is_over, 0.0)
+                controller = Controller(me.names)
+                controller.fail(0, text)
+                ControllerServer(controller, listening, security, me.described, {}).run(is_over, 0.0)
                 return
         try:
             ask(address, message, security, _ANSWER_S, environment)

@@ -1,6 +1,6 @@
-"""The control channel of one process: it beats, gathers values from all tasks, and hears who is gone.
+"""The control channel of one process: it heartbeats, gathers values from all tasks, and hears who is gone.
 
-See hub.py for the rules.
+See controller.py for the rules.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _NO_PROGRAM = -2  # before the position of who has run none
 
 
 class _RefusedForNow(Exception):
-    """The hub is that of an earlier run, which is ending."""
+    """The controller is that of an earlier run, which is ending."""
 
 
 @final
 class Channel:
-    """A connection to the hub, with a thread of its own that listens and beats.
+    """A connection to the controller, with a thread of its own that listens and heartbeats.
 
     Args:
-      membership: The tasks, and which of them this process is. The hub is at the leader's address.
-      security: What the hub must know, and asks for.
-      silence_s: After how many seconds without a word from the hub it counts as gone.
+      membership: The tasks, and which of them this process is. The controller is at the leader's address.
+      security: What the controller must know, and asks for.
+      silence_s: After how many seconds without a word from the controller it counts as gone.
       stall_s: After how many seconds it says for whom it waits.
 
     Attributes:
-      is_lost: True once the hub has ended the connection, or has been silent for too long.
+      is_lost: True once the controller has ended the connection, or has been silent for too long.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Channel:
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
         self._left_at: float | None = None
         self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
-        self._beaten: dict[str, Any] | None = None
+        self._last_status: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
         self.on_failure: Callable[[ClusterFailureError], None] = lambda failure: None
         self.on_saving: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any] | None], ...] = ()
@@ -95,13 +95,13 @@ class Channel:
     # --- life ---------------------------------------------------------------------------------------
 
     def connect(self, deadline: float) -> dict[str, Any]:
-        """Joins the cluster, once the hub is there.
+        """Joins the cluster, once the controller is there.
 
         Args:
           deadline: When to give up, on the clock of ``time.monotonic``.
 
         Returns:
-          What the hub tells who joins.
+          What the controller tells who joins.
 
         Raises:
           ClusterStartError: It did not answer in time, or refuses. That of an earlier run, which is ending, is waited
@@ -159,7 +159,7 @@ class Channel:
         )
 
     def _joined(self, deadline: float) -> tuple[Connection, dict[str, Any]]:
-        """A connection that the hub has welcomed, and the welcome."""
+        """A connection that the controller has welcomed, and the welcome."""
         connection = connect(self._address, self._security, deadline)
         try:
             hello = {"kind": "hello", "member": self._number, "cluster": self._cluster}
@@ -190,8 +190,8 @@ class Channel:
         self._connection.close()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Says something of ``save_rounds.KINDS`` to the hub. What it says of that is given to all of ``on_saving``, in
-        the channel's thread; what they return is the answer."""
+        """Says something of ``save_rounds.KINDS`` to the controller. What it says of that is given to all of
+        ``on_saving``, in the channel's thread; what they return is the answer."""
         self._send(dict(message))
 
     def tell_error(self, text: str) -> None:
@@ -305,7 +305,7 @@ class Channel:
         before = self._status.get("program")
         self._status = {"position": position, "program": program, "doing": "in"}
         if program != before:
-            self._send({"kind": "beat", "status": self._status})
+            self._send({"kind": "heartbeat", "status": self._status})
         self.check(position)  # what came since may have found this process between programs
 
     def end(self, is_done: bool = False) -> None:
@@ -332,12 +332,12 @@ class Channel:
         connection = self._connection
         assert connection is not None
         heard = time.monotonic()
-        next_beat = next_file = 0.0
+        next_heartbeat = next_file = 0.0
         while not self._is_closed:
             now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + _BEAT_S
-                self._beat()
+            if now >= next_heartbeat:
+                next_heartbeat = now + _BEAT_S
+                self._heartbeat()
             if self._status_file.is_wanted and now >= next_file:
                 next_file = now + _STATUS_FILE_S
                 self._write_status()
@@ -385,12 +385,12 @@ class Channel:
             return of_mismatch(self._names, sorted([(number, theirs), (self._number, ours)]))
         return of_gone(self._names, number, how, message["text"], theirs)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """Says where this process is; with the line of code, where it has not moved since the last time."""
         status = self._status
-        at = {"at": user_line_of_main_thread()} if status is self._beaten else {}
-        self._beaten = status
-        self._send({"kind": "beat", "status": {**status, **at}})
+        at = {"at": user_line_of_main_thread()} if status is self._last_status else {}
+        self._last_status = status
+        self._send({"kind": "heartbeat", "status": {**status, **at}})
 
     def _write_status(self) -> None:
         """For the launcher: how many programs this process has run."""
@@ -422,7 +422,7 @@ class Channel:
         self.is_lost = True
         self._fail(
             PeerFailureError(
-                f"The hub of the cluster, beside {self._names[0]} at {self._address}, {how}: that machine, or the network "
+                f"The controller of the cluster, beside {self._names[0]} at {self._address}, {how}: that machine, or the network "
                 "between, is down. End this process, and start the job again.",
                 (self._names[0],),
             )

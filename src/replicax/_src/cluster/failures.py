@@ -44,9 +44,9 @@ def of_gone(
     Args:
       names: Of all tasks.
       number: Of the one that is gone.
-      how: See hub.py.
+      how: See controller.py.
       text: Its error, or for how many seconds it has been silent.
-      status: Of its last beat.
+      status: Of its last heartbeat.
     """
     indented = _indented(text) if how == "raised" else text
     told = _GONE[how].format(text=indented, where=describe_status(status), again=_AGAIN)
@@ -80,12 +80,12 @@ def of_mismatch(
 
 
 def stall_text(names: Sequence[str], message: Mapping[str, Any]) -> str:
-    """That a task waits in a program for others; ``message`` is the hub's."""
+    """That a task waits in a program for others; ``message`` is the controller's."""
     return f"{_wait_of(names, message)} It goes on waiting for {message['timeout_s']:g} s (timeout_seconds)."
 
 
 def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureError:
-    """The failure that a task has waited in a program for too long; ``message`` is the hub's."""
+    """The failure that a task has waited in a program for too long; ``message`` is the controller's."""
     return PeerFailureError(
         f"{_wait_of(names, message)} That is the limit. Look at what is done there: all tasks must run the same steps; if it "
         "may take so long, allow more with CommunicationOptions(timeout_seconds=...). This process cannot go on: end it, and "

@@ -1,4 +1,4 @@
-"""Messages of the control channel: JSON objects with a ``kind``, in frames of the wire. hub.py has the rules."""
+"""Messages of the control channel: JSON objects with a ``kind``, in frames of the wire. controller.py has the rules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def security_of(environ: Mapping[str, str] | None = None) -> Security:
 def connect(
     address: str, security: Security, deadline: float, environ: Mapping[str, str] | None = None
 ) -> Connection:
-    """Connects to a hub, by the route of ``REPLICAX_ROUTES`` if there is one.
+    """Connects to a controller, by the route of ``REPLICAX_ROUTES`` if there is one.
 
     Raises:
       OSError: Nobody answers there in time, or somebody else; see ``wire.client.connect``.
@@ -78,7 +78,7 @@ def ask(
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Connects to a hub, sends a message and returns the answer.
+    """Connects to a controller, sends a message and returns the answer.
 
     Raises:
       OSError: As ``connect`` and ``receive``.

@@ -115,13 +115,14 @@ class Peers:
         return self._channel.failure
 
     def tell_of_saving(self, message: Mapping[str, Any]) -> None:
-        """Says something of ``save_rounds.KINDS`` to the hub. Does not block."""
+        """Says something of ``save_rounds.KINDS`` to the controller. Does not block."""
         self._channel.tell(message)
 
     def hear_of_saving(
         self, listener: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
     ) -> Callable[[], None]:
-        """From now on ``listener`` is given, in a thread, what the hub says of that; what it returns is the answer.
+        """From now on ``listener`` is given, in a thread, what the controller says of that; what it returns is the
+        answer.
 
         Returns:
           What ends this.

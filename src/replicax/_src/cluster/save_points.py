@@ -19,7 +19,7 @@ class AtPoint(enum.Enum):
 
 @final
 class SavePoints:
-    """Counts the steps of a task, all of which lie between two points, and knows what the hub has said.
+    """Counts the steps of a task, all of which lie between two points, and knows what the controller has said.
 
     Attributes:
       started: How many steps have begun.
@@ -42,7 +42,7 @@ class SavePoints:
         return AtPoint.RUN
 
     def receive(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The hub says something; returns the answer, if there is one."""
+        """The controller says something; returns the answer, if there is one."""
         match message["kind"]:
             case "hold":
                 self._held = message["round"]
@@ -55,7 +55,9 @@ class SavePoints:
         return None
 
     def save(self) -> Mapping[str, Any]:
-        """The task has saved; returns what the hub is told. It goes on, also if that was final and it has not ended."""
+        """The task has saved; returns what the controller is told. It goes on, also if that was final and it has not
+        ended.
+        """
         assert self._stop is not None
         (number, _), self._stop = self._stop, None
         return {"kind": "saved", "round": number}

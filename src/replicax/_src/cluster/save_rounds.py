@@ -1,4 +1,4 @@
-"""How tasks agree after which step all of them save, for the hub: without sockets, threads or clocks.
+"""How tasks agree after which step all of them save, for the controller: without sockets, threads or clocks.
 
 A task that is to be taken away gives *notice*. A member *watches* while it counts its steps and can save. The rules:
 

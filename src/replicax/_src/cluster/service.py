@@ -1,4 +1,4 @@
-"""The process beside worker 0 that outlives it: the hub of the control channel, and JAX's coordination service.
+"""The process beside worker 0 that outlives it: the controller of the control channel, and JAX's coordination service.
 
 With the coordination service in worker 0 itself the death of that worker aborts all others, without a Python error.
 ``python -m replicax._src.cluster.service`` reads its settings from stdin, one line of JSON, and answers with a line:
@@ -18,8 +18,8 @@ import threading
 import time
 from typing import Any, final
 
+from replicax._src.cluster.controller import Controller, Outbox, Refusal
 from replicax._src.cluster.frames import receive, security_of, send
-from replicax._src.cluster.hub import Hub, Outbox, Refusal
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError
@@ -37,11 +37,12 @@ _TAKE_MESSAGE_S = 2.0
 
 
 @final
-class HubServer:
-    """Runs a hub on a listener. The rules are called under one lock, from the threads of the members and of ``run``.
+class ControllerServer:
+    """Runs a controller on a listener. The rules are called under one lock, from the threads of the members and of
+    ``run``.
 
     Args:
-      hub: The rules.
+      controller: The rules.
       listening: Where members connect.
       security: What they must know.
       cluster: In words; who is of another one is refused.
@@ -50,13 +51,13 @@ class HubServer:
 
     def __init__(
         self,
-        hub: Hub,
+        controller: Controller,
         listening: socket.socket,
         security: Security,
         cluster: str,
         welcome: dict[str, Any],
     ):
-        self._hub, self._listening, self._security = hub, listening, security
+        self._controller, self._listening, self._security = controller, listening, security
         self._cluster, self._welcome = cluster, welcome
         self._members: dict[int, Connection] = {}
         self._changed = threading.Condition()  # a member has gone; its lock is that of the rules
@@ -67,7 +68,7 @@ class HubServer:
         """Serves until all members are gone.
 
         Args:
-          must_end: Set when who started the hub has ended: then it goes on for ``linger_s`` at most.
+          must_end: Set when who started the controller has ended: then it goes on for ``linger_s`` at most.
         """
         self._must_end = must_end
         listener = Listener(self._listening, self._security, self._serve)
@@ -88,19 +89,19 @@ class HubServer:
                 now = time.monotonic()
                 if now >= self._next_tick:
                     self._next_tick = now + _TICK_S
-                    self._send(self._hub.tick(now))
+                    self._send(self._controller.tick(now))
                 if self._must_end.is_set() and ends_at is None:
                     ends_at = now + linger_s
                     silent_ends_at = now + min(linger_s, _SILENT_LINGER_S)
                 # Who is gone is connected until it has taken leave of the coordination service.
-                if (self._hub.is_over or ends_at is not None) and not self._members:
+                if (self._controller.is_over or ends_at is not None) and not self._members:
                     return
                 if ends_at is not None and now > (silent_ends_at if self._are_silent() else ends_at):
                     return
 
     def _are_silent(self) -> bool:
         """Whether all who are connected still have gone silent."""
-        return all(self._hub.is_silent(number) for number in self._members)
+        return all(self._controller.is_silent(number) for number in self._members)
 
     # --- on the thread of a connection ---------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class HubServer:
                 while True:
                     message = receive(connection, math.inf)
                     with self._changed:
-                        self._send(self._hub.receive(number, message, time.monotonic()))
+                        self._send(self._controller.receive(number, message, time.monotonic()))
             finally:
                 self._leave(number)
         except (LookupError, TypeError, ValueError):
@@ -124,12 +125,12 @@ class HubServer:
         with self._changed:
             now = time.monotonic()
             if message["kind"] == "ping":  # of `replicax doctor`, and of worker 0 of the next run
-                is_ending = self._hub.is_broken or self._must_end.is_set()
+                is_ending = self._controller.is_broken or self._must_end.is_set()
                 self._write(connection, {"kind": "pong", "cluster": self._cluster, "is_ending": is_ending})
                 return None
             if message["kind"] == "failed" and message["cluster"] == self._cluster:
                 self._send(
-                    self._hub.fail(int(message["member"]), str(message["text"]))
+                    self._controller.fail(int(message["member"]), str(message["text"]))
                 )  # of `replicax launch`
                 self._write(connection, {"kind": "noted"})
                 return None
@@ -150,12 +151,12 @@ class HubServer:
             return Refusal(
                 f"it belongs to another cluster, {self._cluster}. All tasks need the same cluster in TF_CONFIG."
             )
-        return self._hub.join(int(message["member"]), now)
+        return self._controller.join(int(message["member"]), now)
 
     def _leave(self, number: int) -> None:
         with self._changed:
             del self._members[number]
-            self._send(self._hub.disconnect(number, time.monotonic()))
+            self._send(self._controller.disconnect(number, time.monotonic()))
             self._changed.notify()
 
     # --- under the lock ------------------------------------------------------------------------------------
@@ -195,9 +196,9 @@ def main() -> None:
     _answer({"coordinator": coordinator})
     must_end = threading.Event()
     threading.Thread(target=_wait_for_end_of_stdin, args=(must_end,), daemon=True).start()
-    hub = Hub(settings["names"], **settings["limits"])
-    server = HubServer(
-        hub,
+    controller = Controller(settings["names"], **settings["limits"])
+    server = ControllerServer(
+        controller,
         listening,
         security_of(),
         settings["cluster"],

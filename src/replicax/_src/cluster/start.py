@@ -44,7 +44,7 @@ _POLL_S = 0.3
 _ANSWER_S = 2.0
 # A service that is not stopped answers in this time, or the next time.
 _LIVELY_S = 1.5
-# The hub says once a second who is missing.
+# The controller says once a second who is missing.
 _LEAST_WAIT_S = 3.0
 
 
@@ -72,8 +72,8 @@ class _LiveCluster:
             )
         if membership.id_in_cluster == 0:
             _warn_without_token(membership.addresses)
-            of_hub = {**limits, "timeout_s": timeout_s}
-            self._service = _start_service(membership, of_hub, self._security, deadline)
+            of_controller = {**limits, "timeout_s": timeout_s}
+            self._service = _start_service(membership, of_controller, self._security, deadline)
         self._channel = Channel(membership, self._security, **limits)
         try:
             coordinator = self._channel.connect(deadline)["coordinator"]
@@ -280,7 +280,7 @@ def _becomes_free(membership: Membership, security: Security, deadline: float, *
 
 
 def _ping(address: str, security: Security, timeout_s: float) -> dict[str, Any] | None:
-    """Returns what the hub at an address says of itself; None if it does not answer in time."""
+    """Returns what the controller at an address says of itself; None if it does not answer in time."""
     try:
         return ask(address, {"kind": "ping"}, security, timeout_s)
     except OSError:

@@ -16,10 +16,10 @@ Message = Mapping[str, Any]
 
 @final
 class Gate:
-    """The rules of ``save_points.py``, for the thread that trains. What the hub says comes in another thread.
+    """The rules of ``save_points.py``, for the thread that trains. What the controller says comes in another thread.
 
     Args:
-      peers: The other tasks; None: there are none, and this process is its own hub.
+      peers: The other tasks; None: there are none, and this process is its own controller.
       on_preempted: Called in some thread, with the number of the task that is to end, and why.
     """
 
@@ -27,7 +27,7 @@ class Gate:
         self._peers, self._on_preempted = peers, on_preempted
         self._points = SavePoints()
         self._changed = threading.Condition()
-        self._own_hub = SaveRounds(1) if peers is None else None
+        self._own_controller = SaveRounds(1) if peers is None else None
         self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
         self._tell({"kind": "watching"})
 
@@ -81,9 +81,9 @@ class Gate:
     def _tell(self, message: Message) -> None:
         if self._peers is not None:
             self._peers.tell_of_saving(message)
-        elif self._own_hub is not None:
+        elif self._own_controller is not None:
             with self._changed:
-                outbox = self._own_hub.receive(0, message)
+                outbox = self._own_controller.receive(0, message)
             for _, told in outbox:
                 answer = self._hear(told)
                 if answer is not None:

@@ -47,7 +47,7 @@ class Share:
         return self.member == self.chief
 
     def described(self) -> dict[str, Any]:
-        """Returns the fields for it in ``hello``, ``beat`` and ``leave``."""
+        """Returns the fields for it in ``hello``, ``heartbeat`` and ``leave``."""
         return {"member": self.member, "members": list(self.members)}
 
 
@@ -73,7 +73,7 @@ class Tasks:
         self._credentials = credentials
         self.incarnation = uuid.uuid4().hex
         self._closing = threading.Event()
-        self._beating: threading.Thread | None = None
+        self._heartbeats: threading.Thread | None = None
         self._leaves = True
 
     def addresses(self, job: str) -> tuple[str, ...]:
@@ -150,18 +150,18 @@ class Tasks:
     def _of_share(self) -> dict[str, Any]:
         return {} if self.share is None else self.share.described()
 
-    def start_beating(self) -> None:
+    def start_heartbeats(self) -> None:
         """Starts to send heartbeats to all tasks."""
-        self._beating = threading.Thread(target=self._beat, name="replicax-beats", daemon=True)
-        self._beating.start()
+        self._heartbeats = threading.Thread(target=self._heartbeat, name="replicax-heartbeats", daemon=True)
+        self._heartbeats.start()
         # A heartbeat must not run during Python's shutdown. Servers that programs share wait until all programs
         # leave.
         atexit.register(self.close, leaves=self.share is not None)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         with self.clients(*self._addresses) as clients:
             while not self._closing.wait(_BEAT_S):
-                self._ask_all(clients, "beat")
+                self._ask_all(clients, "heartbeat")
             if self._leaves:
                 self._ask_all(clients, "leave")
 
@@ -183,8 +183,8 @@ class Tasks:
         if not self._closing.is_set():
             self._leaves = leaves
         self._closing.set()
-        if self._beating is not None and self._beating is not threading.current_thread():
-            self._beating.join(timeout_s)
+        if self._heartbeats is not None and self._heartbeats is not threading.current_thread():
+            self._heartbeats.join(timeout_s)
 
 
 def ask_each(

@@ -12,10 +12,10 @@ class Limits:
     """The timeouts after which a task counts as lost, and the times for which the coordinator tries to reconnect.
 
     Attributes:
-      beat_s: The time between two heartbeats.
-      beat_timeout_s: The longest time that an answer to a heartbeat may take.
-      missed_beats: The number of missed heartbeats in a row after which a worker is lost.
-      ps_missed_beats: The number of missed heartbeats in a row after which a parameter server is lost or silent.
+      heartbeat_s: The time between two heartbeats.
+      heartbeat_timeout_s: The longest time that an answer to a heartbeat may take.
+      missed_heartbeats: The number of missed heartbeats in a row after which a worker is lost.
+      ps_missed_heartbeats: The number of missed heartbeats in a row after which a parameter server is lost or silent.
       ps_silence_s: The longest wait for a silent parameter server, which may only be paused or cut off. The server
         itself
         ends this coordinator's session after that time.
@@ -24,10 +24,10 @@ class Limits:
       ps_restart_retries: The same if the parameter server restarts. Nothing is tried while it is away.
     """
 
-    beat_s: float = 1.0
-    beat_timeout_s: float = 2.0
-    missed_beats: int = 2
-    ps_missed_beats: int = 3
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 2.0
+    missed_heartbeats: int = 2
+    ps_missed_heartbeats: int = 3
     ps_silence_s: float = 60.0
     reconnect_s: float = 3600.0
     ps_retries: int = 3

@@ -74,7 +74,7 @@ class PsWatch:
         self._is_lost = False
         self._is_closing = False
         self._hurry = threading.Event()
-        self._beat: dict[str, Any] = {}
+        self._heartbeat: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._watch, name=f"replicax-{self.name}", daemon=True)
 
     def start(self) -> None:
@@ -108,7 +108,7 @@ class PsWatch:
         return {
             "connected": not self._is_lost,
             "restarts": self._num_restarts,
-            "statistics": dict(self._beat),
+            "statistics": dict(self._heartbeat),
         }
 
     def _watch(self) -> None:
@@ -117,7 +117,7 @@ class PsWatch:
             while not self._is_closing:
                 try:
                     header = {"incarnation": self._session.incarnation}
-                    answer = client.ask("beat", header, self._limits.beat_timeout_s)
+                    answer = client.ask("heartbeat", header, self._limits.heartbeat_timeout_s)
                     self._heard(answer, client)
                     missed = 0
                 except StaleCoordinatorError as error:
@@ -128,17 +128,17 @@ class PsWatch:
                     missed += 1
                     since = time.monotonic() if missed == 1 else since
                     self._events.on_ps_silent(self)
-                    if missed >= self._limits.ps_missed_beats:
+                    if missed >= self._limits.ps_missed_heartbeats:
                         limit_s = self._waits_s(error)
                         may_come_back = time.monotonic() - since < limit_s
                         is_refused = not self._lose(
                             self._unavailable(error, limit_s), may_come_back=may_come_back
                         )
-                        if is_refused and missed == self._limits.ps_missed_beats:
+                        if is_refused and missed == self._limits.ps_missed_heartbeats:
                             log.warning(
                                 "%s does not answer. Waiting up to %g s for it: %s", self.name, limit_s, error
                             )
-                if self._hurry.wait(self._limits.beat_s if not missed else self._limits.beat_s / 4):
+                if self._hurry.wait(self._limits.heartbeat_s if not missed else self._limits.heartbeat_s / 4):
                     self._hurry.clear()
         finally:
             client.close()
@@ -161,9 +161,9 @@ class PsWatch:
 
     def _note(self, statistics: Mapping[str, Any]) -> None:
         failure = statistics.get("snapshot_error")
-        if failure and not self._beat.get("snapshot_error"):
+        if failure and not self._heartbeat.get("snapshot_error"):
             log.warning("%s continues without a new snapshot, and will try again: %s", self.name, failure)
-        self._beat, self.num_updates = dict(statistics), statistics.get("updates", 0)
+        self._heartbeat, self.num_updates = dict(statistics), statistics.get("updates", 0)
 
     def _waits_s(self, error: Exception) -> float:
         """Returns the longest wait for the server."""

@@ -74,7 +74,7 @@ def _task(name: str, state: str, process: Mapping[str, Any], **more: Any) -> dic
 
 
 def _worker(name: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    own, process, transport = _beat(told)
+    own, process, transport = _heartbeat(told)
     links = own.get("traffic") or {}
     return _task(
         name,
@@ -112,7 +112,7 @@ def _ps_state(name: str, told: Mapping[str, Any], replication: Mapping[str, Any]
 
 
 def _ps(name: str, told: Mapping[str, Any], replication: Mapping[str, Any] | None) -> dict[str, Any]:
-    own, process, transport = _beat(told)
+    own, process, transport = _heartbeat(told)
     return _task(
         name,
         _ps_state(name, told, replication),
@@ -127,7 +127,7 @@ def _ps(name: str, told: Mapping[str, Any], replication: Mapping[str, Any] | Non
     )
 
 
-def _beat(told: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+def _heartbeat(told: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
     """Returns a task's last statistics of its work, process and connections; empty ones for a lost task."""
     own = told["statistics"] if told["connected"] else {}
     process = own.get("process") or {}

@@ -47,7 +47,7 @@ class WorkerConnector:
         self._pool, self._closing = pool, closing
         self._num_connections = self._num_restarts = 0
         self._told: dict[str, Any] = {}
-        self._beat: dict[str, Any] = {}
+        self._heartbeat: dict[str, Any] = {}
 
     def statistics(self) -> dict[str, Any]:
         """Returns how often the worker was connected and restarted, and its last statistics."""
@@ -55,7 +55,7 @@ class WorkerConnector:
             "connections": self._num_connections,
             "restarts": self._num_restarts,
             "task": dict(self._told),
-            "statistics": dict(self._beat),
+            "statistics": dict(self._heartbeat),
         }
 
     def connect(self) -> WorkerConnection | None:
@@ -90,19 +90,19 @@ class WorkerConnector:
         """
         limits, missed = self._limits, 0
         header = {"incarnation": self._session.incarnation}
-        while not connection.over.wait(limits.beat_s):
+        while not connection.over.wait(limits.heartbeat_s):
             try:
-                answer = connection.client.ask("beat", header, limits.beat_timeout_s)
+                answer = connection.client.ask("heartbeat", header, limits.heartbeat_timeout_s)
             except StaleCoordinatorError as error:
                 self._pool.broke(error)
                 connection.end(error)
             except Exception as error:
                 missed += 1
-                if missed >= limits.missed_beats:
+                if missed >= limits.missed_heartbeats:
                     connection.end(error)
             else:
                 missed = 0
-                self._beat = dict(answer.get("statistics") or {})
+                self._heartbeat = dict(answer.get("statistics") or {})
                 if answer.get("instance") != connection.instance:
                     text = f"{self._name} is another process than before."
                     connection.end(UnavailableError(text, self._name))
@@ -114,7 +114,7 @@ class WorkerConnector:
             told = dict(client.ask("hello", header, _HELLO_S))
             if self._told and self._told.get("instance") != told.get("instance"):
                 self._num_restarts += 1
-                self._beat = {}
+                self._heartbeat = {}
             self._told = told
             self._session.meet_worker(self._name, told)
             self._tell_primaries(client)

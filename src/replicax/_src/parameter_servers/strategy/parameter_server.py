@@ -160,7 +160,7 @@ class ParameterServerStrategy(Strategy):
         told = tasks.greet_ps(limit_s(os.environ, START_LIMIT))
         intervals_s = [snapshot_interval_s(answer) for answer in told]
         groups = _begin_groups(tasks, intervals_s) if replication > 1 else None
-        tasks.start_beating()
+        tasks.start_heartbeats()
         servers = ServerClients([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
         platforms = sorted({str(answer["platform"]) for answer in told})
         session = Session(servers, platforms, tasks, intervals_s, groups=groups)

@@ -53,7 +53,7 @@ def shared_session(membership: Membership, environ: Mapping[str, str]) -> Sessio
     share = Share([str(task) for task in membership.workers], str(membership.task))
     tasks = Tasks((), addresses(membership.spec, "ps"), Credentials.of_environment(environ), share)
     told = join_shared(tasks, limit)
-    tasks.start_beating()
+    tasks.start_heartbeats()
     num_ps = len(tasks.addresses("ps"))
     servers = ServerClients([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
     platforms = sorted({str(answer["platform"]) for answer in told})

@@ -1,8 +1,8 @@
 """``Lease``: the coordinator whose session a task serves, and the one rule that says whose messages are answered.
 
 Pure: the caller has the clock. A coordinator's session is known by its *incarnation*. ``hello`` starts a session on a
-task. ``leave`` ends it. So do another coordinator's ``hello``, and silence: no ``hello`` and no ``beat`` within the
-allowed time. A session that has ended does not come back, because its data is dropped and the coordinator must know
+task. ``leave`` ends it. So do another coordinator's ``hello``, and silence: no ``hello`` and no ``heartbeat`` within
+the allowed time. A session that has ended does not come back, because its data is dropped and the coordinator must know
 that. A coordinator that was silent, and knows it, says so in its ``hello``.
 
 Several programs may share one incarnation. Each is then a *member*, and names all members when it leaves. The session
@@ -84,7 +84,7 @@ class Lease:
         """Reverts a hello, because the session could not be set up. The coordinator may say hello again."""
         self._incarnation = None
 
-    def beat(self, incarnation: str, now: float) -> None:
+    def heartbeat(self, incarnation: str, now: float) -> None:
         """Records that the coordinator is alive. A task that restarted, and knows no coordinator, ignores it.
 
         Raises:

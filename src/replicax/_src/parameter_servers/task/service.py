@@ -100,7 +100,7 @@ class TaskService:
         self._is_to_stop = threading.Event()
         self._asks: dict[str, Ask] = {
             "hello": self._hello,
-            "beat": self._beat,
+            "heartbeat": self._heartbeat,
             "leave": self._leave,
             "status": self._status,
             "stop": self._stop,
@@ -214,9 +214,9 @@ class TaskService:
             self._lease.check(header["incarnation"])
         return ask(header)
 
-    def _beat(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _heartbeat(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._lease.beat(header["incarnation"], time.monotonic())
+            self._lease.heartbeat(header["incarnation"], time.monotonic())
         return {"instance": self._host.instance, "statistics": self.statistics()}
 
     def _leave(self, header: Mapping[str, Any]) -> Mapping[str, Any]:

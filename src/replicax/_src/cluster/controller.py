@@ -1,19 +1,19 @@
-"""The hub of the control channel, without sockets or clocks: what a member says goes in, what others are told comes
-out.
+"""The controller of the control channel, without sockets or clocks: what a member says goes in, what others are told
+comes out.
 
 Every task of a cluster is a *member* of the channel, numbered as its process is. The rules:
 
 - A member *joins* once, and is *gone* when it has left (an orderly end), raised, died (its connection ended without a
   word) or gone silent (no message for ``silence_s``). Who is gone stays gone: a job is restarted as a whole. Once
   somebody is gone nobody joins; who comes then is of the next run, and is told to try again. Who leaves or raises says
-  where it is, as in a beat; who leaves also which program it has ended last (``done``), since the others go on up to
-  that.
+  where it is, as in a heartbeat; who leaves also which program it has ended last (``done``), since the others go on up
+  to that.
 - The launcher may say that a task has *failed* before all had joined. Then nobody joins any more, and all are told.
 - A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
-- Members *beat* once a second, and when their program is another than before: with the number of the program that they
-  run, and how many they have run before it (their *position*). So it is known what each has run at every position. All
-  run the same programs in the same order. Two that have run different ones at a position, or one that waits for the
+- Members *heartbeat* once a second, and when their program is another than before: with the number of the program that
+  they run, and how many they have run before it (their *position*). So it is known what each has run at every position.
+  All run the same programs in the same order. Two that have run different ones at a position, or one that waits for the
   others to agree on a program while another has passed that position, have not: that is a *mismatch*, which all are
   told.
 - Before a program all wait in the same gatherings: one that waits in another is a mismatch too.
@@ -44,7 +44,7 @@ class Refusal:
 
     Attributes:
       text: For people.
-      is_temporary: It may, once this run has ended and the next one's hub is there.
+      is_temporary: It may, once this run has ended and the next one's controller is there.
     """
 
     text: str
@@ -53,11 +53,11 @@ class Refusal:
 
 @dataclass
 class _Member:
-    """What the hub knows of a task.
+    """What the controller knows of a task.
 
     Attributes:
-      status: Of its last beat: ``position``, ``program`` (its name and number), ``doing``, perhaps ``at``, a line of
-        code.
+      status: Of its last heartbeat: ``position``, ``program`` (its name and number), ``doing``, perhaps ``at``, a line
+        of code.
       since: When it came to where it is.
       warned_s: How long it had waited there when it was told for whom.
       next: The position and name of the program that it waits to agree on.
@@ -85,7 +85,7 @@ class _Member:
     def position(self) -> int:
         return self.status.get("position", -1)
 
-    def beat(self, status: dict[str, Any], now: float) -> None:
+    def heartbeat(self, status: dict[str, Any], now: float) -> None:
         """It says where it is. What was sent before something that has come already is stale."""
         position, program = status["position"], status["program"]
         if position < self.position:
@@ -107,13 +107,13 @@ class _Member:
 
 
 @dataclass
-class _Gathering:
+class _AllGather:
     values: dict[int, Any]
     position: int | None
 
 
 @final
-class Hub:
+class Controller:
     """The state of the channel.
 
     Args:
@@ -133,7 +133,7 @@ class Hub:
     ):
         self._members = [_Member(name) for name in names]
         self._silence_s, self._stall_s, self._timeout_s = silence_s, stall_s, timeout_s
-        self._gatherings: dict[str, _Gathering] = {}
+        self._all_gathers: dict[str, _AllGather] = {}
         self._saves = SaveRounds(len(names))
         self._is_failed = False
 
@@ -195,13 +195,13 @@ class Hub:
         if member.gone:
             return []
         match message["kind"]:
-            case "beat":
-                member.beat(dict(message["status"]), now)
+            case "heartbeat":
+                member.heartbeat(dict(message["status"]), now)
                 return self._compared(number, now)
             case "offer":
                 return self._offered(number, message["key"], message["value"], message.get("position"), now)
             case "raised" | "left" as how:
-                member.beat(dict(message["status"]), now)
+                member.heartbeat(dict(message["status"]), now)
                 return self._compared(number, now) + self._go(number, how, message.get("text", ""), now)
             case kind if kind in KINDS:
                 return self._saves.receive(number, message)
@@ -220,7 +220,7 @@ class Hub:
                     outbox += self._go(number, "silent", f"{now - member.heard_at:.0f}", now)
                 else:
                     outbox.append((number, {"kind": "pulse"}))
-        for key, gathering in self._gatherings.items():
+        for key, gathering in self._all_gathers.items():
             missing = {
                 number: member.told(now) if member.is_here else None
                 for number, member in enumerate(self._members)
@@ -239,11 +239,11 @@ class Hub:
         if position is not None:
             # Where it is, for people; it has not begun to run it.
             self._members[number].next = (position, value[1])
-        gathering = self._gatherings.setdefault(key, _Gathering({}, position))
+        gathering = self._all_gathers.setdefault(key, _AllGather({}, position))
         gathering.values[number] = value
         if len(gathering.values) < len(self._members):
             return self._apart(now)
-        del self._gatherings[key]
+        del self._all_gathers[key]
         if position is not None:
             for member in self._members:
                 member.next = None
@@ -307,7 +307,7 @@ class Hub:
 
     def _apart(self, now: float) -> Outbox:
         """Whether some wait in a gathering before a program that another one has passed, or waits elsewhere for."""
-        for gathering in self._gatherings.values():
+        for gathering in self._all_gathers.values():
             for number, member in enumerate(self._members):
                 if number in gathering.values or not member.is_present or gathering.position is None:
                     continue
