@@ -21,4 +21,4 @@ def create(store, **values):
         {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "initial": "array"}
         for key, value in values.items()
     ]
-    ask(store, "create", values.values(), pieces=described)
+    ask(store, "create", values.values(), shards=described)

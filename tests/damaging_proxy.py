@@ -130,14 +130,14 @@ class DamagingProxy:
         left = HEADER_BYTES + found.head_bytes + found.body_bytes
         left += SUM_BYTES if has_sums and found.body_bytes else 0
         where, change = self._damage(left)
-        piece, reach = bytearray(header), 0
+        shard, reach = bytearray(header), 0
         while True:
-            if len(piece) < left and (more := reader.read(min(left - len(piece), _PIECE_BYTES))):
-                piece += more
-            if reach <= where < reach + len(piece):
-                piece[where - reach] ^= change
-            sink.sendall(piece)
-            reach, left = reach + len(piece), left - len(piece)
-            if not left or not piece:
+            if len(shard) < left and (more := reader.read(min(left - len(shard), _PIECE_BYTES))):
+                shard += more
+            if reach <= where < reach + len(shard):
+                shard[where - reach] ^= change
+            sink.sendall(shard)
+            reach, left = reach + len(shard), left - len(shard)
+            if not left or not shard:
                 return
-            piece = bytearray()
+            shard = bytearray()

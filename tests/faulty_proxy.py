@@ -116,7 +116,7 @@ class Proxy:
             end.close()
 
     def _pause_s(self) -> float | None:
-        """The time until the next piece is due; None if nothing waits."""
+        """The time until the next shard is due; None if nothing waits."""
         if self._fault is Fault.BLACKHOLE:
             return None
         due = [pipe.held[0][0] for pipe in self._pipes if pipe.held]
@@ -141,23 +141,23 @@ class Proxy:
                 self._pipes.append(_Pipe(source, sink))
 
     def _move(self, pipe: _Pipe, is_ready: bool) -> None:
-        """Reads a piece if there is one, and forwards what is due."""
+        """Reads a shard if there is one, and forwards what is due."""
         try:
             if is_ready:
                 self._read(pipe)
             while pipe.held and pipe.held[0][0] <= time.monotonic() and self._fault is Fault.NONE:
-                piece = pipe.held[0][1]
-                if not piece:
+                shard = pipe.held[0][1]
+                if not shard:
                     pipe.sink.shutdown(socket.SHUT_WR)
                     pipe.has_ended = True
                     pipe.held.clear()
                     break
-                num_sent = self._send(pipe, piece)
+                num_sent = self._send(pipe, shard)
                 self._num_bytes += num_sent
-                if num_sent == len(piece):
+                if num_sent == len(shard):
                     pipe.held.popleft()
                 else:
-                    pipe.held[0] = (time.monotonic() + _FULL_PAUSE_S, piece[num_sent:])
+                    pipe.held[0] = (time.monotonic() + _FULL_PAUSE_S, shard[num_sent:])
             self._listen_to(pipe)
         except OSError:
             self._end(pipe)
@@ -165,21 +165,21 @@ class Proxy:
         if all(p.has_ended for p in self._both(pipe)):
             self._end(pipe)
 
-    def _send(self, pipe: _Pipe, piece: bytes) -> int:
+    def _send(self, pipe: _Pipe, shard: bytes) -> int:
         try:
-            return pipe.sink.send(piece)
+            return pipe.sink.send(shard)
         except BlockingIOError:
             return 0
 
     def _read(self, pipe: _Pipe) -> None:
         try:
-            piece = pipe.source.recv(_PIECE_BYTES)
+            shard = pipe.source.recv(_PIECE_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            piece = b""  # told to the other side like an end: when it would arrive
-        pipe.held.append((time.monotonic() + self._delay_s, piece))
-        pipe.is_drained = pipe.is_drained or not piece
+            shard = b""  # told to the other side like an end: when it would arrive
+        pipe.held.append((time.monotonic() + self._delay_s, shard))
+        pipe.is_drained = pipe.is_drained or not shard
 
     def _listen_to(self, pipe: _Pipe) -> None:
         """Continues to read only while data may come and there is room for it."""
@@ -211,6 +211,6 @@ class _Pipe:
 
     def __init__(self, source: socket.socket, sink: socket.socket):
         self.source, self.sink = source, sink
-        self.held: collections.deque[tuple[float, bytes]] = collections.deque()  # (when it is due, a piece)
+        self.held: collections.deque[tuple[float, bytes]] = collections.deque()  # (when it is due, a shard)
         self.is_drained = False  # the source has said that nothing more comes
         self.has_ended = False  # and the sink has been told

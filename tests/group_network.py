@@ -1,4 +1,4 @@
-"""Two parameter servers with the same pieces, in one process, and the coordinator's decisions about their roles."""
+"""Two parameter servers with the same shards, in one process, and the coordinator's decisions about their roles."""
 
 import threading
 import time
@@ -81,11 +81,11 @@ class Network:
         return self.servers[to].answer(Message(header, list(arrays)))
 
     def create(self, to=0, **values):
-        pieces = [
+        shards = [
             {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "initial": "array"}
             for key, value in values.items()
         ]
-        self.ask(to, "create", values.values(), pieces=pieces, if_absent=True)
+        self.ask(to, "create", values.values(), shards=shards, if_absent=True)
 
     def add_program(self, program, to=0):
         blob = [np.frombuffer(program.blob, np.uint8)]

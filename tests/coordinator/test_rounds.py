@@ -226,7 +226,7 @@ def test_closures_of_a_round_use_the_same_values_and_make_one_step(strategy, num
     with Job(strategy, replicas_to_aggregate=num_averaged) as job:
         gradients = list(range(num_averaged * 10))
         values = job.train(gradients)
-        assert job.w._value.pieces[0].ps != job.other._value.pieces[0].ps
+        assert job.w._value.shards[0].ps != job.other._value.shards[0].ps
         means = [np.mean(gradients[n : n + num_averaged]) for n in range(0, len(gradients), num_averaged)]
         held = -np.cumsum([0.0, *means])
         assert values == [(held[n // num_averaged],) * 2 for n in range(len(gradients))]

@@ -46,13 +46,13 @@ while True:
                 answer = b""
                 while not answer.endswith(b"%d;" % number):
                     try:
-                        piece = connection.recv(100)
+                        shard = connection.recv(100)
                     except TimeoutError:
                         print("silence")
                         continue
-                    if not piece:
+                    if not shard:
                         raise ConnectionError
-                    answer += piece
+                    answer += shard
                 print("answer", "slow" if time.monotonic() - began > 0.15 else "fast")
                 number += 1
                 time.sleep(0.02)
@@ -114,8 +114,8 @@ def echo():
                 return
             with connection:
                 data = b""
-                while piece := connection.recv(65536):
-                    data += piece
+                while shard := connection.recv(65536):
+                    data += shard
                 connection.sendall(data)
 
     thread = threading.Thread(target=serve)

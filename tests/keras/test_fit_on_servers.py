@@ -118,7 +118,7 @@ def test_fit_does_not_shard_variables_for_an_optimizer_that_needs_them_in_full()
         model = made_in(strategy, lambda: keras.optimizers.Lamb(0.05))
         same(fitted(expected), fitted(model))
         same_state(expected, model)
-        assert {len(v._value.pieces) for v in model.trainable_variables} == {1}
+        assert {len(v._value.shards) for v in model.trainable_variables} == {1}
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,21 @@ O = keras.optimizers  # noqa: E741
 
 @pytest.fixture
 def named(monkeypatch):
-    """For each update, by piece, whether it named the rows that it changes; the test checks that it changes no others."""
+    """For each update, by shard, whether it named the rows that it changes; the test checks that it changes no others."""
     seen, apply = [], StoreContents._apply
 
     def checked(self, update, state, operands):
-        before = {piece.key: piece.view().copy() for piece in state}
+        before = {shard.key: shard.view().copy() for shard in state}
         apply(self, update, state, operands)
         told = {}
         for at, rows in zip(update.program.written, update.rows(operands), strict=True):
-            piece = state[at]
-            told[piece.key] = rows is not None
+            shard = state[at]
+            told[shard.key] = rows is not None
             if rows is not None:
-                others = np.ones(len(before[piece.key]), bool)
+                others = np.ones(len(before[shard.key]), bool)
                 for numbers in rows:
                     others[numbers[(numbers >= 0) & (numbers < len(others))]] = False
-                np.testing.assert_array_equal(piece.view()[others], before[piece.key][others])
+                np.testing.assert_array_equal(shard.view()[others], before[shard.key][others])
         seen.append(told)
 
     monkeypatch.setattr(StoreContents, "_apply", checked)
@@ -91,8 +91,8 @@ def test_rows_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeyp
         assert told["bytes"] < sizes[number] / 2
         again = Store()
         again.restore(tmp_path / str(number))
-        for key, piece in store._contents.pieces.items():
-            assert again._contents.pieces[key].view().tobytes() == piece.view().tobytes()
+        for key, shard in store._contents.shards.items():
+            assert again._contents.shards[key].view().tobytes() == shard.view().tobytes()
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

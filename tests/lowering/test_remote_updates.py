@@ -97,7 +97,7 @@ def trained(strategy, make_optimizer, run, steps=4, pieces=None):
     for _ in range(steps):
         loss = run(step, X, Y)
     if pieces is not None:
-        pieces |= {v.path: len(v._value.pieces) for v in model.trainable_variables}
+        pieces |= {v.path: len(v._value.shards) for v in model.trainable_variables}
     return [np.asarray(loss), *(np.asarray(v.value) for v in [*model.variables, *optimizer.variables])]
 
 
@@ -121,7 +121,7 @@ def cases():
 def test_optimizer_on_servers_equals_one_device(name, is_sharded, caplog):
     strategy, pieces = servers(2, FixedShardsPartitioner(3) if is_sharded else None), {}
     expected = trained(rx.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name], lambda fn, *args: fn(*args))
-    found = trained(strategy, OPTIMIZERS[name], strategy.run_here, pieces=pieces)
+    found = trained(strategy, OPTIMIZERS[name], strategy.run_here, shards=pieces)
     kept_whole = KEPT_WHOLE.get(name, ()) if is_sharded else {"kernel", "bias"}
     assert pieces == {path: 1 if path.split("/")[-1] in kept_whole else 3 for path in pieces}
     records = [
@@ -144,10 +144,10 @@ def test_shared_state_counts_on_every_server():
         optimizer.build(kept)
     strategy.run_here(lambda: optimizer.apply([np.ones(n, np.float32) for n in (5, 4, 3)], kept))
     iterations = optimizer.iterations._value
-    assert sorted(iterations.copies) == [ps for ps in range(3) if ps != iterations.pieces[0].ps]
+    assert sorted(iterations.copies) == [ps for ps in range(3) if ps != iterations.shards[0].ps]
     clients = strategy.session.servers
     for ps, key in iterations.copies.items():
-        (piece,) = iterations.pieces
+        (piece,) = iterations.shards
         assert clients.read([[type(piece)(ps, key)]])[0] == 1
     optimizer.learning_rate = 0.0  # on all of them
     before = [np.asarray(v.value) for v in kept]
@@ -417,7 +417,7 @@ def test_row_numbers_in_an_optimizer_are_those_of_the_full_variable(name):
     run = lambda: strategy.run_here(step, np.full((6, 2), -1, np.float32))  # noqa: E731
     run()
     np.testing.assert_array_equal(np.asarray(v.value)[:, 0], np.arange(6))
-    assert len(v._value.pieces) == 2
+    assert len(v._value.shards) == 2
 
 
 def test_sharded_variable_is_not_moved_for_an_optimizer_that_needs_it_in_full():
@@ -471,7 +471,7 @@ def test_worker_computes_values_of_gradients_alone_for_shards():
     one_device, on_servers = rx.OneDeviceStrategy("cpu:0"), servers(2, FixedShardsPartitioner(2))
     expected = trained(one_device, lambda fn, g: one_device.run(fn, (g,)))
     found = trained(on_servers, on_servers.run_here)
-    assert len(found._value.pieces) == 2
+    assert len(found._value.shards) == 2
     np.testing.assert_allclose(found.value, expected.value, rtol=0, atol=1e-7)
 
 

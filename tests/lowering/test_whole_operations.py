@@ -182,7 +182,7 @@ def assigned(x, kernel):
 
 
 @pytest.mark.parametrize(
-    ("fn", "pieces", "sizes"),
+    ("fn", "shards", "sizes"),
     [
         (pooled, (1, 2, 1, 1), (2, 2)),
         (assigned, (1, 2, 1, 1), (2, 1)),
@@ -191,11 +191,11 @@ def assigned(x, kernel):
         pytest.param(assigned, (1, 2, 2, 1), (2, 2), marks=pytest.mark.long),
     ],
 )
-def test_split_images_equal_one_device(fn, pieces, sizes):
+def test_split_images_equal_one_device(fn, shards, sizes):
     random = np.random.default_rng(0)
     kernel = random.normal(size=(3, 3, 2, 2)).astype(np.float32)
     images = [random.normal(size=(size, 8, 8, 2)).astype(np.float32) for size in sizes]
-    strategy = tpu_strategy(2, int(np.prod(pieces)))
+    strategy = tpu_strategy(2, int(np.prod(shards)))
 
     def gradients(x):
         total, of_inputs = jax.value_and_grad(lambda x, k: jnp.sum(jnp.sin(fn(x, k))), (0, 1))(
@@ -204,7 +204,7 @@ def test_split_images_equal_one_device(fn, pieces, sizes):
         return [total, *of_inputs]
 
     def step(x):
-        return gradients(strategy.experimental_split_to_logical_devices(x, pieces))
+        return gradients(strategy.experimental_split_to_logical_devices(x, shards))
 
     of_replicas = strategy.experimental_distribute_values_from_function(
         lambda context: images[context.replica_id_in_sync_group]

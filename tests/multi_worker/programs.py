@@ -563,7 +563,7 @@ def on_hosts_of_a_tpu():
     losses = [float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)) for x in dataset]
     whole = strategy.experimental_local_results(strategy.run(lambda: w1.value))[0]
     pieces = sorted({shard.data.shape for shard in w1.value.addressable_shards})
-    report(losses=losses, w1=np.asarray(whole).tolist(), w2=w2.numpy().tolist(), pieces=pieces)
+    report(losses=losses, w1=np.asarray(whole).tolist(), w2=w2.numpy().tolist(), shards=pieces)
 
     history = model.fit(rows, rows[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
     kernel = model.trainable_variables[0].value

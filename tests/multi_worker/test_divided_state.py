@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize(
-    ("devices", "state", "pieces"),
+    ("devices", "state", "shards"),
     [
         (1, "all", 2),
         pytest.param(2, "all", 2, marks=pytest.mark.long),
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.timeout(240)
     ],
 )
 @pytest.mark.rest
-def test_training_equals_one_device_and_shards_memory(reports_of, devices, state, pieces):
+def test_training_equals_one_device_and_shards_memory(reports_of, devices, state, shards):
     (expected,) = reports_of(divided, "all", "0", workers=1)
-    for got in reports_of(divided, state, str(pieces), workers=2, devices=devices):
+    for got in reports_of(divided, state, str(shards), workers=2, devices=devices):
         assert_close(jax.tree.leaves(got["initial"]), jax.tree.leaves(expected["initial"]), 0)
         for name in ("history", "fitted", "predicted", "losses", "trained", "assigned", "after"):
             assert_close(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), 1e-5, 1e-6, name)
-        share = devices / pieces  # of a worker: a bias of one number stays whole
+        share = devices / shards  # of a worker: a bias of one number stays whole
         of_bindings = [share] * 6 + [devices] * 2
         assert sorted(got["of_optimizer"]) == sorted(of_bindings)
         of_model = [share] * 3 if state == "all" else [devices] * 3

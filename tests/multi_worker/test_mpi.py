@@ -35,7 +35,7 @@ for step in range(30):
     if step == 20 and is_victim and fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     total = strategy.reduce("SUM", numbers, axis=None)
-sys.stdout.write(f"total {np.asarray(total).tolist()}\\n")  # in one piece: mpirun mixes pieces
+sys.stdout.write(f"total {np.asarray(total).tolist()}\\n")  # in one shard: mpirun mixes shards
 sys.stdout.flush()
 sys.exit(5 * (fault == "code"))
 """

@@ -17,7 +17,7 @@ def test_two_hosts_are_one_tpu(reports_of):
         assert host["num_replicas"] == alone["num_replicas"] == 4
         assert host["here"] == [number] * 2
         assert host["checkpoint"] == (number == 0)
-        assert host["pieces"] == alone["pieces"] == [[6, 4]]
+        assert host["shards"] == alone["shards"] == [[6, 4]]
         assert host["kernel"] == alone["kernel"] == [[6, 4]]
         for name in ("losses", "w1", "w2", "fit"):
             np.testing.assert_allclose(host[name], alone[name], rtol=1e-5, atol=1e-6)

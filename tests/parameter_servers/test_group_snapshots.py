@@ -239,8 +239,8 @@ def write_own(folder, incarnation):
     """A snapshot of a job without copies."""
     store = Store()
     store.hello(incarnation)
-    piece = {"key": "w", "shape": [2], "dtype": "float32", "initial": "array"}
-    header = {"op": "create", "incarnation": incarnation, "pieces": [piece]}
+    shard = {"key": "w", "shape": [2], "dtype": "float32", "initial": "array"}
+    header = {"op": "create", "incarnation": incarnation, "shards": [shard]}
     store.answer(Message(header, [np.zeros(2, np.float32)]))
     store.snapshot(folder)
 
@@ -259,10 +259,10 @@ def test_only_the_newest_coordinators_snapshots_are_restored(network, add, tmp_p
     network.servers[1]._copies[GROUP]._keeper.take()
     host = PsHost(tmp_path / "ps-1", math.inf, 1, Credentials())
     assert host.restored["incarnation"] == ME
-    assert not host._store.statistics()["pieces"]
+    assert not host._store.statistics()["shards"]
     work = host.begin("the next", ())
     assert host.restored is None  # what was restored is gone
-    assert work.statistics()["pieces"] == 0
+    assert work.statistics()["shards"] == 0
     work.close()
     host.close()
 
@@ -332,7 +332,7 @@ def work(rows, prefix):
     table, ids, g = (rows, 64), np.arange(4096, dtype=np.int32), np.ones((4096, 64), np.float32)
     like = jax.ShapeDtypeStruct(table, jnp.float32)
     initial = send(lambda: jnp.full(table, 0.5, jnp.float32), (), ())
-    ask("create", pieces=[{"key": k, "shape": list(table), "dtype": "float32", "initial": initial} for k in keys])
+    ask("create", shards=[{"key": k, "shape": list(table), "dtype": "float32", "initial": initial} for k in keys])
 
     def adagrad(t, m, ids, g):
         m = m.at[ids].add(g * g, mode="drop")

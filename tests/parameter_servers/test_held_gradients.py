@@ -26,7 +26,7 @@ class Server:
         self.store = Store() if store is None else store
         self.store.hello(ME)
         described = {"shape": [4], "dtype": "float32", "initial": "array"}
-        self.ask("create", [ZERO, ZERO], pieces=[{"key": key, **described} for key in ("w", "count")])
+        self.ask("create", [ZERO, ZERO], shards=[{"key": key, **described} for key in ("w", "count")])
         self.add_programs()
 
     def add_programs(self):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax._src.parameter_servers.client.lookups import RowsWanted, gradient_operands, padded
-from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.programs.programs import Shard
 
 
 @st.composite
@@ -13,10 +13,10 @@ def tables(draw):
     """Shards of a table, which may have no rows."""
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     if len(sizes) == 1:
-        return [Piece(0, "t")], sizes[0]
+        return [Shard(0, "t")], sizes[0]
     ends = np.cumsum(sizes).tolist()
     pieces = [
-        Piece(index % 2, f"t/{index}", (end - size, end))
+        Shard(index % 2, f"t/{index}", (end - size, end))
         for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
     return pieces, ends[-1]

@@ -16,15 +16,15 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.lowering import memory
 from replicax._src.parameter_servers.client import server_client
 from replicax._src.parameter_servers.client.server_clients import ServerClients
-from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
+from replicax._src.parameter_servers.client.server_contents import NewShard, ServerContents
 from replicax._src.parameter_servers.client.steps import Ask
 from replicax._src.parameter_servers.errors import UnavailableError, UnknownProgramError
 from replicax._src.parameter_servers.programs.programs import (
     Input,
     Lookup,
     Operand,
-    Piece,
     Push,
+    Shard,
     WorkerProgram,
     signature_of,
 )
@@ -117,7 +117,7 @@ def create(servers, pieces, value):
     value = np.asarray(value, np.float32)
     parts = [value if p.rows is None else value[slice(*p.rows)] for p in pieces]
     ServerContents(servers).create(
-        [NewPiece(p, part.shape, part.dtype, part) for p, part in zip(pieces, parts, strict=True)]
+        [NewShard(p, part.shape, part.dtype, part) for p, part in zip(pieces, parts, strict=True)]
     )
     return pieces
 
@@ -141,7 +141,7 @@ def counting(servers, runner):
 
     The counter lies beside another variable, which is only read.
     """
-    (counter,), (other,) = create(servers, [Piece(0, "n")], 10), create(servers, [Piece(0, "other")], 5)
+    (counter,), (other,) = create(servers, [Shard(0, "n")], 10), create(servers, [Shard(0, "other")], 5)
     push = Push(0, add_to(runner.servers, counter), (Operand(2),))
 
     def add(n, other, x):
@@ -157,7 +157,7 @@ def test_closure_computes_from_variables_and_pushes(servers, runner, counting):
     results = runner.run(call(0, counting, np.float32(3))).results
     assert [type(result) for result in results] == [np.ndarray, np.ndarray]
     assert [float(result) for result in results] == [10, 10]
-    assert servers.read([[Piece(0, "n")]])[0] == 13
+    assert servers.read([[Shard(0, "n")]])[0] == 13
 
 
 def test_values_for_the_next_closure_come_with_the_push(runner, counting):
@@ -169,7 +169,7 @@ def test_values_for_the_next_closure_come_with_the_push(runner, counting):
 
 def test_values_of_another_epoch_are_pulled_again(servers, runner, counting):
     runner.run(call(0, counting, np.float32(1)))
-    ServerContents(servers).assign([([Piece(0, "n")], np.float32(100)), ([Piece(0, "other")], np.float32(1))])
+    ServerContents(servers).assign([([Shard(0, "n")], np.float32(100)), ([Shard(0, "other")], np.float32(1))])
     assert (
         float(runner.run(call(1, counting, np.float32(1), epoch=0)).results[0]) == 11
     )  # as told: nothing is new
@@ -190,14 +190,14 @@ def test_unwritten_variable_is_not_sent_again(stores, runner, counting):
 def test_a_kept_variable_that_is_written_after_all_is_seen(servers, runner, counting):
     for number in range(4):
         runner.run(call(number, counting, np.float32(1)))
-    ServerContents(servers).assign([([Piece(0, "other")], np.float32(50))])
+    ServerContents(servers).assign([([Shard(0, "other")], np.float32(50))])
     for number in range(4, 7):
         results = runner.run(call(number, counting, np.float32(1), epoch=1)).results
         assert [float(result) for result in results] == [10 + number, 100]
 
 
 def test_alternating_programs_see_current_variables(servers, runner, counting):
-    (third,) = create(servers, [Piece(0, "third")], 7)
+    (third,) = create(servers, [Shard(0, "third")], 7)
     read = worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])
     reading = runner.add_program(read)
     for number in range(0, 8, 2):
@@ -207,7 +207,7 @@ def test_alternating_programs_see_current_variables(servers, runner, counting):
 
 
 def test_another_client_is_seen_by_a_closure_without_pushes(servers, runner):
-    (value,) = create(servers, [Piece(1, "v")], 1)
+    (value,) = create(servers, [Shard(1, "v")], 1)
     reading = runner.add_program(
         worker_program(lambda x: x + 1, [Input("variable", 0)], [np.float32(0)], [[value]])
     )
@@ -222,13 +222,13 @@ def test_a_runner_that_does_not_pull_ahead_pulls_each_time(new_clients, servers,
     rare.add_program(runner._programs[counting].program)
     runner.run(call(0, counting, np.float32(1)))  # so that the server has the push's program
     for number in range(1, 4):
-        ServerContents(servers).assign([([Piece(0, "n")], np.float32(number))])
+        ServerContents(servers).assign([([Shard(0, "n")], np.float32(number))])
         assert float(rare.run(call(number, counting, np.float32(1))).results[0]) == number
     assert rare.statistics()["num_pulls"] == 3
 
 
 def test_staleness_is_measured_by_the_server(stores, servers, runner, counting):
-    adding = add_to(servers, Piece(0, "n"))
+    adding = add_to(servers, Shard(0, "n"))
     runner.run(call(0, counting, np.float32(1)))
     for number in range(3):
         servers.step(("other", number), 0, {0: Ask(adding, [np.float32(1)])})
@@ -241,12 +241,12 @@ def test_staleness_is_measured_by_the_server(stores, servers, runner, counting):
 def test_repeated_closure_pushes_once(servers, runner, counting):
     for _ in range(3):
         runner.run(call(4, counting, np.float32(3)))
-    assert servers.read([[Piece(0, "n")]])[0] == 13
+    assert servers.read([[Shard(0, "n")]])[0] == 13
 
 
 @pytest.mark.rest
 def test_sharded_variable_is_pulled_in_full_and_pushed_in_shards(servers, runner):
-    shards = create(servers, [Piece(0, "t/0", (0, 2)), Piece(1, "t/1", (2, 3))], [[1, 2], [3, 4], [5, 6]])
+    shards = create(servers, [Shard(0, "t/0", (0, 2)), Shard(1, "t/1", (2, 3))], [[1, 2], [3, 4], [5, 6]])
     pushes = [
         Push(p.ps, add_to(runner.servers, p, np.zeros((p.rows[1] - p.rows[0], 2))), (Operand(1, p.rows),))
         for p in shards
@@ -355,7 +355,7 @@ def test_unknown_program_is_requested_before_elements_are_taken(runner):
 
 
 def test_at_the_end_of_a_dataset_nothing_is_pushed(servers, runner):
-    (counter,) = create(servers, [Piece(0, "n")], 0)
+    (counter,) = create(servers, [Shard(0, "n")], 0)
     push = Push(0, add_to(runner.servers, counter), (Operand(0),))
     program = worker_program(
         lambda x: x, [Input("element", 0)], [np.float32(0)], pushes=(push,), element_counts=(1,)
@@ -371,7 +371,7 @@ def test_at_the_end_of_a_dataset_nothing_is_pushed(servers, runner):
 
 
 def test_elements_are_held_when_a_server_lacks_the_program_of_the_push(servers, runner):
-    (counter,) = create(servers, [Piece(0, "n")], 0)
+    (counter,) = create(servers, [Shard(0, "n")], 0)
     adding = update_program(lambda v, delta: (v + delta,), ["n"], [0], np.float32(0), np.float32(0))
     push = Push(0, adding.digest, (Operand(0),))
     program = worker_program(
@@ -423,9 +423,9 @@ def test_program_for_a_missing_element_uses_or_returns_the_others(runner):
 
 NUM_ROWS, DIM = 7, 3
 PLACES = {
-    "one piece": [Piece(0, "t")],
-    "two shards": [Piece(0, "t/0", (0, 4)), Piece(1, "t/1", (4, 7))],
-    "two shards of one server": [Piece(1, "t/0", (0, 4)), Piece(1, "t/1", (4, 7))],
+    "one piece": [Shard(0, "t")],
+    "two shards": [Shard(0, "t/0", (0, 4)), Shard(1, "t/1", (4, 7))],
+    "two shards of one server": [Shard(1, "t/0", (0, 4)), Shard(1, "t/1", (4, 7))],
 }
 
 
@@ -459,7 +459,7 @@ def looking_up(request, servers, runner):
     pieces = PLACES[request.param]
     table = np.arange(NUM_ROWS * DIM, dtype=np.float32).reshape(NUM_ROWS, DIM)
     create(servers, pieces, table)
-    (w,) = create(servers, [Piece(0, "w")], np.ones(DIM))
+    (w,) = create(servers, [Shard(0, "w")], np.ones(DIM))
     pushes: dict[int, list] = {0: [("w", np.ones(DIM, np.float32), [Operand(1)])]}
     for piece in pieces:
         shard = table if piece.rows is None else table[slice(*piece.rows)]
@@ -551,7 +551,7 @@ def test_each_row_is_sent_once_per_lookup(stores, runner, looking_up):
 
 
 def test_a_program_of_several_replicas_runs_on_as_many_devices(servers, runner):
-    (w,) = create(servers, [Piece(0, "w")], 2)
+    (w,) = create(servers, [Shard(0, "w")], 2)
     mesh = jax.sharding.AbstractMesh((2,), ("replica",))
     rows = PartitionSpec("replica")
 
@@ -590,7 +590,7 @@ def test_everything_is_pulled_again_after_a_server_was_gone(stores, servers, run
     with pytest.raises(UnavailableError):
         runner.run(call(1, counting, np.float32(1)))
     stores[0].answer = answer
-    ServerContents(servers).assign([([Piece(0, "n")], np.float32(50))])
+    ServerContents(servers).assign([([Shard(0, "n")], np.float32(50))])
     assert float(runner.run(call(1, counting, np.float32(1))).results[0]) == 50
 
 
@@ -605,7 +605,7 @@ def test_overwritten_values_are_not_used_after_a_failed_closure(servers, runner,
     rare.add_program(runner._programs[counting].program)
     with pytest.raises(ValueError):
         rare.run(call(1, counting, np.zeros((2, 2), np.float32)))
-    shared.read([[Piece(0, "other")]])
+    shared.read([[Shard(0, "other")]])
     results = rare.run(call(2, counting, np.float32(1))).results
     assert [float(result) for result in results] == [11, 10]
 
@@ -614,7 +614,7 @@ def test_mismatched_arguments_raise_and_the_next_closure_runs(servers, runner, c
     with pytest.raises(ValueError):
         runner.run(call(0, counting, np.zeros((2, 2), np.float32)))
     assert float(runner.run(call(1, counting, np.float32(1))).results[0]) == 10
-    assert servers.read([[Piece(0, "n")]])[0] == 11
+    assert servers.read([[Shard(0, "n")]])[0] == 11
 
 
 # --- what is kept -------------------------------------------------------------------------------------
@@ -637,7 +637,7 @@ def test_least_recently_used_programs_are_forgotten(runner, monkeypatch):
 
 def test_unused_values_are_dropped(runner, counting, servers, monkeypatch):
     monkeypatch.setattr(pulls_module, "_CLOSURES_PER_SWEEP", 5)
-    (third,) = create(servers, [Piece(0, "third")], 7)
+    (third,) = create(servers, [Shard(0, "third")], 7)
     reading = runner.add_program(
         worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])
     )
@@ -656,7 +656,7 @@ def test_shared_clients_are_locked_while_a_closure_uses_them(new_clients, server
     program = runner._programs[counting].program
     rare.add_program(program)
     runner.run(call(0, counting, np.float32(1)))  # so that the server has the push's program
-    reader = threading.Thread(target=lambda: [shared.read([[Piece(0, "other")]]) for _ in range(300)])
+    reader = threading.Thread(target=lambda: [shared.read([[Shard(0, "other")]]) for _ in range(300)])
     reader.start()
     for number in range(1, 30):
         results = rare.run(call(number, counting, np.float32(1))).results
@@ -672,7 +672,7 @@ def test_shared_clients_are_locked_while_a_closure_uses_them(new_clients, server
 def bagging(servers, runner):
     """A program that subtracts 1 from the rows of a table at 2 ids, which are its element, and returns their sum."""
     pieces = create(servers, PLACES["two shards"], np.arange(NUM_ROWS * DIM).reshape(NUM_ROWS, DIM))
-    (scale,) = create(servers, [Piece(1, "scale")], 1)
+    (scale,) = create(servers, [Shard(1, "scale")], 1)
     pushes = []
     for piece in pieces:
         shard = np.zeros((piece.rows[1] - piece.rows[0], DIM), np.float32)
@@ -748,7 +748,7 @@ def test_stale_prefetched_rows_are_not_used(servers, runner, bagging):
     iterators = [Elements(*BATCHES)]
     runner.run(call(0, digest, iterators=iterators, signature=PAIR))
     ServerContents(servers).assign(
-        [(pieces, np.full((NUM_ROWS, DIM), 50, np.float32)), ([Piece(1, "scale")], np.float32(2))]
+        [(pieces, np.full((NUM_ROWS, DIM), 50, np.float32)), ([Shard(1, "scale")], np.float32(2))]
     )
     again = runner.run(call(1, digest, iterators=iterators, signature=PAIR, epoch=1))
     assert float(again.results[0]) == 50 * 2 * DIM * 2
@@ -851,7 +851,7 @@ def test_the_next_element_may_have_another_shape(runner, bagging):
 def test_pulled_values_are_released_before_a_server_updates_them(stores, monkeypatch):
     servers = server_clients(stores, ME)
     large = np.ones(1_500_000, np.float32)
-    (piece,) = create(servers, [Piece(0, "large")], large)
+    (piece,) = create(servers, [Shard(0, "large")], large)
     push = Push(0, add_to(servers, piece, large), (Operand(0),))
     program = worker_program(lambda x: x * 2, [Input("variable", 0)], [large], [[piece]], 0, pushes=(push,))
     given, alive, answer = [], [], stores[0].answer

@@ -12,18 +12,18 @@ from exported import update_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.client import server_client
 from replicax._src.parameter_servers.client.server_clients import ServerClients
-from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
+from replicax._src.parameter_servers.client.server_contents import NewShard, ServerContents
 from replicax._src.parameter_servers.client.steps import Ask
 from replicax._src.parameter_servers.errors import MessageError, UnavailableError, UnknownProgramError
-from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.programs.programs import Shard
 from replicax._src.parameter_servers.store.group_rules import View
 from replicax._src.parameter_servers.store.store import Store
 from store_connections import StoreConnection, server_clients
 
 ME = "me"
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
-SHARDS = [Piece(0, "t/0", (0, 3)), Piece(1, "t/1", (3, 5))]
-WHOLE = [Piece(1, "w")]
+SHARDS = [Shard(0, "t/0", (0, 3)), Shard(1, "t/1", (3, 5))]
+WHOLE = [Shard(1, "w")]
 
 
 class BreakableConnection:
@@ -86,9 +86,9 @@ def servers(clients):
     with ServerClients(clients, ME) as made:
         contents = ServerContents(made)
         contents.create(
-            [NewPiece(p, (p.rows[1] - p.rows[0], 2), np.float32, TABLE[slice(*p.rows)]) for p in SHARDS]
+            [NewShard(p, (p.rows[1] - p.rows[0], 2), np.float32, TABLE[slice(*p.rows)]) for p in SHARDS]
         )
-        contents.create([NewPiece(WHOLE[0], (), np.float32, np.float32(7))])
+        contents.create([NewShard(WHOLE[0], (), np.float32, np.float32(7))])
         yield made
 
 
@@ -147,13 +147,13 @@ def test_rows_are_read_from_their_servers(servers):
 
 def test_pieces_are_created_by_a_program_on_the_server(servers, contents):
     ones = update_program(lambda: (jnp.ones((4, 2)),), [], [])
-    pieces = [Piece(0, "made/0", (0, 4)), Piece(1, "made/1", (4, 8))]
-    contents.create([NewPiece(piece, (4, 2), np.float32, ones) for piece in pieces])
+    pieces = [Shard(0, "made/0", (0, 4)), Shard(1, "made/1", (4, 8))]
+    contents.create([NewShard(piece, (4, 2), np.float32, ones) for piece in pieces])
     np.testing.assert_array_equal(servers.read([pieces])[0], np.ones((8, 2)))
 
 
 def test_existing_pieces_stay_only_if_allowed(servers, contents):
-    again = NewPiece(WHOLE[0], (), np.float32, np.float32(1))
+    again = NewShard(WHOLE[0], (), np.float32, np.float32(1))
     with pytest.raises(InvalidArgumentError, match="exists already"):
         contents.create([again])
     contents.create([again], if_absent=True)
@@ -300,11 +300,11 @@ def test_repeated_assignment_does_not_undo_later_updates(servers, clients, conte
 def test_pieces_are_created_once_if_the_connection_breaks(servers, clients, stores, where, contents):
     clients[1].breaks = [where]
     value = np.arange(2, dtype=np.float32)
-    contents.create([NewPiece(Piece(1, "new"), (2,), np.float32, value)])
-    np.testing.assert_array_equal(servers.read([[Piece(1, "new")]])[0], value)
+    contents.create([NewShard(Shard(1, "new"), (2,), np.float32, value)])
+    np.testing.assert_array_equal(servers.read([[Shard(1, "new")]])[0], value)
     assert not clients[1].breaks
     with pytest.raises(InvalidArgumentError):  # another call with the same key is still an error
-        contents.create([NewPiece(Piece(1, "new"), (2,), np.float32, value)])
+        contents.create([NewShard(Shard(1, "new"), (2,), np.float32, value)])
 
 
 def test_request_without_retry_goes_to_the_new_primary(servers, clients, stores, contents):
@@ -312,8 +312,8 @@ def test_request_without_retry_goes_to_the_new_primary(servers, clients, stores,
     servers.read([WHOLE, SHARDS])
     servers.use_primaries(views(1, 1, epoch=3))  # nobody waits for an answer
     servers.use_primaries(views(0, 1, epoch=2))  # was sent before
-    contents.create([NewPiece(Piece(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
-    assert [store.statistics()["pieces"] for store in stores] == [1, 3]
+    contents.create([NewShard(Shard(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
+    assert [store.statistics()["shards"] for store in stores] == [1, 3]
 
 
 def test_new_primary_named_while_connecting_gets_the_request(servers, contents, clients, stores):
@@ -327,8 +327,8 @@ def test_new_primary_named_while_connecting_gets_the_request(servers, contents, 
         return connection
 
     clients[0].open = open_late
-    contents.create([NewPiece(Piece(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
-    assert [store.statistics()["pieces"] for store in stores] == [1, 3]
+    contents.create([NewShard(Shard(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
+    assert [store.statistics()["shards"] for store in stores] == [1, 3]
 
 
 def test_arrays_of_a_request_are_released_after_its_answer(servers):
@@ -378,7 +378,7 @@ def test_programs_are_sent_again_to_a_restarted_server(servers, clients, content
     anew = clients[1].store = Store()
     anew.hello(ME)
     clients[1].breaks = ["send"]
-    contents.create([NewPiece(WHOLE[0], (), np.float32, np.float32(1))], if_absent=True)
+    contents.create([NewShard(WHOLE[0], (), np.float32, np.float32(1))], if_absent=True)
     assert servers.step((ME, 1), 0, {1: Ask(program, pull=[("w", None)])})[1].values["w"][1] == 2
 
 

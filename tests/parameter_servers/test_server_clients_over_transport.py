@@ -7,17 +7,17 @@ import pytest
 from exported import update_program, worker_program
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.parameter_servers.client.server_clients import ServerClients
-from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
+from replicax._src.parameter_servers.client.server_contents import NewShard, ServerContents
 from replicax._src.parameter_servers.errors import UnavailableError
-from replicax._src.parameter_servers.programs.programs import Input, Operand, Piece, Push, signature_of
+from replicax._src.parameter_servers.programs.programs import Input, Operand, Push, Shard, signature_of
 from replicax._src.parameter_servers.store.store import Store
 from replicax._src.parameter_servers.transport.transport import TaskClient, TaskServer
 from replicax._src.parameter_servers.worker.runner import ClosureCall, Runner
 
 ME = "me"
 SECRET = Credentials(token="a secret of this test")
-SHARDS = [Piece(0, "w/0", (0, 60_000)), Piece(1, "w/1", (60_000, 100_000))]
-FROZEN = Piece(1, "frozen")
+SHARDS = [Shard(0, "w/0", (0, 60_000)), Shard(1, "w/1", (60_000, 100_000))]
+FROZEN = Shard(1, "frozen")
 WHOLE = np.arange(100_000, dtype=np.float32)
 
 
@@ -62,9 +62,9 @@ def halving(new_clients):
     servers = new_clients()
     contents = ServerContents(servers)
     contents.create(
-        [NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS]
+        [NewShard(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS]
     )
-    contents.create([NewPiece(FROZEN, (3,), np.float32, np.ones(3, np.float32))])
+    contents.create([NewShard(FROZEN, (3,), np.float32, np.ones(3, np.float32))])
     pushes = []
     for piece in SHARDS:
         part = WHOLE[slice(*piece.rows)]
@@ -126,9 +126,9 @@ def test_a_connection_that_was_cut_is_opened_again(halving, new_clients, servers
 def test_read_values_do_not_change(new_clients):
     servers = new_clients()
     contents = ServerContents(servers)
-    piece = Piece(0, "large")
+    piece = Shard(0, "large")
     first, second = np.zeros(100_000, np.float32), np.ones(100_000, np.float32)
-    contents.create([NewPiece(piece, first.shape, first.dtype, first)])
+    contents.create([NewShard(piece, first.shape, first.dtype, first)])
     (found,) = servers.read([[piece]])
     taken_over = jax.device_put(found)
     for _ in range(4):  # more than there are buffers
@@ -143,13 +143,13 @@ def test_read_values_do_not_change(new_clients):
 
 
 def test_read_values_do_not_change_and_jax_adopts_their_memory(new_clients):
-    servers, one, other = new_clients(), Piece(0, "one"), Piece(0, "other")
+    servers, one, other = new_clients(), Shard(0, "one"), Shard(0, "other")
     contents = ServerContents(servers)
     contents.create(
-        [NewPiece(p, (40_000,), np.float32, np.full(40_000, p.key == "one", "f4")) for p in (one, other)]
+        [NewShard(p, (40_000,), np.float32, np.full(40_000, p.key == "one", "f4")) for p in (one, other)]
     )
     contents.create(
-        [NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS]
+        [NewShard(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS]
     )
     (alone,) = servers.read([[one]])
     together = servers.read([[one], SHARDS])

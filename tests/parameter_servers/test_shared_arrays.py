@@ -12,7 +12,7 @@ from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.client.shared_arrays import SharedArrays
 from replicax._src.parameter_servers.client.tasks import Share
 from replicax._src.parameter_servers.errors import UnavailableError
-from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.programs.programs import Shard
 from replicax._src.parameter_servers.store.store import Store
 from replicax._src.variables.server_arrays import ServerArray
 from store_connections import server_clients
@@ -53,7 +53,7 @@ def test_initial_values_are_the_chiefs_in_any_order_of_use(session):
     for array in reversed(ours):
         value_of(chief, array)
     assert [value_of(worker, array) for array in theirs] == [[0], [1], [2]]
-    assert [array.pieces for array in theirs] == [array.pieces for array in ours]
+    assert [array.shards for array in theirs] == [array.shards for array in ours]
     worker.assign(theirs[2], np.asarray([5], np.float32))
     assert value_of(chief, ours[2]) == [5]
 
@@ -116,9 +116,9 @@ def test_shards_and_their_slots(session):
         slot.beside = table
         assert value_of(each, slot) == [[4.0], [5.0], [6.0]]
         tables.append((table, slot))
-    assert tables[0][0].pieces == tables[1][0].pieces
-    assert tables[0][1].pieces == tables[1][1].pieces
-    assert [piece.ps for piece in tables[1][1].pieces] == [0, 1]
+    assert tables[0][0].shards == tables[1][0].shards
+    assert tables[0][1].shards == tables[1][1].shards
+    assert [piece.ps for piece in tables[1][1].shards] == [0, 1]
 
 
 def test_array_is_moved_once_and_found_there(session):
@@ -126,13 +126,13 @@ def test_array_is_moved_once_and_found_there(session):
     pairs = [(new(each, "w", [1]), new(each, "slot", [2])) for each in (chief, worker)]
     (ours, slot), (theirs, their_slot) = pairs
     value_of(chief, slot)
-    assert slot.pieces[0].ps != ours.pieces[0].ps
+    assert slot.shards[0].ps != ours.shards[0].ps
     value_of(worker, their_slot)
     worker.make([theirs])
     message(UnavailableError, lambda: worker.put_beside(their_slot, theirs), "to create the variable 'slot'")
     chief.put_beside(slot, ours)
     worker.put_beside(their_slot, theirs)
-    assert slot.pieces == their_slot.pieces
+    assert slot.shards == their_slot.shards
     assert value_of(worker, their_slot) == [2]
 
 
@@ -144,7 +144,7 @@ def test_copies_are_created_once_and_assigned_by_all(session):
     assert value_of(chief, ours) == [3]
     worker.copy_to(theirs, 1)
     assert theirs.copies == ours.copies == {1: "0:rate:@1"}
-    assert worker.servers.read([[Piece(1, "0:rate:@1")]])[0].tolist() == [3]
+    assert worker.servers.read([[Shard(1, "0:rate:@1")]])[0].tolist() == [3]
 
 
 def test_restarted_chief_resumes_with_the_existing_variables(session, stores):
@@ -164,7 +164,7 @@ def test_half_created_array_is_completed(session, stores):
     first = session("chief 0")
     array = new(first, "w", [[1.0], [2.0]], [(0, 1), (1, 2)])
     value_of(first, array)
-    ServerContents(first.servers).drop(array.pieces[:1])
+    ServerContents(first.servers).drop(array.shards[:1])
     again = session("chief 0")
     assert value_of(again, new(again, "w", [[5.0], [6.0]], [(0, 1), (1, 2)])) == [[5.0], [2.0]]
 

@@ -144,7 +144,7 @@ def test_chain_continues_after_restoring(tmp_path):
     assert_same(restored(tmp_path)[0], values(again))
 
 
-def test_piece_with_many_changes_is_written_in_full(tmp_path):
+def test_shard_with_many_changes_is_written_in_full(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     table, _, _ = values(store)
@@ -157,11 +157,11 @@ def test_piece_with_many_changes_is_written_in_full(tmp_path):
     ask(store, "assign", [table + 2], keys=["t"])
     assert store.snapshot(tmp_path)[
         "is_base"
-    ]  # with this one the chain would be twice as large as the pieces
+    ]  # with this one the chain would be twice as large as the shards
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_recreated_pieces_are_new_ones(tmp_path):
+def test_recreated_shards_are_new_ones(tmp_path):
     store = new_store()
     store.snapshot(tmp_path)
     table, _, _ = values(store)
@@ -171,7 +171,7 @@ def test_recreated_pieces_are_new_ones(tmp_path):
     assert_same(restored(tmp_path)[0], values(store))
     store.hello("another")
     assert store.snapshot(tmp_path)["updates"] == 0
-    assert restored(tmp_path)[1]["pieces"] == 0
+    assert restored(tmp_path)[1]["shards"] == 0
 
 
 def test_bounds_of_a_chain(tmp_path, monkeypatch):
@@ -296,13 +296,13 @@ def test_each_file_that_is_broken(chains, tmp_path, number, how):
 
 def of_format_1(path, store_values):
     """A file in the format of earlier versions."""
-    content, pieces = b"rx-ps-01", []
+    content, shards = b"rx-ps-01", []
     for key, value in store_values.items():
         content += bytes(-len(content) % 64)
         described = {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "number": 3}
         memory = value.tobytes()
         place = {"offset": len(content), "bytes": len(memory), "checksum": zlib.crc32(memory)}
-        pieces.append({**described, **place})
+        shards.append({**described, **place})
         content += memory
     said = {
         "epoch": 0,
@@ -313,7 +313,7 @@ def of_format_1(path, store_values):
         "windows": {},
         "programs": [],
     }
-    header = json.dumps({"format": 1, "content": said, "pieces": pieces}).encode()
+    header = json.dumps({"format": 1, "content": said, "shards": shards}).encode()
     footer = struct.pack("<QQII8s", len(content), len(header), zlib.crc32(header), 0, b"rx-ps-01")
     path.write_bytes(content + header + footer)
 
@@ -322,7 +322,7 @@ def test_files_of_earlier_versions(tmp_path):
     table = np.random.default_rng(3).standard_normal((ROWS, COLUMNS)).astype(np.float32)
     of_format_1(tmp_path / "snapshot-0000000007.rxps", {"t": table, "m": table**2, "count": np.array(3)})
     store, what = restored(tmp_path)
-    assert (what["updates"], what["pieces"]) == (4, 3)
+    assert (what["updates"], what["shards"]) == (4, 3)
     assert_same(store, [table, table**2, np.array(3)])
     send(store, PROGRAM)
     update(store, 1, 2)

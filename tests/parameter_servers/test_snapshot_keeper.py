@@ -40,8 +40,8 @@ def keeping(store, tmp_path):
 
 
 def create(store, key):
-    piece = {"key": key, "shape": [2], "dtype": "float32", "initial": "array"}
-    store.answer(Message({"op": "create", "incarnation": "me", "pieces": [piece]}, [np.zeros(2, np.float32)]))
+    shard = {"key": key, "shape": [2], "dtype": "float32", "initial": "array"}
+    store.answer(Message({"op": "create", "incarnation": "me", "shards": [shard]}, [np.zeros(2, np.float32)]))
 
 
 def assign(store, key):
@@ -59,7 +59,7 @@ def until_count(keeper, number):
         time.sleep(0.01)
 
 
-def test_new_pieces_are_saved_soon_and_changes_are_not(store, keeping):
+def test_new_shards_are_saved_soon_and_changes_are_not(store, keeping):
     keeper = keeping(1000.0)
     create(store, "w")
     until_count(keeper, 1)
@@ -70,7 +70,7 @@ def test_new_pieces_are_saved_soon_and_changes_are_not(store, keeping):
     until_count(keeper, 2)
 
 
-def test_change_of_the_first_piece_counts(store, keeping):
+def test_change_of_the_first_shard_counts(store, keeping):
     keeper = keeping(math.inf)
     create(store, "w")
     for number in range(3):

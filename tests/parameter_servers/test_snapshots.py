@@ -88,7 +88,7 @@ def test_all_values_are_restored(tmp_path):
         "epoch": 3,
         "incarnation": ME,
         "updates": 2,
-        "pieces": 7,
+        "shards": 7,
         "keys": list(values),
         "programs": [ADD.digest],
         "refused": [],
@@ -129,7 +129,7 @@ def test_versions_after_restoring_are_new(tmp_path, monkeypatch):
     num_held, value_of = [], snapshots.Snapshot.value
 
     def value(*args):
-        num_held.append(store.statistics()["pieces"])
+        num_held.append(store.statistics()["shards"])
         return value_of(*args)
 
     monkeypatch.setattr(snapshots.Snapshot, "value", value)
@@ -152,9 +152,9 @@ def test_updates_are_in_place_after_restoring_and_after_a_snapshot(tmp_path):
     again, _ = restored(tmp_path)
     for each in (store, again):
         send(each, add)
-        before = each._contents.pieces["w"].value.unsafe_buffer_pointer()
+        before = each._contents.shards["w"].value.unsafe_buffer_pointer()
         step(each, program=add, like=like)
-        assert each._contents.pieces["w"].value.unsafe_buffer_pointer() == before
+        assert each._contents.shards["w"].value.unsafe_buffer_pointer() == before
 
 
 def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
@@ -381,9 +381,9 @@ def test_a_snapshot_that_fails_keeps_no_views(tmp_path, monkeypatch):
         with pytest.raises(SnapshotError, match="no room") as failure:
             store.snapshot(tmp_path)
     assert not list(tmp_path.iterdir())
-    before = store._contents.pieces["w"].value.unsafe_buffer_pointer()
+    before = store._contents.shards["w"].value.unsafe_buffer_pointer()
     step(store, program=add, like=like)
-    assert store._contents.pieces["w"].value.unsafe_buffer_pointer() == before
+    assert store._contents.shards["w"].value.unsafe_buffer_pointer() == before
     assert failure.value.__traceback__ is not None
 
 
@@ -399,11 +399,11 @@ store = Store()
 store.hello("me")
 value = np.ones(100_000, np.float32)
 piece = {"key": "w", "shape": [100_000], "dtype": "float32", "initial": "array"}
-store.answer(Message({"op": "create", "incarnation": "me", "pieces": [piece]}, [value]))
+store.answer(Message({"op": "create", "incarnation": "me", "shards": [piece]}, [value]))
 store.snapshot(directory)
 piece |= {"key": "v", "shape": [200_000]}  # what has not changed is not written again
 value = np.ones(200_000, np.float32)
-store.answer(Message({"op": "create", "incarnation": "me", "pieces": [piece]}, [value]))
+store.answer(Message({"op": "create", "incarnation": "me", "shards": [piece]}, [value]))
 if limit == "file":
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
 try:
@@ -411,7 +411,7 @@ try:
 except SnapshotError as error:
     import os
     again = Store()
-    print(json.dumps([str(error), os.listdir(directory), again.restore(directory)["pieces"]]))
+    print(json.dumps([str(error), os.listdir(directory), again.restore(directory)["shards"]]))
 """
 
 
@@ -479,7 +479,7 @@ def work(rows, prefix, is_restored):
     else:
         initial = send(lambda: jnp.full(table, 0.5, jnp.float32), (), ())
         pieces = [{"key": key, "shape": list(table), "dtype": "float32", "initial": initial} for key in keys]
-        ask("create", pieces=pieces)
+        ask("create", shards=pieces)
     def adagrad(t, m, ids, g):
         m = m.at[ids].add(g * g, mode="drop")
         return t.at[ids].add(-g / jnp.sqrt(m[ids]), mode="drop"), m

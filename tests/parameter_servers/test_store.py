@@ -14,7 +14,7 @@ from replicax._src.parameter_servers.programs.programs import UpdateProgram
 from replicax._src.parameter_servers.store import store as store_module
 from replicax._src.parameter_servers.store import updates as updates_module
 from replicax._src.parameter_servers.store import window
-from replicax._src.parameter_servers.store.held_pieces import MAX_COPIED_BYTES
+from replicax._src.parameter_servers.store.held_shards import MAX_COPIED_BYTES
 from replicax._src.parameter_servers.store.held_values import BYTES_PER_BLOCK, copied
 from replicax._src.parameter_servers.store.store import Store
 from replicax._src.parameter_servers.transport.messages import Message
@@ -44,7 +44,7 @@ class Client:
             {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "initial": "array"}
             for key, value in values.items()
         ]
-        return self.ask("create", values.values(), pieces=described)
+        return self.ask("create", values.values(), shards=described)
 
     def add_program(self, program):
         blob = np.frombuffer(program.blob, np.uint8)
@@ -77,7 +77,7 @@ def client(store):
 
 
 def pointer(store, key):
-    return store._contents.pieces[key].value.unsafe_buffer_pointer()
+    return store._contents.shards[key].value.unsafe_buffer_pointer()
 
 
 def aligned(shape, fill=0.0):
@@ -143,7 +143,7 @@ def test_large_values_are_copied_in_blocks_that_need_not_divide_them():
 def test_a_program_makes_the_initial_value(client, store):
     digest = client.add(lambda: jnp.full((4, 2), 7.0), [], [])
     piece = {"key": "w", "shape": [4, 2], "dtype": "float32", "initial": digest}
-    client.ask("create", pieces=[piece, {**piece, "key": "m"}])
+    client.ask("create", shards=[piece, {**piece, "key": "m"}])
     assert [(read == 7.0).all() for read in client.read("w", "m")] == [True, True]
     before = pointer(store, "w")
     client.step(adder(client, like=np.zeros((4, 2), np.float32)), [np.ones((4, 2), np.float32)])
@@ -154,22 +154,22 @@ def test_a_program_makes_the_initial_value(client, store):
 def test_program_that_creates_a_piece_must_exist(client):
     piece = {"key": "w", "shape": [5], "dtype": "float32", "initial": "abc"}
     with pytest.raises(UnknownProgramError):
-        client.ask("create", pieces=[piece])
+        client.ask("create", shards=[piece])
 
 
-def test_creating_existing_pieces(client):
+def test_creating_existing_shards(client):
     client.create(w=ZERO)
     client.step(adder(client), [ONE])
     piece = {"key": "w", "shape": [4], "dtype": "float32", "initial": "array"}
     new = {**piece, "key": "v"}
     with pytest.raises(InvalidArgumentError, match=r'"w" exists already as float32\[4\]'):
-        client.ask("create", [ZERO, ZERO], pieces=[new, piece])
+        client.ask("create", [ZERO, ZERO], shards=[new, piece])
     with pytest.raises(InvalidArgumentError, match='no shard "v"'):
         client.read("v")  # all or none
-    client.ask("create", [ZERO, ZERO], pieces=[new, piece], if_absent=True)
+    client.ask("create", [ZERO, ZERO], shards=[new, piece], if_absent=True)
     assert [read.max() for read in client.read("w", "v")] == [1.0, 0.0]
     with pytest.raises(InvalidArgumentError, match="int8"):
-        client.ask("create", [np.zeros(4, np.int8)], pieces=[{**piece, "dtype": "int8"}], if_absent=True)
+        client.ask("create", [np.zeros(4, np.int8)], shards=[{**piece, "dtype": "int8"}], if_absent=True)
 
 
 def test_dropping(client, store):
@@ -516,7 +516,7 @@ def test_a_new_coordinator_takes_over(client, store):
 def test_leaving_and_restarting(client, store):
     client.create(w=ZERO)
     store.leave()
-    assert store.statistics()["pieces"] == 0
+    assert store.statistics()["shards"] == 0
     for left in (client, Client(Store())):
         with pytest.raises(UnavailableError, match="None"):
             left.read("w")
@@ -533,7 +533,7 @@ def test_new_coordinator_takes_over_while_a_piece_is_created(client, store, monk
     monkeypatch.setattr(store_module, "copied", late)
     with pytest.raises(UnavailableError):
         client.create(w=ZERO)
-    assert store.statistics()["pieces"] == 0
+    assert store.statistics()["shards"] == 0
 
 
 @pytest.mark.parametrize(
@@ -541,7 +541,7 @@ def test_new_coordinator_takes_over_while_a_piece_is_created(client, store, monk
     [
         ("fetch", {}),
         ("create", {}),
-        ("create", {"pieces": [{"key": "w", "shape": [1], "dtype": "int8", "initial": "array"}]}),
+        ("create", {"shards": [{"key": "w", "shape": [1], "dtype": "int8", "initial": "array"}]}),
         ("program", {"digest": "1", "described": {"state": [], "written": []}}),
         ("step", {"closure": ["me"]}),
         ("step", {"pull": ["w"]}),
@@ -570,8 +570,8 @@ def test_statistics(client, store):
     client.create(w=ZERO, t=table)
     client.step(adder(client), [ONE], pull=[["w", None]], rows={"t": np.zeros(3, np.int32)})
     statistics = store.statistics()
-    assert {name: statistics[name] for name in ("pieces", "bytes", "programs", "updates", "pulls")} == {
-        "pieces": 2,
+    assert {name: statistics[name] for name in ("shards", "bytes", "programs", "updates", "pulls")} == {
+        "shards": 2,
         "bytes": 16 + 80,
         "programs": 1,
         "updates": 1,

@@ -74,8 +74,8 @@ def hello(client, incarnation, ps=()):
 
 
 def create(incarnation, key, value):
-    piece = {"key": key, "shape": list(value.shape), "dtype": str(value.dtype), "initial": "array"}
-    return Message({"op": "create", "incarnation": incarnation, "pieces": [piece]}, [value])
+    shard = {"key": key, "shape": list(value.shape), "dtype": str(value.dtype), "initial": "array"}
+    return Message({"op": "create", "incarnation": incarnation, "shards": [shard]}, [value])
 
 
 def pull(incarnation, key):
@@ -175,7 +175,7 @@ def test_a_parameter_server_holds_variables(started):
         np.testing.assert_array_equal(answer.arrays[0], value)
         assert answer.header["versions"][0][0] == told["instance"]
     heartbeat = client.ask("heartbeat", {"incarnation": "a"}, 60.0)
-    assert (heartbeat["instance"], heartbeat["statistics"]["pieces"]) == (told["instance"], 1)
+    assert (heartbeat["instance"], heartbeat["statistics"]["shards"]) == (told["instance"], 1)
     until(lambda: server.statistics()["messages"] == 4, "all answers are counted")
 
 
@@ -207,7 +207,7 @@ def test_status_changes_nothing(started):
     assert client.ask("status", {}, 60.0)["incarnation"] is None
     hello(client, "a")
     status = client.ask("status", {}, 60.0)
-    assert (status["incarnation"], status["task"], status["statistics"]["pieces"]) == ("a", "ps 0", 0)
+    assert (status["incarnation"], status["task"], status["statistics"]["shards"]) == ("a", "ps 0", 0)
 
 
 def test_the_next_coordinator_takes_over(started):
@@ -233,7 +233,7 @@ def test_leaving_drops_everything(started):
         message(StaleCoordinatorError, lambda: link.call(pull("a", "w"), 60.0), "it has left")
     client.ask("leave", {"incarnation": "a"}, 60.0)  # twice is nothing
     hello(client, "b")
-    assert client.ask("heartbeat", {"incarnation": "b"}, 60.0)["statistics"]["pieces"] == 0
+    assert client.ask("heartbeat", {"incarnation": "b"}, 60.0)["statistics"]["shards"] == 0
 
 
 # --- a service, without a server ----------------------------------------------------------------------
@@ -327,14 +327,14 @@ def test_terminated_parameter_server_resumes_where_it_was(started, tmp_path):
         answer = link.call(pull("a", "w"), 60.0)
         np.testing.assert_array_equal(answer.arrays[0], value)
     heartbeat = client.ask("heartbeat", {"incarnation": "a"}, 60.0)
-    assert (heartbeat["statistics"]["pieces"], heartbeat["statistics"]["num_snapshots"]) == (1, 0)
+    assert (heartbeat["statistics"]["shards"], heartbeat["statistics"]["num_snapshots"]) == (1, 0)
     restored = hello(client, "a")["restored"]
-    assert (restored["incarnation"], restored["pieces"]) == ("a", 1)
+    assert (restored["incarnation"], restored["shards"]) == ("a", 1)
     again.stop()
     assert len(list((tmp_path / "ps-0").iterdir())) == 1, "it wrote what had not changed"
     _, client = started("ps", snapshot_dir=tmp_path)
     hello(client, "b")
-    assert client.ask("heartbeat", {"incarnation": "b"}, 60.0)["statistics"]["pieces"] == 0
+    assert client.ask("heartbeat", {"incarnation": "b"}, 60.0)["statistics"]["shards"] == 0
 
 
 def test_snapshots_are_taken_at_intervals_and_failures_are_logged(started, tmp_path):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from exported import update_program, worker_program
-from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
+from replicax._src.parameter_servers.client.server_contents import NewShard, ServerContents
 from replicax._src.parameter_servers.client.steps import Ask
 from replicax._src.parameter_servers.errors import ClosureAbortedError, MessageError, UnknownProgramError
-from replicax._src.parameter_servers.programs.programs import Input, Operand, Piece, Push, signature_of
+from replicax._src.parameter_servers.programs.programs import Input, Operand, Push, Shard, signature_of
 from replicax._src.parameter_servers.store.store import Store
 from replicax._src.parameter_servers.transport.messages import Message
 from replicax._src.parameter_servers.worker import worker as worker_module
@@ -18,7 +18,7 @@ from replicax._src.parameter_servers.worker.worker import Worker
 from store_connections import server_clients
 
 ME = "me"
-COUNTER = Piece(0, "n")
+COUNTER = Shard(0, "n")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def store():
 def servers(store):
     """The coordinator's client: it has made a counter, and sent the program that adds to it."""
     made = server_clients([store], ME)
-    ServerContents(made).create([NewPiece(COUNTER, (), np.float32, np.zeros((), np.float32))])
+    ServerContents(made).create([NewShard(COUNTER, (), np.float32, np.zeros((), np.float32))])
     return made
 
 

@@ -36,7 +36,7 @@ def made(strategy, *values, **options):
 def where(variable):
     """The servers of the pieces of a variable."""
     (whole,) = variable.shards.held if isinstance(variable, rx.experimental.ShardedVariable) else [variable]
-    return [piece.ps for piece in whole._value.pieces]
+    return [piece.ps for piece in whole._value.shards]
 
 
 # --- the cluster ---------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def test_a_model_whose_layers_are_built_when_it_is_first_traced(strategy):
     step = step_of(strategy, model, optimizer)
     losses = [float(strategy.run_here(step, X, Y)) for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
-    assert all(len(variable._value.pieces) == 1 for variable in [*model.variables, *optimizer.variables])
+    assert all(len(variable._value.shards) == 1 for variable in [*model.variables, *optimizer.variables])
 
 
 def test_losses_of_layers_that_are_built_when_they_are_first_traced(strategy):
@@ -545,4 +545,4 @@ def test_weights_are_saved_and_loaded(strategy, tmp_path):
     with strategy.scope():
         loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded(X), model(X))
-    assert all(len(variable._value.pieces) == 1 for variable in loaded.variables)
+    assert all(len(variable._value.shards) == 1 for variable in loaded.variables)

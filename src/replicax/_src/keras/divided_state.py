@@ -2,8 +2,8 @@
 
 A step of ``fit`` is one program over the whole batch, which the partitioner divides (``lowering/global_view.py``).
 Left alone it may as well divide layers as batches. So what a step reads is gathered first, and the gradients, with the
-variables that an optimizer updates, are cut into the pieces in which its state lies. All else follows: its update is of
-pieces, whatever it computes.
+variables that an optimizer updates, are cut into the shards in which its state lies. All else follows: its update is of
+shards, whatever it computes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def note_purpose(variable: Any) -> None:
 
 
 def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Initialises a variable, in pieces where the current strategy divides it."""
+    """Initialises a variable, in shards where the current strategy divides it."""
     has_strategy = context.has_strategy() and not making.is_alone
     strategy = context.strategy_for_new_variable() if has_strategy else None
     initializer = args[0] if args else kwargs.get("initializer")
@@ -100,9 +100,9 @@ def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
     """Inside, Keras gives variables their first values in the layouts of a strategy. Keras's own loops see none of it.
 
     Yields:
-      The initializer: in several processes that of the first one, so that all make pieces of the same value. A value,
+      The initializer: in several processes that of the first one, so that all make shards of the same value. A value,
       or a
-      function that cannot be sent, makes no pieces: all will take the first one's result.
+      function that cannot be sent, makes no shards: all will take the first one's result.
     """
     placement = None if strategy is None else strategy.variable_placement
     layouts = None if placement is None else placement.layouts or _logical_layouts(placement)
@@ -163,34 +163,34 @@ class _Layouts(keras.distribution.DataParallel):
 
 @final
 class _DividedRead:
-    """The trainable variables of a step, gathered, while an optimizer still gets their pieces.
+    """The trainable variables of a step, gathered, while an optimizer still gets their shards.
 
     Args:
       layouts: Of the strategy.
-      pieces: The values as the step is given them.
+      shards: The values as the step is given them.
     """
 
-    def __init__(self, layouts: StateLayouts, pieces: Sequence[Any]):
+    def __init__(self, layouts: StateLayouts, shards: Sequence[Any]):
         self._layouts = layouts
         is_divided = layouts.shards.divides(is_trainable=True, is_of_optimizer=False)
-        self.values = [layouts.gathered(piece) if is_divided else piece for piece in pieces]
+        self.values = [layouts.gathered(shard) if is_divided else shard for shard in shards]
         """Whole, or marked: to be gathered where they are needed."""
-        self._pieces = {id(value): piece for value, piece in zip(self.values, pieces, strict=True)}
+        self._shards = {id(value): shard for value, shard in zip(self.values, shards, strict=True)}
 
-    def piece_of(self, value: Any) -> Any:
+    def shard_of(self, value: Any) -> Any:
         """What the step was given for one of ``values``; of anything else the value itself."""
-        return self._pieces.get(id(value), value)
+        return self._shards.get(id(value), value)
 
-    def in_pieces(self, value: Any) -> Any:
+    def sharded(self, value: Any) -> Any:
         """An array cut as the optimizer's state for it is."""
-        return self._layouts.in_pieces(value)
+        return self._layouts.sharded(value)
 
-    def gradient_in_pieces(self, gradient: Any) -> Any:
+    def gradient_in_shards(self, gradient: Any) -> Any:
         """A gradient, first summed over the replicas: the partitioner would rather gather what it is made of."""
         if gradient is None or self._layouts.of_shape(gradient.shape) is None:
             return gradient
         whole = self._layouts.topology.replicated
-        return self.in_pieces(jax.lax.with_sharding_constraint(gradient, whole))
+        return self.sharded(jax.lax.with_sharding_constraint(gradient, whole))
 
 
 _read: contextvars.ContextVar[_DividedRead | None] = contextvars.ContextVar(
@@ -219,30 +219,30 @@ def with_divided_state(
       optimizer: The model's.
     """
     read = _DividedRead(layouts, state[0])
-    with _reading(read), _in_pieces(optimizer):
+    with _reading(read), _sharded(optimizer):
         outputs, new = step((read.values, *state[1:]), data)
-    return outputs, (list(map(read.piece_of, new[0])), *new[1:])
+    return outputs, (list(map(read.shard_of, new[0])), *new[1:])
 
 
-def apply_to_pieces(own: _Apply, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-    """``Optimizer.stateless_apply``, which is ``own``: of pieces, in a step whose state is divided."""
+def apply_to_shards(own: _Apply, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+    """``Optimizer.stateless_apply``, which is ``own``: of shards, in a step whose state is divided."""
     read = _read.get()
     if read is None:
         return own(optimizer_variables, grads, trainable_variables)
-    grads = list(map(read.gradient_in_pieces, grads))
-    pieces = [read.in_pieces(read.piece_of(value)) for value in trainable_variables]
+    grads = list(map(read.gradient_in_shards, grads))
+    shards = [read.sharded(read.shard_of(value)) for value in trainable_variables]
     with _reading(None):  # an optimizer in this one gets them as they are
-        return own(optimizer_variables, grads, pieces)
+        return own(optimizer_variables, grads, shards)
 
 
 @contextlib.contextmanager
-def _in_pieces(optimizer: Any) -> Iterator[None]:
-    """Inside, a ``LossScaleOptimizer``, whose ``stateless_apply`` is its own, gets pieces too: where gradients are not
+def _sharded(optimizer: Any) -> Iterator[None]:
+    """Inside, a ``LossScaleOptimizer``, whose ``stateless_apply`` is its own, gets shards too: where gradients are not
     finite it returns what it was given.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         yield
         return
     own: Any = optimizer.stateless_apply
-    with overridden(optimizer, stateless_apply=functools.partial(apply_to_pieces, own)):
+    with overridden(optimizer, stateless_apply=functools.partial(apply_to_shards, own)):
         yield

@@ -363,7 +363,7 @@ class PlacedModel(_Keras):
             return super().compute_loss(*args, **kwargs)
 
     def _get_jax_state(self, *args: Any, **kwargs: Any) -> Any:
-        with shared_reads.pieces():  # Keras's loops begin with values as they lie
+        with shared_reads.shards():  # Keras's loops begin with values as they lie
             return super()._get_jax_state(*args, **kwargs)
 
 

@@ -58,7 +58,7 @@ class PlacedOptimizer(_Keras):
     @functools.wraps(keras.optimizers.Optimizer.stateless_apply)
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         own = super().stateless_apply
-        return divided_state.apply_to_pieces(own, optimizer_variables, grads, trainable_variables)
+        return divided_state.apply_to_shards(own, optimizer_variables, grads, trainable_variables)
 
 
 def _own_apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:

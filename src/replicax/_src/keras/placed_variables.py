@@ -45,7 +45,7 @@ def beside(variable: Any, value: Any) -> Any:
         return value
     (stored,) = accessor.get([variable])
     if isinstance(value, jax.Array) and value.sharding.device_set == stored.sharding.device_set:
-        return value  # whole or in pieces, as it lies
+        return value  # whole or in shards, as it lies
     return placement.moved(value, stored)
 
 

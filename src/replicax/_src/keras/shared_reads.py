@@ -29,7 +29,7 @@ _DONE = -1
 class _Here(threading.local):
     """Whether this thread takes values as they lie."""
 
-    takes_pieces = False
+    takes_shards = False
 
 
 _here = _Here()
@@ -58,7 +58,7 @@ class SharedReads:
         self._count += 1
 
     def whole(self, variable: Any, value: jax.Array) -> jax.Array:
-        """The value of a variable, of which each process has pieces."""
+        """The value of a variable, of which each process has shards."""
         number = self._numbers.get(id(variable))
         if not self._is_open or number is None:
             return self._layouts.whole(value)
@@ -96,7 +96,7 @@ class SharedReads:
         chosen = next((n for n in asked if n != _DONE), _DONE)
         if chosen == _DONE:
             return _DONE, None
-        with pieces():
+        with shards():
             value = self._by_number[chosen].value
         return chosen, self._layouts.whole(value) if is_divided(value) else value
 
@@ -120,20 +120,20 @@ def of(strategy: Strategy | None) -> SharedReads | None:
 
 
 def is_divided(value: Any) -> bool:
-    """Whether a value lies in pieces on the devices of several processes."""
+    """Whether a value lies in shards on the devices of several processes."""
     if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False
     return not value.is_fully_addressable and not value.is_fully_replicated
 
 
-def pieces() -> contextlib.AbstractContextManager[None]:
+def shards() -> contextlib.AbstractContextManager[None]:
     """Inside, this thread takes values as they lie."""
-    return overridden(_here, takes_pieces=True)
+    return overridden(_here, takes_shards=True)
 
 
 def whole(variable: Any, held: Any) -> Any:
-    """The whole of what a variable holds, of which each process may have a piece."""
-    if _here.takes_pieces or not is_divided(held) or not jax_compat.is_evaluating():
+    """The whole of what a variable holds, of which each process may have a shard."""
+    if _here.takes_shards or not is_divided(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))
     return held if reads is None else reads.whole(variable, held)

@@ -403,7 +403,7 @@ def followed_by_updates(
         state = [[values[id(s)] for s in group.bindings] for group in (before.written, before.read)]
         early, sums, outs, token = placed(*state, *others)
         num_outs = len(outs) - updates.num_handed
-        pieces = [layouts.in_pieces(values[id(s)]) for s in updates.read]
+        pieces = [layouts.sharded(values[id(s)]) for s in updates.read]
         late = jax_compat.eval_jaxpr(updates.jaxpr, [*pieces, *outs[num_outs:]])
         values.update((id(s), v) for s, v in zip(before.written.bindings, early, strict=True))
         values.update((id(s), v) for s, v in zip(updates.written, late, strict=True))

@@ -34,8 +34,8 @@ def evaluate_uneven_gathering(
     """What ``UnevenEvaluator`` gives, where some of the state is ``Divided``. Inside ``shard_map``."""
     cut = _cut_at_gathers(program, state)
     if cut is None and any(shows_how_often(variant.jaxpr) for variant in program.variants):
-        pieces = {id(value): value for values in state for value in values if isinstance(value, Divided)}
-        whole = {key: value.whole() for key, value in pieces.items()}
+        shards = {id(value): value for values in state for value in values if isinstance(value, Divided)}
+        whole = {key: value.whole() for key, value in shards.items()}
         gathered = [[whole.get(id(value), value) for value in values] for values in state]
         return UnevenEvaluator(program)(consts, gathered, args)
     if cut is None:
@@ -49,7 +49,7 @@ def evaluate_uneven_gathering(
     evaluate, more = cut
     return evaluate(
         [[*new, *own] for new, own in zip(more, consts, strict=True)],
-        [list(map(_in_pieces, values)) for values in state],
+        [list(map(_sharded, values)) for values in state],
         args,
     )
 
@@ -57,7 +57,7 @@ def evaluate_uneven_gathering(
 def _cut_at_gathers(
     program: ReplicaProgram, state: Sequence[Sequence[Any]]
 ) -> tuple[UnevenEvaluator, list[list[Any]]] | None:
-    """The program of pieces, with gathers between branches, and its further constants; None where these cannot stand
+    """The program of shards, with gathers between branches, and its further constants; None where these cannot stand
     there.
     """
     num_replicas = len(program.variant_of_replica)
@@ -68,7 +68,7 @@ def _cut_at_gathers(
     for before, after in zip(program.variants, variants, strict=True):
         if _num_in_loops(after) > _num_in_loops(before):
             return None
-    given = [_pieces_given(*each) for each in zip(variants, state, strict=True)]
+    given = [_shards_given(*each) for each in zip(variants, state, strict=True)]
     if any(other != given[0] for other in given[1:]):
         return None
     try:
@@ -83,49 +83,49 @@ def _cut_at_gathers(
 
 
 def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) -> Variant:
-    """The variant of one replica's pieces, with gathers among its equations."""
+    """The variant of one replica's shards, with gathers among its equations."""
     first = len(variant.consts)
     divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Divided)}
 
     def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         given = [
-            dataclasses.replace(divided[i], pieces=array) if i in divided else array
+            dataclasses.replace(divided[i], shards=array) if i in divided else array
             for i, array in enumerate(arrays)
         ]
         return evaluate_gathering(jaxpr, given, recomputes_gathers=False)
 
     avals = [
-        jax_compat.abstractify(divided[i].pieces) if i in divided else var.aval
+        jax_compat.abstractify(divided[i].shards) if i in divided else var.aval
         for i, var in enumerate(variant.jaxpr.invars)
     ]
     return variant.retraced(evaluated, [(REPLICA_AXIS, num_replicas)], avals)
 
 
-def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
-    """Of each collective, by operand, which pieces it is given, comparable between variants; None: what is not of
-    pieces.
+def _shards_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
+    """Of each collective, by operand, which shards it is given, comparable between variants; None: what is not of
+    shards.
 
-    Their shapes do not tell: pieces of two variables may have the same, and so has one that was divided by the number
+    Their shapes do not tell: shards of two variables may have the same, and so has one that was divided by the number
     of rows.
     """
     given: list[list[Any]] = []
 
     def known(eqn: Any, operands: list[Any]) -> list[Any]:
-        """What is known of the results: the numbers of pieces, and of constants; None of all others."""
-        pieces = [operand if isinstance(operand, _OfPieces) else None for operand in operands]
+        """What is known of the results: the numbers of shards, and of constants; None of all others."""
+        shards = [operand if isinstance(operand, _OfShards) else None for operand in operands]
         if meets(eqn):
-            given.append(pieces)
+            given.append(shards)
         elif eqn.primitive.name == "optimization_barrier":  # gathers are tied by it to what differs
-            return pieces
-        elif any(pieces):
+            return shards
+        elif any(shards):
             base: Any = object()  # like no other
             if None not in operands:
                 base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
-            return [_OfPieces((base, i)) for i in range(len(eqn.outvars))]
+            return [_OfShards((base, i)) for i in range(len(eqn.outvars))]
         return [None] * len(eqn.outvars)
 
     state = [
-        _OfPieces(("variable", id(entry.binding))) if isinstance(value, Divided) else None
+        _OfShards(("variable", id(entry.binding))) if isinstance(value, Divided) else None
         for entry, value in zip(variant.entries, values, strict=True)
     ]
     inputs = [*map(number_constant, variant.consts), *state]
@@ -134,8 +134,8 @@ def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
     return given
 
 
-class _OfPieces(tuple):
-    """The number of a value that is computed from pieces, and perhaps constants."""
+class _OfShards(tuple):
+    """The number of a value that is computed from shards, and perhaps constants."""
 
 
 def _num_in_loops(variant: Variant) -> int:
@@ -143,5 +143,5 @@ def _num_in_loops(variant: Variant) -> int:
     return sum(any(map(has_replica_collective, inner_jaxprs(eqn))) for eqn in variant.jaxpr.eqns)
 
 
-def _in_pieces(value: Any) -> Any:
-    return value.pieces if isinstance(value, Divided) else value
+def _sharded(value: Any) -> Any:
+    return value.shards if isinstance(value, Divided) else value

@@ -237,23 +237,23 @@ def _rest(layout: Layout) -> tuple[Any, ...]:
 
 
 def _of_server(name: str, array: ServerArray) -> Layout:
-    if not array.pieces:
+    if not array.shards:
         told = "on the parameter servers once it is first used"
         return Layout(name, array.shape, array.dtype.name, told)
     parts = tuple(
         Part(
-            (piece.rows or (0, array.shape[0]), *((0, size) for size in array.shape[1:]))
+            (shard.rows or (0, array.shape[0]), *((0, size) for size in array.shape[1:]))
             if array.shape
             else (),
-            f"ps {piece.ps}",
+            f"ps {shard.ps}",
             is_local=False,
         )
-        for piece in array.pieces
+        for shard in array.shards
     )
     count = len(parts)
     told = f"dim 0 in {count} shards" if count > 1 else f"on {parts[0].places}"
     pieces = (count, *(1 for _ in array.shape[1:])) if array.shape else ()
-    largest = max(map(array.bytes_of, array.pieces))
+    largest = max(map(array.bytes_of, array.shards))
     return Layout(name, array.shape, array.dtype.name, told, pieces, largest, parts)
 
 

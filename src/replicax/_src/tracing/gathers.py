@@ -46,19 +46,19 @@ gathered.
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """A value in pieces, to be gathered where it is needed.
+    """A value in shards, to be gathered where it is needed.
 
     Attributes:
-      pieces: In the global view of the shape of the whole; of one replica its piece.
+      shards: In the global view of the shape of the whole; of one replica its shard.
       dim: Along which it is cut.
       num_bytes: Of the whole.
-      gather: From pieces and their dim to the whole.
-      is_global: ``pieces`` is an array of the global view.
+      gather: From shards and their dim to the whole.
+      is_global: ``shards`` is an array of the global view.
       later: Equations of one operand that are evaluated when it has been gathered.
       variable: Which variable it comes from; the same for all that is made of one.
     """
 
-    pieces: Any
+    shards: Any
     dim: int
     num_bytes: int
     gather: Callable[[Any, int], Any]
@@ -68,7 +68,7 @@ class Divided:
 
     def whole(self) -> Any:
         """Gathered now."""
-        value = self.gather(self.pieces, self.dim)
+        value = self.gather(self.shards, self.dim)
         for eqn in self.later:
             value = _applied(eqn, value)
         return value
@@ -84,7 +84,7 @@ def evaluate_gathering(jaxpr: Any, args: Sequence[Any], *, recomputes_gathers: b
     is_marked = any(eqn.primitive is divided_read_p for eqn in jaxpr.eqns)
     if not is_marked and not any(isinstance(arg, Divided) for arg in args):
         return jax_compat.eval_jaxpr(jaxpr, args)  # once: the trial costs as much as a trace
-    arrays = list(map(_pieces_of, args))
+    arrays = list(map(_shards_of, args))
 
     def evaluated(evaluation: _Evaluation, values: Sequence[Any]) -> list[Any]:
         return [evaluation.whole(out) for out in evaluation.run(jaxpr, _like(args, values))]
@@ -110,9 +110,9 @@ class _Evaluation:
     def __init__(self, at_once: frozenset[Any], recomputes_gathers: bool):
         self._at_once, self._recomputes_gathers = at_once, recomputes_gathers
         self.num_gathers: collections.Counter[Any] = collections.Counter()
-        # What scans stack that is wanted in pieces only, and the equations, by id, that need not make it whole.
+        # What scans stack that is wanted in shards only, and the equations, by id, that need not make it whole.
         self._scattered: dict[Any, _Scattered] = {}
-        self._is_in_pieces: set[int] = set()
+        self._is_in_shards: set[int] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
         """The outputs of a jaxpr; they may be ``Divided``."""
@@ -132,7 +132,7 @@ class _Evaluation:
         name = eqn.primitive.name
         if eqn.primitive is divided_read_p:
             return [self._as_given(_marked(eqn, operands[0]))]
-        if id(eqn) in self._is_in_pieces:
+        if id(eqn) in self._is_in_shards:
             return operands
         divided = [operand for operand in operands if isinstance(operand, Divided)]
         if not divided:
@@ -148,8 +148,8 @@ class _Evaluation:
             return self.run(inner, given, consts)
         if len(divided) == 1 and _is_of_one(eqn):
             if divided[0].is_global and name in REDUCTIONS and not divided[0].later:
-                return jax_compat.bind_equation(eqn, [divided[0].pieces])
-            if name in ("slice", "squeeze") and _leaves_pieces(eqn, divided[0]):
+                return jax_compat.bind_equation(eqn, [divided[0].shards])
+            if name in ("slice", "squeeze") and _leaves_shards(eqn, divided[0]):
                 return [_sliced(eqn, divided[0])]
             if name in MOVES or name in ELEMENTWISE:
                 return [_aside(eqn, operands, divided[0])]
@@ -159,25 +159,25 @@ class _Evaluation:
         """The operands of an equation, gathered when all the others are there.
 
         Args:
-          kept: Positions of those that stay in pieces.
+          kept: Positions of those that stay in shards.
         """
         results = list(operands)
         late = [i for i, value in enumerate(operands) if isinstance(value, Divided) and i not in kept]
         others = [i for i, value in enumerate(operands) if _can_wait(value)]
-        pieces = [operands[i].pieces for i in late]
+        shards = [operands[i].shards for i in late]
         if late and others:
-            pieces, values = jax.lax.optimization_barrier((pieces, [operands[i] for i in others]))
+            shards, values = jax.lax.optimization_barrier((shards, [operands[i] for i in others]))
             for i, value in zip(others, values, strict=True):
                 results[i] = value
-        for i, piece in zip(late, pieces, strict=True):
+        for i, shard in zip(late, shards, strict=True):
             self.num_gathers[operands[i].variable] += 1
-            results[i] = dataclasses.replace(operands[i], pieces=piece).whole()
+            results[i] = dataclasses.replace(operands[i], shards=shard).whole()
         return results
 
     def _recomputed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """What is computed once more on the way back: its gathers are inside."""
         inner, consts, _ = called(eqn, operands)
-        arrays = list(map(_pieces_of, operands))
+        arrays = list(map(_shards_of, operands))
 
         def body(*values: Any) -> list[Any]:
             given = _like(operands, values)
@@ -203,39 +203,39 @@ class _Evaluation:
 
         def body(*given: Any) -> list[Any]:
             given_slices = [
-                dataclasses.replace(slices[i], pieces=value) if i in slices else value
+                dataclasses.replace(slices[i], shards=value) if i in slices else value
                 for i, value in enumerate(given)
             ]
             outs = self.run(inner, given_slices, consts)
             # A slice that is an output is one that the backward pass will need.
             outputs[:] = [
-                out if i >= num_carry and _is_plain(out) else self._in_pieces_later(eqn.outvars[i], out)
+                out if i >= num_carry and _is_plain(out) else self._in_shards_later(eqn.outvars[i], out)
                 for i, out in enumerate(outs)
             ]
-            return list(map(_pieces_of, outputs))
+            return list(map(_shards_of, outputs))
 
         avals = [
-            jax_compat.abstractify(slices[i].pieces) if i in slices else var.aval
+            jax_compat.abstractify(slices[i].shards) if i in slices else var.aval
             for i, var in enumerate(inner.invars)
         ]
         params = {**eqn.params, "jaxpr": jax.make_jaxpr(body)(*avals)}
-        arrays = list(map(_pieces_of, values))
+        arrays = list(map(_shards_of, values))
         results = jax_compat.bind_equation(eqn, arrays, params)
         return [
-            dataclasses.replace(out, pieces=result, dim=out.dim + 1, num_bytes=out.num_bytes * length)
+            dataclasses.replace(out, shards=result, dim=out.dim + 1, num_bytes=out.num_bytes * length)
             if isinstance(out, Divided)
             else result
             for out, result in zip(outputs, results, strict=True)
         ]
 
-    def _in_pieces_later(self, var: Any, value: Any) -> Any:
+    def _in_shards_later(self, var: Any, value: Any) -> Any:
         """What a loop gives, or stacks as ``var``: summed and cut in the loop, where the stack would be behind it. All
-        that a device ever has of a stack of gradients is its piece then.
+        that a device ever has of a stack of gradients is its shard then.
         """
         value = self.whole(value)
         if var in self._scattered:
             scattered = self._scattered[var]
-            self._is_in_pieces.add(id(scattered.whole))
+            self._is_in_shards.add(id(scattered.whole))
             for sharding in scattered.slices:
                 value = jax.lax.with_sharding_constraint(value, sharding)
         return value
@@ -246,7 +246,7 @@ class _Scattered:
     """What is asked of a stack.
 
     Attributes:
-      slices: Shardings of a slice: whole, then in pieces.
+      slices: Shardings of a slice: whole, then in shards.
       whole: The equation that asks for the whole stack.
     """
 
@@ -255,7 +255,7 @@ class _Scattered:
 
 
 def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
-    """The stacks of large slices of which a program asks only that they are whole, then in pieces."""
+    """The stacks of large slices of which a program asks only that they are whole, then in shards."""
     users = collections.defaultdict(list)
     for eqn in jaxpr.eqns:
         for atom in filter(is_variable, eqn.invars):
@@ -296,7 +296,7 @@ def _marked(eqn: Any, value: Any) -> Divided:
         value,
         eqn.params["dim"],
         _num_bytes(value),
-        lambda pieces, dim: jax.lax.with_sharding_constraint(pieces, whole),
+        lambda shards, dim: jax.lax.with_sharding_constraint(shards, whole),
         is_global=True,
         variable=eqn.outvars[0],
     )
@@ -309,19 +309,19 @@ def _is_of_one(eqn: Any) -> bool:
 
 
 def _aside(eqn: Any, operands: Sequence[Any], value: Divided) -> Divided:
-    """What an equation makes of a value in pieces, itself in pieces."""
+    """What an equation makes of a value in shards, itself in shards."""
     result = eqn.outvars[0].aval
     size = _num_bytes(result)
-    is_wider = result.dtype.itemsize > value.pieces.dtype.itemsize
+    is_wider = result.dtype.itemsize > value.shards.dtype.itemsize
     if eqn.primitive.name in MOVES or value.later or is_wider:
         return dataclasses.replace(value, later=(*value.later, eqn), num_bytes=size)
-    pieces = list(map(_pieces_of, operands))
-    (made,) = jax_compat.bind_equation(eqn, pieces)
-    return dataclasses.replace(value, pieces=made, num_bytes=size)
+    shards = list(map(_shards_of, operands))
+    (made,) = jax_compat.bind_equation(eqn, shards)
+    return dataclasses.replace(value, shards=made, num_bytes=size)
 
 
-def _leaves_pieces(eqn: Any, value: Divided) -> bool:
-    """Whether each device has its piece of a slice, which is large."""
+def _leaves_shards(eqn: Any, value: Divided) -> bool:
+    """Whether each device has its shard of a slice, which is large."""
     result, dim, params = eqn.outvars[0].aval, value.dim, eqn.params
     if value.later or not is_large(_num_bytes(result)):
         return False
@@ -335,12 +335,12 @@ def _sliced(eqn: Any, value: Divided) -> Divided:
         dim -= sum(other < dim for other in params["dimensions"])
     else:
         params["limit_indices"] = tuple(
-            value.pieces.shape[i] if i == dim else end for i, end in enumerate(params["limit_indices"])
+            value.shards.shape[i] if i == dim else end for i, end in enumerate(params["limit_indices"])
         )
-    (pieces,) = jax_compat.bind_equation(eqn, [value.pieces], params)
+    (shards,) = jax_compat.bind_equation(eqn, [value.shards], params)
     result = eqn.outvars[0]
     size = _num_bytes(result.aval)
-    return dataclasses.replace(value, pieces=pieces, dim=dim, num_bytes=size, variable=result)
+    return dataclasses.replace(value, shards=shards, dim=dim, num_bytes=size, variable=result)
 
 
 def _applied(eqn: Any, value: Any) -> Any:
@@ -359,20 +359,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def _can_be_sliced(value: Any, length: int) -> bool:
-    """Whether slices of a value are large, and each device has its piece of each."""
+    """Whether slices of a value are large, and each device has its shard of each."""
     return _is_plain(value) and value.dim > 0 and is_large(value.num_bytes // max(length, 1))
 
 
 def _slice_of(value: Divided, length: int) -> Divided:
     """A slice along the first dim, described."""
-    pieces = jax.ShapeDtypeStruct(value.pieces.shape[1:], value.pieces.dtype)
+    shards = jax.ShapeDtypeStruct(value.shards.shape[1:], value.shards.dtype)
     return dataclasses.replace(
-        value, pieces=pieces, dim=value.dim - 1, num_bytes=value.num_bytes // max(length, 1)
+        value, shards=shards, dim=value.dim - 1, num_bytes=value.num_bytes // max(length, 1)
     )
 
 
-def _pieces_of(value: Any) -> Any:
-    return value.pieces if isinstance(value, Divided) else value
+def _shards_of(value: Any) -> Any:
+    return value.shards if isinstance(value, Divided) else value
 
 
 def _num_bytes(aval: Any) -> int:
@@ -380,8 +380,8 @@ def _num_bytes(aval: Any) -> int:
 
 
 def _like(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Values in pieces where operands are."""
+    """Values in shards where operands are."""
     return [
-        dataclasses.replace(operand, pieces=value) if isinstance(operand, Divided) else value
+        dataclasses.replace(operand, shards=value) if isinstance(operand, Divided) else value
         for operand, value in zip(operands, values, strict=True)
     ]

@@ -75,7 +75,7 @@ class LogicalLayouts:
         return [name for axis in axes for name in ([*self._sizes] if axis == LOGICAL_AXIS else [axis])]
 
     def of(self, variable: Any) -> NamedSharding | None:
-        """Where the pieces of a variable are; None: every device holds all of it."""
+        """Where the shards of a variable are; None: every device holds all of it."""
         owner = model_variable_of(variable)
         if owner is None and not is_of_optimizer(variable):
             return self.of_path(variable.path, variable.shape)
@@ -91,7 +91,7 @@ class LogicalLayouts:
                 self._unused.pop(pattern, None)
 
     def of_path(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
-        """Where the pieces of a variable of this path are; None: every device holds all of it.
+        """Where the shards of a variable of this path are; None: every device holds all of it.
 
         Raises:
           InvalidArgumentError: The layout does not fit the shape.

@@ -82,12 +82,12 @@ class VariablePlacement:
         return may_be and self.topology.peers is None and not stored.is_fully_replicated
 
     def current(self, stored: jax.Array) -> jax.Array:
-        """The value that is stored: whole, where other processes have pieces of it, which have to read it too."""
-        if self.layouts is not None and not stored.is_fully_addressable and self._lies_in_pieces(stored):
+        """The value that is stored: whole, where other processes have shards of it, which have to read it too."""
+        if self.layouts is not None and not stored.is_fully_addressable and self._lies_in_shards(stored):
             return self.layouts.whole(stored)
         return stored
 
-    def _lies_in_pieces(self, stored: jax.Array) -> bool:
+    def _lies_in_shards(self, stored: jax.Array) -> bool:
         return not stored.is_fully_replicated and stored.sharding != self.topology.per_replica
 
     def update(self, fn: Callable[..., Any], *args: Any) -> bool:

@@ -20,12 +20,12 @@ Initial = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A part of a variable, on one parameter server: rows ``start`` to ``stop`` of its first dim, or all of it.
 
     Attributes:
       ps: Index of the parameter server.
-      key: The key of the piece, unique on that server.
+      key: The key of the shard, unique on that server.
       rows: (start, stop) of a shard; None for a variable that is whole there.
     """
 
@@ -36,39 +36,39 @@ class Piece:
 
 @final
 class Balance:
-    """Chooses the parameter server for the next piece: the one with the fewest bytes, the first of several."""
+    """Chooses the parameter server for the next shard: the one with the fewest bytes, the first of several."""
 
     def __init__(self, num_ps: int):
         self.bytes_on = [0] * num_ps
 
     def take(self, num_bytes: int) -> int:
-        """Returns the index of the server for a piece of this size."""
+        """Returns the index of the server for a shard of this size."""
         ps = min(range(len(self.bytes_on)), key=lambda index: (self.bytes_on[index], index))
         self.add(ps, num_bytes)
         return ps
 
     def add(self, ps: int, num_bytes: int) -> None:
-        """Counts a piece on server ``ps``. An empty piece counts as one byte, so that such pieces spread, too."""
+        """Counts a shard on server ``ps``. An empty shard counts as one byte, so that such shards spread, too."""
         self.bytes_on[ps] += max(num_bytes, 1)
 
     def remove(self, ps: int, num_bytes: int) -> None:
-        """Counts a piece no more that was added."""
+        """Counts a shard no more that was added."""
         self.bytes_on[ps] -= max(num_bytes, 1)
 
 
 @final
 class ServerArray:
-    """A value on parameter servers. It has no pieces before it is first used, so that it can be put beside another.
+    """A value on parameter servers. It has no shards before it is first used, so that it can be put beside another.
 
     Attributes:
       holder: Keeps the value.
       name: The name that messages show.
-      key: The beginning of the keys of its pieces; its holder gives it.
+      key: The beginning of the keys of its shards; its holder gives it.
       shape, dtype: Those of the whole value.
-      shards: (start, stop) of each shard's rows; empty if it is one piece.
+      row_ranges: (start, stop) of each shard's rows; empty if it is one shard.
       initial: Gives the first value, until it has been made.
       beside: The array whose servers and shards it shall have; None if it has its own.
-      pieces: Its pieces and their servers; empty before it is made.
+      shards: Its shards and their servers; empty before it is made.
       copies: Keys of further copies, by parameter server. Every server that updates variables of an optimizer needs
         some of its state, and updates its own copy.
     """
@@ -80,24 +80,24 @@ class ServerArray:
         shape: Sequence[int],
         dtype: Any,
         initial: Initial,
-        shards: Sequence[tuple[int, int]] = (),
+        row_ranges: Sequence[tuple[int, int]] = (),
     ):
         self.holder, self.name, self.key = holder, name, ""
         self.initial: Initial | None = initial
         self.beside: ServerArray | None = None
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.shards = tuple(shards)
-        self.pieces: tuple[Piece, ...] = ()
+        self.row_ranges = tuple(row_ranges)
+        self.shards: tuple[Shard, ...] = ()
         self.copies: dict[int, str] = {}
 
     @property
     def is_made(self) -> bool:
-        return bool(self.pieces)
+        return bool(self.shards)
 
     @property
     def is_table(self) -> bool:
         """True if only the rows that are looked up travel: it is in shards, or large."""
-        return len(self.shape) > 1 and (bool(self.shards) or self.num_bytes >= _TABLE_BYTES)
+        return len(self.shape) > 1 and (bool(self.row_ranges) or self.num_bytes >= _TABLE_BYTES)
 
     @property
     def num_bytes(self) -> int:
@@ -105,42 +105,42 @@ class ServerArray:
 
     def key_on(self, ps: int) -> str:
         """The key of the copy on one server, of an array that has copies."""
-        return self.pieces[0].key if self.pieces[0].ps == ps else self.copies[ps]
+        return self.shards[0].key if self.shards[0].ps == ps else self.copies[ps]
 
     def keys_on(self, ps: int) -> set[str]:
-        """The keys of all its pieces on one server, and of its copy there."""
-        keys = {piece.key for piece in self.pieces if piece.ps == ps}
+        """The keys of all its shards on one server, and of its copy there."""
+        keys = {shard.key for shard in self.shards if shard.ps == ps}
         return keys | {self.copies[ps]} if ps in self.copies else keys
 
-    def shape_of(self, piece: Piece) -> tuple[int, ...]:
-        """The shape of a piece."""
-        if piece.rows is None:
+    def shape_of(self, shard: Shard) -> tuple[int, ...]:
+        """The shape of a shard."""
+        if shard.rows is None:
             return self.shape
-        return (piece.rows[1] - piece.rows[0], *self.shape[1:])
+        return (shard.rows[1] - shard.rows[0], *self.shape[1:])
 
-    def bytes_of(self, piece: Piece) -> int:
-        """The size of a piece in bytes."""
-        return math.prod(self.shape_of(piece)) * self.dtype.itemsize
+    def bytes_of(self, shard: Shard) -> int:
+        """The size of a shard in bytes."""
+        return math.prod(self.shape_of(shard)) * self.dtype.itemsize
 
     def place(self, balance: Balance) -> None:
-        """Places each piece on the server that has the fewest bytes."""
-        ranges: Sequence[tuple[int, int] | None] = self.shards or (None,)
-        pieces = []
+        """Places each shard on the server that has the fewest bytes."""
+        ranges: Sequence[tuple[int, int] | None] = self.row_ranges or (None,)
+        shards = []
         for number, rows in enumerate(ranges):
             part = f"{self.key}/part_{number}" if rows is not None else self.key
-            piece = Piece(0, part, rows)
-            pieces.append(Piece(balance.take(self.bytes_of(piece)), part, rows))
-        self.pieces = tuple(pieces)
+            shard = Shard(0, part, rows)
+            shards.append(Shard(balance.take(self.bytes_of(shard)), part, rows))
+        self.shards = tuple(shards)
 
     def place_beside(self, other: ServerArray, balance: Balance) -> None:
-        """Puts the pieces where those of ``other`` are, cut at the same rows."""
-        self.shards = other.shards
-        self.pieces = tuple(
-            Piece(piece.ps, f"{self.key}/part_{number}" if piece.rows is not None else self.key, piece.rows)
-            for number, piece in enumerate(other.pieces)
+        """Puts the shards where those of ``other`` are, cut at the same rows."""
+        self.row_ranges = other.row_ranges
+        self.shards = tuple(
+            Shard(shard.ps, f"{self.key}/part_{number}" if shard.rows is not None else self.key, shard.rows)
+            for number, shard in enumerate(other.shards)
         )
-        for piece in self.pieces:
-            balance.add(piece.ps, self.bytes_of(piece))
+        for shard in self.shards:
+            balance.add(shard.ps, self.bytes_of(shard))
 
     def read(self) -> Any:
         """Returns the current value as a JAX array. Communicates, and blocks."""
@@ -161,5 +161,5 @@ class ServerArray:
         return self.read()
 
     def __repr__(self) -> str:
-        where = ", ".join(f"ps {piece.ps}" for piece in self.pieces) or "nowhere yet"
+        where = ", ".join(f"ps {shard.ps}" for shard in self.shards) or "nowhere yet"
         return f"ServerArray({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, on {where})"

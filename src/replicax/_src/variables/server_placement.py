@@ -62,9 +62,9 @@ class ServerPlacement:
     def in_shards(self, variable: Any) -> Any:
         """A variable, or if its array is in shards what shows it as these."""
         stored: ServerArray = variable._value
-        if not stored.shards:
+        if not stored.row_ranges:
             return variable
-        return ShardedVariable(ShardsOfOne([variable], len(stored.shards)), variable.name)
+        return ShardedVariable(ShardsOfOne([variable], len(stored.row_ranges)), variable.name)
 
     def place_initial(self, value: Any, components: Any | None, name: str) -> ServerArray:
         """The array that a new variable keeps; it is made on the servers when it is first used."""

@@ -17,7 +17,7 @@ from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.tracing.gathers import Divided, divided_read_p, is_large
 from replicax._src.variables.state_shards import StateShards
 
-# On TPUs arrays are laid out in tiles of 8 rows: thinner pieces would be padded to that.
+# On TPUs arrays are laid out in tiles of 8 rows: thinner shards would be padded to that.
 _LEAST_ROWS_ON_TPU = 8
 
 # The variables that optimizers keep, by id: entries go with them.
@@ -40,7 +40,7 @@ class StateLayouts:
     """The layouts of one strategy's variables.
 
     Attributes:
-      shards: What is divided, and into how many pieces.
+      shards: What is divided, and into how many shards.
       topology: Over which devices.
     """
 
@@ -50,14 +50,14 @@ class StateLayouts:
         self._of_shapes: dict[tuple[int, ...], NamedSharding | None] = {}
 
     def of(self, variable: Any) -> NamedSharding | None:
-        """Where the pieces of a variable are; None: every device holds all of it."""
+        """Where the shards of a variable are; None: every device holds all of it."""
         is_trainable = bool(variable.trainable)
         if not self.shards.divides(is_trainable=is_trainable, is_of_optimizer=is_of_optimizer(variable)):
             return None
         return self.of_shape(variable.shape)
 
     def of_shape(self, shape: Sequence[int]) -> NamedSharding | None:
-        """Where the pieces of a divided array are, such as a gradient; None: it stays whole."""
+        """Where the shards of a divided array are, such as a gradient; None: it stays whole."""
         shape = tuple(shape)
         if shape not in self._of_shapes:
             dim = self.shards.dim_of(shape, least_rows=self._least_rows)
@@ -66,7 +66,7 @@ class StateLayouts:
         return self._of_shapes[shape]
 
     def whole(self, value: jax.Array) -> jax.Array:
-        """An array in pieces, whole on every device. All processes call it, in the same order as programs."""
+        """An array in shards, whole on every device. All processes call it, in the same order as programs."""
         return self._gathering(value)
 
     @functools.cached_property
@@ -76,7 +76,7 @@ class StateLayouts:
         )
 
     def gathered(self, value: Any) -> Any:
-        """A traced array in the pieces of its shape, to be computed with whole. A large one is marked: programs in the
+        """A traced array in the shards of its shape, to be computed with whole. A large one is marked: programs in the
         global view gather it anew where it is needed.
         """
         layout = self.of_shape(value.shape)
@@ -96,7 +96,7 @@ class StateLayouts:
         return layout is not None and layout == self.of_shape(shape) and is_large(size)
 
     def in_rows(self, value: Any) -> Any:
-        """A traced array in the pieces of its shape, as [R, ...] of which row r is the piece of replica r.
+        """A traced array in the shards of its shape, as [R, ...] of which row r is the shard of replica r.
 
         Nothing moves.
         """
@@ -106,8 +106,8 @@ class StateLayouts:
         rows = jnp.broadcast_to(rows, (groups, *rows.shape)).reshape(groups * count, *rows.shape[1:])
         return jax.lax.with_sharding_constraint(rows, self.topology.per_replica)
 
-    def of_row(self, piece: Any, shape: Sequence[int]) -> Divided:
-        """In a program of replicas: the variable of which this replica has a piece."""
+    def of_row(self, shard: Any, shape: Sequence[int]) -> Divided:
+        """In a program of replicas: the variable of which this replica has a shard."""
         groups = None
         if self._num_groups > 1:
             numbers = range(self.topology.num_replicas)
@@ -115,18 +115,18 @@ class StateLayouts:
                 list(numbers[i : i + self.shards.num_shards]) for i in numbers[:: self.shards.num_shards]
             ]
 
-        def gather(piece: Any, dim: int) -> Any:
-            return jax.lax.all_gather(piece, REPLICA_AXIS, axis=dim, tiled=True, axis_index_groups=groups)
+        def gather(shard: Any, dim: int) -> Any:
+            return jax.lax.all_gather(shard, REPLICA_AXIS, axis=dim, tiled=True, axis_index_groups=groups)
 
-        size = math.prod(shape) * piece.dtype.itemsize
-        return Divided(piece, _cut_dim(self.of_shape(shape)), size, gather)
+        size = math.prod(shape) * shard.dtype.itemsize
+        return Divided(shard, _cut_dim(self.of_shape(shape)), size, gather)
 
     @property
     def _num_groups(self) -> int:
         return self.topology.num_replicas // self.shards.num_shards
 
-    def in_pieces(self, value: Any) -> Any:
-        """A traced array, to be computed with in the pieces in which a divided one of its shape lies."""
+    def sharded(self, value: Any) -> Any:
+        """A traced array, to be computed with in the shards in which a divided one of its shape lies."""
         layout = self.of_shape(value.shape)
         return value if layout is None else jax.lax.with_sharding_constraint(value, layout)
 

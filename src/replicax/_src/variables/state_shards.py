@@ -1,7 +1,7 @@
 """Which variables are divided over replicas instead of mirrored, and along which dim. Pure: no jax.
 
-Replicas are in groups of ``shard_size``, adjacent ones. Each group has all of the state, each replica in it one piece
-of every divided array: pieces are equal, so an array without a dim that can be cut into as many equal ones stays whole.
+Replicas are in groups of ``shard_size``, adjacent ones. Each group has all of the state, each replica in it one shard
+of every divided array: shards are equal, so an array without a dim that can be cut into as many equal ones stays whole.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import ShardState, whole_number
 
-# With more shards the pieces get so thin that TPUs gather them by an all-reduce, at twice the traffic.
+# With more shards the shards get so thin that TPUs gather them by an all-reduce, at twice the traffic.
 MOST_SHARDS = 256
-"""Into how many pieces state is divided, unless a user says so."""
+"""Into how many shards state is divided, unless a user says so."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StateShards:
 
     Attributes:
       state: What is divided: the optimizer's variables, or the trainable ones too.
-      num_shards: S: into how many pieces, one for each replica of a group.
+      num_shards: S: into how many shards, one for each replica of a group.
     """
 
     state: ShardState
@@ -70,7 +70,7 @@ class StateShards:
 
         Args:
           shape: [...] of the whole array.
-          least_rows: How long each piece is at least, along that dim.
+          least_rows: How long each shard is at least, along that dim.
         """
         count = self.num_shards
         dims = [d for d, size in enumerate(shape) if size % count == 0 and size >= count * least_rows]

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.programs.programs import Shard
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class RowsWanted:
     has_all: bool
 
     @classmethod
-    def of(cls, ids: np.ndarray, pieces: Sequence[Piece], num_rows: int) -> Self:
-        """Finds the rows at ``ids`` in a table of ``num_rows`` rows in ``pieces``."""
+    def of(cls, ids: np.ndarray, shards: Sequence[Shard], num_rows: int) -> Self:
+        """Finds the rows at ``ids`` in a table of ``num_rows`` rows in ``shards``."""
         ids = np.asarray(ids)
         unique, inverse = np.unique(ids, return_inverse=True)
         positions = inverse.reshape(ids.shape).astype(np.int32)
@@ -42,29 +42,29 @@ class RowsWanted:
         if not has_all:
             positions = np.where((positions >= first) & (positions < end), positions - first, ids.size)
             positions, unique = positions.astype(np.int32), unique[first:end]
-        return cls(ids.size, positions, _parts(unique, pieces), bool(has_all))
+        return cls(ids.size, positions, _parts(unique, shards), bool(has_all))
 
 
-def _parts(unique: np.ndarray, pieces: Sequence[Piece]) -> list[tuple[int, str, np.ndarray]]:
-    if len(pieces) == 1:
+def _parts(unique: np.ndarray, shards: Sequence[Shard]) -> list[tuple[int, str, np.ndarray]]:
+    if len(shards) == 1:
         cuts = [0, len(unique)]
     else:
-        cuts = np.searchsorted(unique, [*(_start(piece) for piece in pieces), _stop(pieces[-1])])
+        cuts = np.searchsorted(unique, [*(_start(shard) for shard in shards), _stop(shards[-1])])
     parts = [
-        (piece.ps, piece.key, (unique[low:high] - _start(piece)).astype(np.int32))
-        for piece, low, high in zip(pieces, cuts[:-1], cuts[1:], strict=True)
+        (shard.ps, shard.key, (unique[low:high] - _start(shard)).astype(np.int32))
+        for shard, low, high in zip(shards, cuts[:-1], cuts[1:], strict=True)
     ]
     # Keep one part even if there are no rows: it has their dtype and shape.
     return [part for part in parts if part[2].size] or parts[:1]
 
 
-def _start(piece: Piece) -> int:
-    return 0 if piece.rows is None else piece.rows[0]
+def _start(shard: Shard) -> int:
+    return 0 if shard.rows is None else shard.rows[0]
 
 
-def _stop(piece: Piece) -> int:
-    assert piece.rows is not None  # one of several
-    return piece.rows[1]
+def _stop(shard: Shard) -> int:
+    assert shard.rows is not None  # one of several
+    return shard.rows[1]
 
 
 def padded(parts: Sequence[np.ndarray], num_rows: int) -> np.ndarray:

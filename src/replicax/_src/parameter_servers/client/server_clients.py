@@ -22,7 +22,7 @@ from replicax._src.parameter_servers.client.steps import (
     row_asks,
     rows_of,
 )
-from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.programs.programs import Shard
 from replicax._src.parameter_servers.store.group_rules import View
 from replicax._src.parameter_servers.transport.buffers import aligned_empty
 from replicax._src.parameter_servers.transport.messages import Message
@@ -88,29 +88,29 @@ class ServerClients:
         answers = self.ask(requests, may_repeat)
         return {ps: answered_of(asks[ps], answer) for ps, answer in answers.items()}
 
-    def read(self, variables: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
+    def read(self, variables: Sequence[Sequence[Shard]]) -> list[np.ndarray]:
         """Returns the full values of variables, each given as its shards in the order of their rows.
 
         All shards on one server are read atomically; several servers are read at about the same time. The memory is
         aligned
         and not shared, so that JAX adopts it without a copy. It may be read-only.
         """
-        pieces = [piece for pieces in variables for piece in pieces]
+        shards = [shard for shards in variables for shard in shards]
         keys: dict[int, dict[str, None]] = {}
-        for piece in pieces:
-            keys.setdefault(piece.ps, {})[piece.key] = None
+        for shard in shards:
+            keys.setdefault(shard.ps, {})[shard.key] = None
         asks = {ps: Ask(pull=[(key, None) for key in ours]) for ps, ours in keys.items()}
         with self.held(keys):  # until the values are copied
             answers = self.step(None, 0, asks)
             # An array that is alone in a message's memory needs no copy: the memory is reused only when the array is
             # deleted.
-            if len(pieces) == 1:
-                return [_value(answers[pieces[0].ps], pieces[0].key)]
-            return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
+            if len(shards) == 1:
+                return [_value(answers[shards[0].ps], shards[0].key)]
+            return [joined([_value(answers[p.ps], p.key) for p in shards]) for shards in variables]
 
-    def read_rows(self, pieces: Sequence[Piece], ids: np.ndarray, num_rows: int) -> np.ndarray:
+    def read_rows(self, shards: Sequence[Shard], ids: np.ndarray, num_rows: int) -> np.ndarray:
         """Returns a copy of the rows of a variable at ``ids`` [n], all of which it must have."""
-        wanted = RowsWanted.of(ids, pieces, num_rows)
+        wanted = RowsWanted.of(ids, shards, num_rows)
         if not wanted.has_all:
             raise InvalidArgumentError(
                 f"Got row numbers from {np.min(ids)} to {np.max(ids)}, but the table has rows 0 to {num_rows - 1}."

@@ -13,21 +13,21 @@ import numpy as np
 
 from replicax._src.parameter_servers.client.server_client import message_of
 from replicax._src.parameter_servers.client.server_clients import ServerClients
-from replicax._src.parameter_servers.programs.programs import Piece, UpdateProgram
+from replicax._src.parameter_servers.programs.programs import Shard, UpdateProgram
 from replicax._src.parameter_servers.transport.messages import Message
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class NewPiece:
+class NewShard:
     """A shard to be created.
 
     Attributes:
       initial: Its value, or a program without state and operands that computes it, so that no value is sent.
     """
 
-    piece: Piece
+    shard: Shard
     shape: tuple[int, ...]
     dtype: Any
     initial: np.ndarray | UpdateProgram
@@ -35,7 +35,7 @@ class NewPiece:
     def described(self) -> dict[str, Any]:
         """Returns the shard as a request describes it."""
         return {
-            "key": self.piece.key,
+            "key": self.shard.key,
             "shape": list(self.shape),
             "dtype": str(np.dtype(self.dtype)),
             "initial": self.initial.digest if isinstance(self.initial, UpdateProgram) else "array",
@@ -76,26 +76,26 @@ class ServerContents:
         """True if a parameter server was given that program."""
         return any(digest in self._servers[ps].programs for ps in range(len(self._servers)))
 
-    def create(self, pieces: Sequence[NewPiece], if_absent: bool = False) -> None:
+    def create(self, shards: Sequence[NewShard], if_absent: bool = False) -> None:
         """Creates shards, each on its parameter server.
 
         Args:
-          pieces: The shards.
+          shards: The shards.
           if_absent: True to leave existing shards of the same shape and dtype as they are.
 
         Raises:
           InvalidArgumentError: A shard exists already.
           UnavailableError: A parameter server cannot be reached.
         """
-        programs = [(new.piece.ps, new.initial) for new in pieces if isinstance(new.initial, UpdateProgram)]
+        programs = [(new.shard.ps, new.initial) for new in shards if isinstance(new.initial, UpdateProgram)]
         for ps, program in programs:
             self.send_program(ps, program)
         with self._numbered() as once:
             requests = {}
-            for ps, ours in _by_ps((new.piece.ps, new) for new in pieces).items():
+            for ps, ours in _by_ps((new.shard.ps, new) for new in shards).items():
                 header = {
                     "op": "create",
-                    "pieces": [new.described() for new in ours],
+                    "shards": [new.described() for new in ours],
                     "if_absent": if_absent,
                     **once,
                 }
@@ -107,9 +107,9 @@ class ServerContents:
         if programs:
             self.drop((), [(ps, program.digest) for ps, program in programs])
 
-    def assign(self, values: Sequence[tuple[Sequence[Piece], np.ndarray]]) -> None:
+    def assign(self, values: Sequence[tuple[Sequence[Shard], np.ndarray]]) -> None:
         """Replaces the values of variables, each given as its shards."""
-        parts = [(p.ps, (p.key, part_of(value, p.rows))) for pieces, value in values for p in pieces]
+        parts = [(p.ps, (p.key, part_of(value, p.rows))) for shards, value in values for p in shards]
         with self._numbered() as once:
             requests = {}
             for ps, ours in _by_ps(parts).items():
@@ -117,9 +117,9 @@ class ServerContents:
                 requests[ps] = Message({"op": "assign", "keys": list(keys), **once}, values)
             self._servers.ask(requests)
 
-    def drop(self, pieces: Sequence[Piece], programs: Sequence[tuple[int, str]] = ()) -> None:
+    def drop(self, shards: Sequence[Shard], programs: Sequence[tuple[int, str]] = ()) -> None:
         """Drops shards, and programs, which are given as parameter server and digest."""
-        keys = _by_ps((piece.ps, piece.key) for piece in pieces)
+        keys = _by_ps((shard.ps, shard.key) for shard in shards)
         digests = _by_ps(programs)
         for ps, digest in programs:
             self._servers[ps].programs.pop(digest, None)

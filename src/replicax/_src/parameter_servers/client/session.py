@@ -16,10 +16,10 @@ import numpy as np
 from replicax._src.errors import DeviceError, UnsupportedError
 from replicax._src.parameter_servers.client.groups import Groups
 from replicax._src.parameter_servers.client.server_clients import ServerClients
-from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
+from replicax._src.parameter_servers.client.server_contents import NewShard, ServerContents
 from replicax._src.parameter_servers.client.shared_arrays import SharedArrays, copy_key
 from replicax._src.parameter_servers.client.tasks import Tasks
-from replicax._src.parameter_servers.programs.programs import Piece, UpdateProgram
+from replicax._src.parameter_servers.programs.programs import Shard, UpdateProgram
 from replicax._src.parameter_servers.store.group_rules import View
 from replicax._src.variables.server_arrays import Balance, ServerArray
 
@@ -206,7 +206,7 @@ class Session:
                 self._create(made)
             except BaseException:
                 for array in made:  # the next use of the arrays tries again
-                    self._forget_pieces(array)
+                    self._forget_shards(array)
                 raise
             self._forget_made()
 
@@ -217,10 +217,10 @@ class Session:
         wanted = _with_those_beside(arrays)
         absent = shared.place(wanted, self._balance)
         try:
-            self._create_pieces(absent)
+            self._create_shards(absent)
         except BaseException:
             for array, _ in absent:
-                array.pieces = ()
+                array.shards = ()
             raise
         for array in wanted:
             array.initial = None
@@ -235,10 +235,10 @@ class Session:
         with self._state_lock:
             return list(self._made)
 
-    def _forget_pieces(self, array: ServerArray) -> None:
-        for piece in array.pieces:
-            self._balance.remove(piece.ps, array.bytes_of(piece))
-        array.pieces = ()
+    def _forget_shards(self, array: ServerArray) -> None:
+        for shard in array.shards:
+            self._balance.remove(shard.ps, array.bytes_of(shard))
+        array.shards = ()
 
     def _forget_made(self) -> None:
         self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
@@ -252,34 +252,34 @@ class Session:
             array.place(self._balance)
 
     def _create(self, arrays: Sequence[ServerArray]) -> None:
-        self._create_pieces([(array, piece) for array in arrays for piece in array.pieces])
+        self._create_shards([(array, shard) for array in arrays for shard in array.shards])
         for array in arrays:
             array.initial = None
-            sized = [(piece, array.bytes_of(piece)) for piece in array.pieces]
+            sized = [(shard, array.bytes_of(shard)) for shard in array.shards]
             dropping = weakref.finalize(array, _drop, self._dropped, sized, array.copies, array.num_bytes)
             dropping.atexit = False
             self._set_made(array, dropping)
 
-    def _create_pieces(self, pieces: Sequence[tuple[ServerArray, Piece]]) -> None:
+    def _create_shards(self, shards: Sequence[tuple[ServerArray, Shard]]) -> None:
         new = [
-            NewPiece(piece, array.shape_of(piece), array.dtype, self._initial(array, piece))
-            for array, piece in pieces
+            NewShard(shard, array.shape_of(shard), array.dtype, self._initial(array, shard))
+            for array, shard in shards
         ]
         # Keys are new: an existing shard was created by this call, or by another chief that shares it.
         self._contents.create(new, if_absent=True)
 
-    def _initial(self, array: ServerArray, piece: Piece) -> np.ndarray | UpdateProgram:
+    def _initial(self, array: ServerArray, shard: Shard) -> np.ndarray | UpdateProgram:
         assert array.initial is not None
-        size = int(np.prod(array.shape_of(piece))) * array.dtype.itemsize
+        size = int(np.prod(array.shape_of(shard))) * array.dtype.itemsize
         program = getattr(array.initial, "program", None)
         if program is not None and size >= _BY_PROGRAM_BYTES:
-            start, stop = piece.rows or (0, array.shape[0])
+            start, stop = shard.rows or (0, array.shape[0])
             made = program(start, stop, self.platforms)
             if made is not None:
                 return made
         value = np.asarray(array.initial(), array.dtype)
-        part = value if piece.rows is None else value[piece.rows[0] : piece.rows[1]]
-        return np.asarray(part, order="C").reshape(array.shape_of(piece))
+        part = value if shard.rows is None else value[shard.rows[0] : shard.rows[1]]
+        return np.asarray(part, order="C").reshape(array.shape_of(shard))
 
     def keep_whole(self, array: ServerArray) -> None:
         """Keeps an array on one server, without shards.
@@ -288,13 +288,13 @@ class Session:
           UnsupportedError: The servers already have it in shards.
         """
         with self._lock:
-            if array.is_made and array.shards:
+            if array.is_made and array.row_ranges:
                 raise UnsupportedError(
                     f"The optimizer needs variable {array.name!r} without shards, but the parameter servers "
-                    f"have it in {len(array.shards)} shards, because it was used before the first training "
+                    f"have it in {len(array.row_ranges)} shards, because it was used before the first training "
                     "step was traced. Train first, or have the variable_partitioner leave it in one shard."
                 )
-            array.shards = ()
+            array.row_ranges = ()
 
     def put_beside(self, array: ServerArray, other: ServerArray) -> None:
         """Places the shards of an array on the servers that have another array's shards, and moves them if needed."""
@@ -303,17 +303,17 @@ class Session:
                 array.beside = other
                 return
             self.make([other])
-            if [(p.ps, p.rows) for p in array.pieces] == [(p.ps, p.rows) for p in other.pieces]:
+            if [(p.ps, p.rows) for p in array.shards] == [(p.ps, p.rows) for p in other.shards]:
                 return
             if self._shared is not None and not self._shared.is_chief:
                 self._shared.wait_beside(array, other)
                 return
-            (value,) = self.servers.read([array.pieces])
-            self._contents.drop(array.pieces)
+            (value,) = self.servers.read([array.shards])
+            self._contents.drop(array.shards)
             dropping = self._made.get(array)
             if dropping is not None:
                 dropping.detach()
-            self._forget_pieces(array)
+            self._forget_shards(array)
             array.beside = other
             array.initial = lambda: value
             self._unmade.append(weakref.ref(array))
@@ -324,14 +324,14 @@ class Session:
         """Makes sure that a server has a copy of a small array without shards."""
         with self._lock:
             self.make([array])
-            if array.pieces[0].ps == ps or ps in array.copies:
+            if array.shards[0].ps == ps or ps in array.copies:
                 return
-            piece = Piece(ps, copy_key(array, ps))
+            shard = Shard(ps, copy_key(array, ps))
             if self._shared is None or not self._shared.has_copy(array, ps):
-                (value,) = self.servers.read([array.pieces])
+                (value,) = self.servers.read([array.shards])
                 is_shared = self._shared is not None
-                self._contents.create([NewPiece(piece, array.shape, array.dtype, value)], if_absent=is_shared)
-            array.copies[ps] = piece.key
+                self._contents.create([NewShard(shard, array.shape, array.dtype, value)], if_absent=is_shared)
+            array.copies[ps] = shard.key
             self._balance.add(ps, array.num_bytes)
             self.layout += 1
 
@@ -380,7 +380,7 @@ class Session:
             return
         unused: list[tuple[int, str]] = []
         for each in dropped:
-            if each.piece is not None:
+            if each.shard is not None:
                 self._balance.remove(each.ps, each.num_bytes)
                 continue
             use = each.ps, each.program
@@ -388,19 +388,19 @@ class Session:
             if not self._num_uses[use]:
                 del self._num_uses[use]
                 unused.append(use)
-        self._contents.drop([each.piece for each in dropped if each.piece is not None], unused)
+        self._contents.drop([each.shard for each in dropped if each.shard is not None], unused)
 
     # --- values ---------------------------------------------------------------------------------------
 
     def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
         """Returns the full values of arrays. All values on one server are of the same moment."""
         self.make(arrays)
-        return self.servers.read([array.pieces for array in arrays])
+        return self.servers.read([array.shards for array in arrays])
 
     def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
         """Returns a copy of the rows of an array at ``ids`` [n]."""
         self.make([array])
-        return self.servers.read_rows(array.pieces, ids, array.shape[0])
+        return self.servers.read_rows(array.shards, ids, array.shape[0])
 
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
         """Replaces a value, on every server that has a shard or a copy of it."""
@@ -413,8 +413,8 @@ class Session:
                 self.make([array])
             if self._shared is not None:
                 self._shared.find_copies(array)
-        pieces = [(array.pieces, value), *(((Piece(ps, key),), value) for ps, key in array.copies.items())]
-        self._contents.assign(pieces)
+        shards = [(array.shards, value), *(((Shard(ps, key),), value) for ps, key in array.copies.items())]
+        self._contents.assign(shards)
         self.renew()
 
     def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
@@ -454,16 +454,16 @@ class _Dropped:
 
     ps: int
     program: str = ""
-    piece: Piece | None = None
+    shard: Shard | None = None
     num_bytes: int = 0
 
 
 def _drop(
     dropped: deque[_Dropped],
-    pieces: Sequence[tuple[Piece, int]],
+    shards: Sequence[tuple[Shard, int]],
     copies: Mapping[int, str],
     num_bytes: int,
 ) -> None:
     """Queues the shards of a deleted array to be dropped. Garbage collection calls it, so it takes no lock."""
-    dropped.extend(_Dropped(piece.ps, piece=piece, num_bytes=size) for piece, size in pieces)
-    dropped.extend(_Dropped(ps, piece=Piece(ps, key), num_bytes=num_bytes) for ps, key in copies.items())
+    dropped.extend(_Dropped(shard.ps, shard=shard, num_bytes=size) for shard, size in shards)
+    dropped.extend(_Dropped(ps, shard=Shard(ps, key), num_bytes=num_bytes) for ps, key in copies.items())

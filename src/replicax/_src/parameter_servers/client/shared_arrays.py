@@ -13,7 +13,7 @@ from replicax._src.cluster.failures import ProgramMismatchError
 from replicax._src.parameter_servers.client.server_contents import ServerContents
 from replicax._src.parameter_servers.client.tasks import Share
 from replicax._src.parameter_servers.client.waiting import Awaited, wait_for
-from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.programs.programs import Shard
 from replicax._src.variables.server_arrays import Balance, ServerArray
 
 Found = list[dict[str, tuple[tuple[int, ...], str]]]
@@ -45,7 +45,7 @@ class SharedArrays:
         array.key = f"{self._counts[array.name]}:{array.name}:"
         self._counts[array.name] += 1
 
-    def place(self, arrays: Sequence[ServerArray], balance: Balance) -> list[tuple[ServerArray, Piece]]:
+    def place(self, arrays: Sequence[ServerArray], balance: Balance) -> list[tuple[ServerArray, Shard]]:
         """Finds the places of arrays, and of the arrays that they stand beside. The chief decides where new ones are.
 
         Returns:
@@ -55,13 +55,13 @@ class SharedArrays:
           ProgramMismatchError: The servers have another array of this name.
           UnavailableError: The chief has not created them in time.
         """
-        absent: list[tuple[ServerArray, Piece]] = []
+        absent: list[tuple[ServerArray, Shard]] = []
 
         def not_placed() -> list[str]:
             waiting = [array for array in arrays if not array.is_made]
             found = self._contents.find([key for array in waiting for key in _keys(array)])
             for array in waiting:
-                absent.extend((array, piece) for piece in self._place(array, found, balance))
+                absent.extend((array, shard) for shard in self._place(array, found, balance))
             return [array.name for array in waiting if not array.is_made]
 
         self._until(not_placed)
@@ -70,15 +70,15 @@ class SharedArrays:
     def wait_beside(self, array: ServerArray, other: ServerArray) -> None:
         """Waits until the chief has moved an array to the servers of another one."""
         wanted = tuple(
-            Piece(p.ps, key, p.rows) for p, key in zip(other.pieces, _keys_of(array, other.shards))
+            Shard(p.ps, key, p.rows) for p, key in zip(other.shards, _keys_of(array, other.row_ranges))
         )
 
         def is_moved() -> list[str]:
-            found = self._contents.find([piece.key for piece in wanted])
-            return [] if all(piece.key in found[piece.ps] for piece in wanted) else [array.name]
+            found = self._contents.find([shard.key for shard in wanted])
+            return [] if all(shard.key in found[shard.ps] for shard in wanted) else [array.name]
 
         self._until(is_moved)
-        array.shards, array.pieces, array.beside = other.shards, wanted, other
+        array.row_ranges, array.shards, array.beside = other.row_ranges, wanted, other
 
     def has_copy(self, array: ServerArray, ps: int) -> bool:
         """True if a server has a copy of an array. A program that is not the chief waits until it has."""
@@ -95,53 +95,55 @@ class SharedArrays:
             ps: copy_key(array, ps) for ps, there in enumerate(found) if copy_key(array, ps) in there
         }
 
-    def _place(self, array: ServerArray, found: Found, balance: Balance) -> list[Piece]:
+    def _place(self, array: ServerArray, found: Found, balance: Balance) -> list[Shard]:
         """Sets the shards of an array, if they exist or this is the chief. Returns those that do not exist."""
         beside = array.beside
         if beside is not None:
             if not beside.is_made:
                 return []
-            array.shards = beside.shards
+            array.row_ranges = beside.row_ranges
         self._check_is_cut_alike(array, found)
-        keys = _keys_of(array, array.shards)
-        wanted = [None] * len(keys) if beside is None else [piece.ps for piece in beside.pieces]
+        keys = _keys_of(array, array.row_ranges)
+        wanted = [None] * len(keys) if beside is None else [shard.ps for shard in beside.shards]
         there = [self._server_with(key, found, ps) for key, ps in zip(keys, wanted, strict=True)]
         if None in there and not self.is_chief:
             return []
-        pieces, absent = [], []
-        for key, rows, is_at, shall_be_at in zip(keys, array.shards or (None,), there, wanted, strict=True):
-            size = array.bytes_of(Piece(0, key, rows))
+        shards, absent = [], []
+        for key, rows, is_at, shall_be_at in zip(
+            keys, array.row_ranges or (None,), there, wanted, strict=True
+        ):
+            size = array.bytes_of(Shard(0, key, rows))
             at = shall_be_at if is_at is None else is_at
             if at is None:
                 at = balance.take(size)
             else:
                 balance.add(at, size)
-            piece = Piece(at, key, rows)
+            shard = Shard(at, key, rows)
             if is_at is None:
-                absent.append(piece)
+                absent.append(shard)
             else:
-                self._check(array, piece, found[at][key], at)
-            pieces.append(piece)
-        array.pieces = tuple(pieces)
+                self._check(array, shard, found[at][key], at)
+            shards.append(shard)
+        array.shards = tuple(shards)
         return absent
 
     def _server_with(self, key: str, found: Found, wanted: int | None) -> int | None:
         return next((ps for ps, has in enumerate(found) if key in has and wanted in (None, ps)), None)
 
     def _check_is_cut_alike(self, array: ServerArray, found: Found) -> None:
-        other = next(iter(_keys_of(array, () if array.shards else ((0, 0),))))
+        other = next(iter(_keys_of(array, () if array.row_ranges else ((0, 0),))))
         if any(other in there for there in found):
-            here, at_chief = ("sharded", "not sharded") if array.shards else ("not sharded", "sharded")
+            here, at_chief = ("sharded", "not sharded") if array.row_ranges else ("not sharded", "sharded")
             raise ProgramMismatchError(
                 f"Variable {array.name!r} is {here} in {self._share.member}, but {at_chief} on the parameter "
                 f"servers, where {self._share.chief} has created it. All programs must be the same, with the "
                 "same variable_partitioner."
             )
 
-    def _check(self, array: ServerArray, piece: Piece, spec: tuple[tuple[int, ...], str], ps: int) -> None:
-        expected = array.shape_of(piece), str(array.dtype)
+    def _check(self, array: ServerArray, shard: Shard, spec: tuple[tuple[int, ...], str], ps: int) -> None:
+        expected = array.shape_of(shard), str(array.dtype)
         if spec != expected:
-            part = "" if piece.rows is None else f" (rows {piece.rows[0]} to {piece.rows[1]})"
+            part = "" if shard.rows is None else f" (rows {shard.rows[0]} to {shard.rows[1]})"
             raise ProgramMismatchError(
                 f"Variable {array.name!r}{part} has the shape {expected[0]} and dtype {expected[1]} in "
                 f"{self._share.member}, but the shape {spec[0]} and dtype {spec[1]} on ps {ps}, where "
@@ -170,7 +172,7 @@ def copy_key(array: ServerArray, ps: int) -> str:
 
 def _keys(array: ServerArray) -> list[str]:
     """Returns the keys to look for: the array's own, and those that show that it is sharded in another way."""
-    shards = array.shards if array.beside is None else array.beside.shards
+    shards = array.row_ranges if array.beside is None else array.beside.row_ranges
     return [*_keys_of(array, shards), *_keys_of(array, () if shards else ((0, 0),))]
 
 

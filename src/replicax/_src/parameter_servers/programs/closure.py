@@ -19,8 +19,8 @@ from replicax._src.parameter_servers.programs.optimizers import OptimizerUpdate
 from replicax._src.parameter_servers.programs.programs import (
     NamedRows,
     Operand,
-    Piece,
     Push,
+    Shard,
     UpdateProgram,
     WorkerProgram,
 )
@@ -257,7 +257,7 @@ class _ServerSide:
         averaged = [(builder.ps, program.averaged) for builder, program in programs if builder.is_averaged]
         if not averaged:
             return None
-        names = [[array.pieces[0].key for array in update.arrays] for update in self._updates]
+        names = [[array.shards[0].key for array in update.arrays] for update in self._updates]
         return repr((averaged, names))
 
     def _check_order(self) -> None:
@@ -284,7 +284,7 @@ class _ServerSide:
         ones.
         """
         for update in self._updates:
-            whole = [array for array in update.kept_whole if array.shards]
+            whole = [array for array in update.kept_whole if array.row_ranges]
             for array in whole:
                 self._servers.keep_whole(array)
             if whole:
@@ -306,22 +306,22 @@ class _ServerSide:
         array = self._arrays.of(event.binding.variable)
         program = assignment_program(event, value, self._worker.program)
         avals = [self._worker.aval_of(atom) for atom in program.operands]
-        copies = [Piece(ps, key) for ps, key in array.copies.items()]
-        for piece in [*array.pieces, *copies]:
-            builder = builders[piece.ps]
+        copies = [Shard(ps, key) for ps, key in array.copies.items()]
+        for shard in [*array.shards, *copies]:
+            builder = builders[shard.ps]
             positions = []
             for atom, has_rows, (shape, dtype) in zip(
                 program.operands, program.have_rows, avals, strict=True
             ):
-                is_cut = piece.rows is not None and has_rows and shape[:1] == array.shape[:1]
-                rows = piece.rows if is_cut and len(shape) == len(array.shape) else None
+                is_cut = shard.rows is not None and has_rows and shape[:1] == array.shape[:1]
+                rows = shard.rows if is_cut and len(shape) == len(array.shape) else None
                 shape_there = shape if rows is None else (rows[1] - rows[0], *shape[1:])
                 positions.append(builder.take((self._worker.output(atom), rows), (shape_there, dtype)))
-            start = piece.rows[0] if piece.rows else 0
+            start = shard.rows[0] if shard.rows else 0
             named = None
             if program.rows is not None:
                 named = [NamedRows(positions[at], start, are_indices=True) for at in program.rows]
-            key = builder.use(array, piece, is_written=True, rows=named)
+            key = builder.use(array, shard, is_written=True, rows=named)
             builder.add(_assign(key, positions, program.apply, start))
 
     def _add_update(
@@ -333,12 +333,12 @@ class _ServerSide:
     ) -> None:
         of_lookups = self._worker.lookups_of(gradients)
 
-        def take_gradient(i: int, piece: Piece) -> Any:
+        def take_gradient(i: int, shard: Shard) -> Any:
             other = update.replaced_gradient(i)
             result = (
                 self._worker.output(gradients[i]) if other is None else self._worker.output(other, number)
             )
-            return result, piece.rows, of_lookups.get(i)
+            return result, shard.rows, of_lookups.get(i)
 
         def take_scalar(atom: Atom) -> Any:
             return self._worker.output(atom, number), None

@@ -127,9 +127,9 @@ class LoadedProgram:
         self.program = program
         self.main = Executable(program.blob, program.num_replicas, program.num_results)
         self.ids = [Executable(lookup.blob, program.num_replicas) for lookup in program.lookups]
-        self.whole = _pieces(program, program.inputs)
+        self.whole = _shards(program, program.inputs)
         of_lookups = [each for lookup in program.lookups for each in lookup.inputs]
-        self.whole_first = _pieces(program, of_lookups)
+        self.whole_first = _shards(program, of_lookups)
         self.looks_up_elements = bool(program.pushes and program.lookups) and all(
             each.kind in ("element", "constant") for each in of_lookups
         )
@@ -139,6 +139,6 @@ class LoadedProgram:
         return self.main.compile_s + sum(ids.compile_s for ids in self.ids)
 
 
-def _pieces(program: WorkerProgram, inputs: Sequence[Any]) -> list[Any]:
+def _shards(program: WorkerProgram, inputs: Sequence[Any]) -> list[Any]:
     numbers = dict.fromkeys(each.index for each in inputs if each.kind == "variable")
-    return [piece for number in numbers for piece in program.variables[number]]
+    return [shard for number in numbers for shard in program.variables[number]]

@@ -15,7 +15,7 @@ import numpy as np
 
 from replicax._src.errors import UnsupportedError
 from replicax._src.parameter_servers.programs.events import Applied, Shapes
-from replicax._src.parameter_servers.programs.programs import NamedRows, Piece
+from replicax._src.parameter_servers.programs.programs import NamedRows, Shard
 from replicax._src.parameter_servers.programs.traced_update import TracedUpdate, Written, computable, slots_of
 from replicax._src.parameter_servers.programs.update_analysis import Sent, Slice, find_mixed, find_sent
 from replicax._src.parameter_servers.programs.updates import UpdateBuilder, Values
@@ -24,7 +24,7 @@ from replicax._src.tracing.flat import Atom
 from replicax._src.tracing.row_parallel import Mixing, rows_of, with_rows
 from replicax._src.variables.server_arrays import ServerArray
 
-TakeGradient = Callable[[int, Piece], Any]
+TakeGradient = Callable[[int, Shard], Any]
 """Returns the operand of a server's program that is the gradient of a variable, or of its rows."""
 TakeScalar = Callable[[Atom], Any]
 """Returns the operand of a server's program that is a value of the worker."""
@@ -35,7 +35,7 @@ class _Held:
     """A shard that a server holds, with the change that the update makes to it."""
 
     array: ServerArray
-    piece: Piece
+    shard: Shard
     written: Written
 
 
@@ -133,7 +133,7 @@ class OptimizerUpdate:
         """
         changed = (self._state[n] for n in self._shared if self.traced.state[n].is_changed)
         return sorted(
-            {piece.ps for array in self._arrays for piece in array.pieces} | {a.pieces[0].ps for a in changed}
+            {shard.ps for array in self._arrays for shard in array.shards} | {a.shards[0].ps for a in changed}
         )
 
     # --- decisions for full variables ----------------------------------------------------------------------
@@ -155,12 +155,12 @@ class OptimizerUpdate:
         written = [traced.values[i], *(traced.state[n] for n in self._slots[i])]
         wanted, held = [each.new for each in written], {each.old for each in written}
         whole = Slice(wanted, traced.gradients[i], self._at_every_server | held)
-        if not (array.shards or i in self._num_rows):
+        if not (array.row_ranges or i in self._num_rows):
             return self._find(whole) or self._refuse(i)
         by_rows = Slice(wanted, whole.gradient, whole.at_server, held | {traced.gradients[i]})
         found = self._find(by_rows)
         is_cut_alike = all(self._state[n].shape[:1] == array.shape[:1] for n in self._slots[i])
-        if found is not None and (is_cut_alike or not array.shards):
+        if found is not None and (is_cut_alike or not array.row_ranges):
             return found
         if i not in self._num_rows and (found := self._find(whole)) is not None:
             self.kept_whole.append(array)
@@ -196,22 +196,22 @@ class OptimizerUpdate:
     def add_to(self, builder: UpdateBuilder, take_gradient: TakeGradient, take_scalar: TakeScalar) -> None:
         """Adds the steps of one server, once all arrays have been placed."""
         for i, array in enumerate(self._arrays):
-            for number, piece in enumerate(array.pieces):
-                if piece.ps == builder.ps:
-                    self._add_piece(builder, i, number, take_gradient(i, piece), take_scalar)
+            for number, shard in enumerate(array.shards):
+                if shard.ps == builder.ps:
+                    self._add_shard(builder, i, number, take_gradient(i, shard), take_scalar)
         if self.changes_shared:  # last, because the updates of all shards use the old value
             self._add(builder, self.traced, self._shared_sent, [], {}, take_scalar)
 
-    def _add_piece(
+    def _add_shard(
         self, builder: UpdateBuilder, i: int, number: int, gradient: Any, take_scalar: TakeScalar
     ) -> None:
         """Adds the update of shard ``number`` of a variable, with its slots."""
         array, sent = self._arrays[i], self._sent[i]
-        piece = array.pieces[number]
-        traced, aval = self._traced_for(i, piece), (self._shape_at(i, piece), array.dtype)
-        held = [_Held(array, piece, traced.values[i])]
+        shard = array.shards[number]
+        traced, aval = self._traced_for(i, shard), (self._shape_at(i, shard), array.dtype)
+        held = [_Held(array, shard, traced.values[i])]
         held += [
-            _Held(self._state[n], self._state[n].pieces[number], traced.state[n]) for n in self._slots[i]
+            _Held(self._state[n], self._state[n].shards[number], traced.state[n]) for n in self._slots[i]
         ]
         assert sent.gradient is not None
         if i in self._num_rows:
@@ -259,7 +259,7 @@ class OptimizerUpdate:
             if not (is_changed or old in used):
                 continue
             rows = None if ids is None or each in shared else [NamedRows(ids)]
-            key = builder.use(each.array, each.piece, is_written=is_changed, rows=rows)
+            key = builder.use(each.array, each.shard, is_written=is_changed, rows=rows)
             read |= {key: old} if old in used else {}
             written += [key] if is_changed else []
             ids_of |= {} if ids is None or rows is None else {key: ids}
@@ -279,7 +279,7 @@ class OptimizerUpdate:
     def _shared_on(self, ps: int, n: int, written: Written, *, is_changed: bool) -> _Held:
         array = self._state[n]
         kept = Written(written.old, written.old)
-        return _Held(array, Piece(ps, array.key_on(ps)), written if is_changed else kept)
+        return _Held(array, Shard(ps, array.key_on(ps)), written if is_changed else kept)
 
     def _function(
         self, traced: TracedUpdate, wanted: Sequence[Atom], given: Sequence[int]
@@ -289,11 +289,11 @@ class OptimizerUpdate:
 
     # --- traces for other shapes ---------------------------------------------------------------------------
 
-    def _traced_for(self, i: int, piece: Piece) -> TracedUpdate:
+    def _traced_for(self, i: int, shard: Shard) -> TracedUpdate:
         """Returns the update traced for the shape of a shard. ``level`` is that shape's number among the variable's
         shards.
         """
-        level = self._shapes_at(i).index(self._shape_at(i, piece))
+        level = self._shapes_at(i).index(self._shape_at(i, shard))
         if level not in self._levels:
             self._levels[level] = self._traced_at(level)
         return self._levels[level]
@@ -301,8 +301,8 @@ class OptimizerUpdate:
     def _traced_at(self, level: int) -> TracedUpdate:
         shapes = {}
         for i in range(len(self._arrays)):
-            of_pieces = self._shapes_at(i)
-            shapes[i] = of_pieces[min(level, len(of_pieces) - 1)]
+            of_shards = self._shapes_at(i)
+            shapes[i] = of_shards[min(level, len(of_shards) - 1)]
         if all(shape == self.traced.avals[self.traced.gradients[i]].shape for i, shape in shapes.items()):
             return self.traced
         traced = TracedUpdate.of(self.call, self._shape_of(shapes))
@@ -317,12 +317,12 @@ class OptimizerUpdate:
         )
 
     def _shapes_at(self, i: int) -> list[tuple[int, ...]]:
-        return list(dict.fromkeys(self._shape_at(i, piece) for piece in self._arrays[i].pieces))
+        return list(dict.fromkeys(self._shape_at(i, shard) for shard in self._arrays[i].shards))
 
-    def _shape_at(self, i: int, piece: Piece) -> tuple[int, ...]:
+    def _shape_at(self, i: int, shard: Shard) -> tuple[int, ...]:
         """Returns the shape of the part of a variable that a server updates at once."""
         array = self._arrays[i]
-        return self._num_rows_shapes(self._rows_at_server).get(i, array.shape_of(piece))
+        return self._num_rows_shapes(self._rows_at_server).get(i, array.shape_of(shard))
 
     def _num_rows_shapes(self, num_rows: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         return {i: (num, *self.call.variables[i].shape[1:]) for i, num in num_rows.items()}

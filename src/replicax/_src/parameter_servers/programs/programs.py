@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from replicax._src.variables.server_arrays import Piece
+from replicax._src.variables.server_arrays import Shard
 
 Averaging = Literal["mean", "all", "rows"]
 """The way to combine operands of several closures. "mean" takes the mean. "all" is true if all are. "rows" takes the
@@ -169,7 +169,7 @@ class WorkerProgram:
     name: str
     blob: bytes
     inputs: tuple[Input, ...]
-    variables: tuple[tuple[Piece, ...], ...]
+    variables: tuple[tuple[Shard, ...], ...]
     num_results: int
     pushes: tuple[Push, ...] = ()
     lookups: tuple[Lookup, ...] = ()
@@ -201,7 +201,7 @@ class WorkerProgram:
             described["name"],
             blob,
             _inputs(described["inputs"]),
-            tuple(tuple(_piece(p) for p in pieces) for pieces in described["variables"]),
+            tuple(tuple(_shard(p) for p in shards) for shards in described["variables"]),
             described["num_results"],
             tuple(
                 Push(p["ps"], p["program"], tuple(_operand(o) for o in p["operands"]), p["is_averaged"])
@@ -236,8 +236,8 @@ def _inputs(described: Sequence[Mapping[str, Any]]) -> tuple[Input, ...]:
     return tuple(Input(**fields) for fields in described)
 
 
-def _piece(fields: Mapping[str, Any]) -> Piece:
-    return Piece(fields["ps"], fields["key"], _pair(fields["rows"]))
+def _shard(fields: Mapping[str, Any]) -> Shard:
+    return Shard(fields["ps"], fields["key"], _pair(fields["rows"]))
 
 
 def _operand(fields: Mapping[str, Any]) -> Operand:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.parameter_servers.programs.programs import Averaging, NamedRows, Piece, UpdateProgram
+from replicax._src.parameter_servers.programs.programs import Averaging, NamedRows, Shard, UpdateProgram
 from replicax._src.variables.server_arrays import ServerArray
 
 Values = dict[str, Any]
@@ -48,17 +48,17 @@ class UpdateBuilder:
     def use(
         self,
         array: ServerArray,
-        piece: Piece,
+        shard: Shard,
         *,
         is_written: bool,
         rows: Iterable[NamedRows] | None = None,
     ) -> str:
         """Makes the program read a shard, and perhaps change it: these rows, or any. Returns its key."""
-        self._state.setdefault(piece.key, jax.ShapeDtypeStruct(array.shape_of(piece), array.dtype))
+        self._state.setdefault(shard.key, jax.ShapeDtypeStruct(array.shape_of(shard), array.dtype))
         if is_written:
-            before = self._written.get(piece.key, set())
-            self._written[piece.key] = None if rows is None or before is None else before | set(rows)
-        return piece.key
+            before = self._written.get(shard.key, set())
+            self._written[shard.key] = None if rows is None or before is None else before | set(rows)
+        return shard.key
 
     def take(self, operand: Any, *avals: tuple[Sequence[int], Any]) -> int:
         """Adds an operand of one array or several. Returns the position of the first."""

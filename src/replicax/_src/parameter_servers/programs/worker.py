@@ -154,7 +154,7 @@ class WorkerBuilder:
             name,
             blob,
             tuple(inputs.values()),
-            tuple(array.pieces for array in arrays),
+            tuple(array.shards for array in arrays),
             len(self._results),
             pushes,
             tuple(lookups),

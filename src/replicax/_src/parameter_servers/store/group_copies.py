@@ -17,7 +17,7 @@ from replicax._src.parameter_servers.store.snapshot_keeper import SnapshotKeeper
 from replicax._src.parameter_servers.transport.messages import Message
 
 _FROM_PRIMARY = frozenset({"forward", "copy"})
-_HELD = ("pieces", "bytes", "programs", "gradient_bytes", "num_snapshots")
+_HELD = ("shards", "bytes", "programs", "gradient_bytes", "num_snapshots")
 
 
 @final

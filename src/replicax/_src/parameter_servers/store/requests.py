@@ -40,7 +40,7 @@ class Closure:
 
 
 @dataclass(frozen=True)
-class NewPiece:
+class NewShard:
     """A shard to be created.
 
     Attributes:
@@ -61,13 +61,13 @@ class Create:
     """A request to create shards.
 
     Attributes:
-      pieces: The shards.
+      shards: The shards.
       if_absent: True to leave existing shards as they are.
       number: The number of the call; None for a call that cannot be repeated.
       low: All calls of that client with lower numbers have ended.
     """
 
-    pieces: Sequence[NewPiece]
+    shards: Sequence[NewShard]
     if_absent: bool
     number: Closure | None
     low: int
@@ -76,8 +76,8 @@ class Create:
     def of(cls, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Self:
         """Reads a message."""
         values = iter(arrays)
-        pieces = [_new_piece(described, values) for described in header["pieces"]]
-        return cls(pieces, bool(header.get("if_absent")), *_once(header))
+        shards = [_new_shard(described, values) for described in header["shards"]]
+        return cls(shards, bool(header.get("if_absent")), *_once(header))
 
 
 @dataclass(frozen=True)
@@ -220,10 +220,10 @@ def keys_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Sequence
     return header["keys"]
 
 
-def _new_piece(described: Mapping[str, Any], values: Iterator[np.ndarray]) -> NewPiece:
+def _new_shard(described: Mapping[str, Any], values: Iterator[np.ndarray]) -> NewShard:
     spec = tuple(described["shape"]), np.dtype(jnp.dtype(described["dtype"]))
     value = next(values) if described["initial"] == "array" else None
-    return NewPiece(described["key"], spec, described["initial"], value)
+    return NewShard(described["key"], spec, described["initial"], value)
 
 
 def _once(header: Mapping[str, Any]) -> tuple[Closure | None, int]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from replicax._src.parameter_servers.errors import SnapshotError
 from replicax._src.parameter_servers.store.changed_rows import rows_per_unit
-from replicax._src.parameter_servers.store.held_pieces import HeldPiece
+from replicax._src.parameter_servers.store.held_shards import HeldShard
 from replicax._src.parameter_servers.store.held_values import Spec
-from replicax._src.parameter_servers.store.snapshot_manifest import Manifest, PieceRecord
+from replicax._src.parameter_servers.store.snapshot_manifest import Manifest, ShardRecord
 from replicax._src.parameter_servers.store.snapshot_parts import (
     rows_in_turn,
     rows_of_units,
@@ -42,18 +42,18 @@ class Entry:
     key: str
     spec: Spec
     number: int
-    before: PieceRecord | None = None
+    before: ShardRecord | None = None
     value: np.ndarray | None = None
     units: np.ndarray | None = None
     rows: np.ndarray | None = None
 
-    def record(self, *written: Any) -> PieceRecord:
+    def record(self, *written: Any) -> ShardRecord:
         """Returns the record of the shard, given the parts that were written."""
         before = () if self.before is None else self.before.parts
-        return PieceRecord(self.key, self.spec, self.number, rows_per_unit(self.spec), (*before, *written))
+        return ShardRecord(self.key, self.spec, self.number, rows_per_unit(self.spec), (*before, *written))
 
 
-def write_entry(file: BufferedWriter, number: int, entry: Entry) -> PieceRecord:
+def write_entry(file: BufferedWriter, number: int, entry: Entry) -> ShardRecord:
     """Writes a shard's value or changed rows to the file of this number."""
     if entry.units is None:
         return entry.record(*(() if entry.value is None else [write_whole(file, number, entry.value)]))
@@ -79,32 +79,32 @@ class Plan:
     entries: deque[Entry]
 
     @classmethod
-    def of(cls, pieces: Sequence[HeldPiece], previous: Manifest | None) -> Plan:
+    def of(cls, shards: Sequence[HeldShard], previous: Manifest | None) -> Plan:
         """Takes views and copies of the values to write.
 
         Args:
-          pieces: The shards.
+          shards: The shards.
           previous: The snapshot that the new one may continue.
 
         Raises:
           SnapshotError: The value of a shard is lost.
         """
-        if lost := [piece.key for piece in pieces if piece.value.is_deleted()]:
+        if lost := [shard.key for shard in shards if shard.value.is_deleted()]:
             raise SnapshotError(
                 f'No snapshot was taken: the value of shard "{lost[0]}" was lost in an update that ran out of memory. '
                 "Assign a value, or restart the server from the last snapshot."
             )
-        changes = [_Change.of(piece, previous) for piece in pieces]
+        changes = [_Change.of(shard, previous) for shard in shards]
         num_new_bytes = sum(change.num_bytes for change in changes)
-        num_bytes = sum(piece.num_bytes for piece in pieces)
+        num_bytes = sum(shard.num_bytes for shard in shards)
         if previous is not None and not previous.goes_on(num_new_bytes, num_bytes):
-            return cls(None, deque(_whole(piece) for piece in pieces))
+            return cls(None, deque(_whole(shard) for shard in shards))
         left = _MAX_COPIED_BYTES
         entries: dict[str, Entry] = {}
         for change in sorted(changes, key=lambda change: change.num_bytes):
-            entries[change.piece.key] = change.entry(is_copied=change.num_bytes <= left)
+            entries[change.shard.key] = change.entry(is_copied=change.num_bytes <= left)
             left -= change.num_bytes
-        return cls(previous, deque(entries[piece.key] for piece in pieces))
+        return cls(previous, deque(entries[shard.key] for shard in shards))
 
 
 @final
@@ -117,46 +117,46 @@ class _Change:
       before: The record in the last snapshot; None if it cannot be continued.
     """
 
-    piece: HeldPiece
+    shard: HeldShard
     units: np.ndarray | None
-    before: PieceRecord | None
+    before: ShardRecord | None
 
     @classmethod
-    def of(cls, piece: HeldPiece, previous: Manifest | None) -> _Change:
-        before = None if previous is None else previous.pieces.get(piece.key)
-        if before is None or before.spec != piece.spec:
-            return cls(piece, None, None)
-        if before.number == piece.number:
-            return cls(piece, np.zeros(0, np.int64), before)
-        units, at_once = piece.changed.units(), rows_per_unit(piece.spec)
+    def of(cls, shard: HeldShard, previous: Manifest | None) -> _Change:
+        before = None if previous is None else previous.shards.get(shard.key)
+        if before is None or before.spec != shard.spec:
+            return cls(shard, None, None)
+        if before.number == shard.number:
+            return cls(shard, np.zeros(0, np.int64), before)
+        units, at_once = shard.changed.units(), rows_per_unit(shard.spec)
         is_cut_alike = before.rows_per_unit == at_once or len(before.parts) == 1
         if units is None or not is_cut_alike:
-            return cls(piece, None, None)
-        change = cls(piece, units, before)
-        return change if change.num_bytes <= _MOST_CHANGED * piece.num_bytes else cls(piece, None, None)
+            return cls(shard, None, None)
+        change = cls(shard, units, before)
+        return change if change.num_bytes <= _MOST_CHANGED * shard.num_bytes else cls(shard, None, None)
 
     @property
     def num_bytes(self) -> int:
         if self.units is None:
-            return self.piece.num_bytes
-        shape, _ = self.piece.spec
+            return self.shard.num_bytes
+        shape, _ = self.shard.spec
         return (
             len(self.units)
-            * rows_per_unit(self.piece.spec)
-            * (self.piece.num_bytes // max(1, shape[0] if shape else 1))
+            * rows_per_unit(self.shard.spec)
+            * (self.shard.num_bytes // max(1, shape[0] if shape else 1))
         )
 
     def entry(self, *, is_copied: bool) -> Entry:
-        piece = self.piece
+        shard = self.shard
         if self.units is None:
-            return _whole(piece)
+            return _whole(shard)
         if not len(self.units):
-            return Entry(piece.key, piece.spec, piece.number, self.before)
+            return Entry(shard.key, shard.spec, shard.number, self.before)
         if is_copied:
-            rows = rows_of_units(piece.view(), self.units, rows_per_unit(piece.spec))
-            return Entry(piece.key, piece.spec, piece.number, self.before, units=self.units, rows=rows)
-        return Entry(piece.key, piece.spec, piece.number, self.before, piece.view(), self.units)
+            rows = rows_of_units(shard.view(), self.units, rows_per_unit(shard.spec))
+            return Entry(shard.key, shard.spec, shard.number, self.before, units=self.units, rows=rows)
+        return Entry(shard.key, shard.spec, shard.number, self.before, shard.view(), self.units)
 
 
-def _whole(piece: HeldPiece) -> Entry:
-    return Entry(piece.key, piece.spec, piece.number, value=piece.view())
+def _whole(shard: HeldShard) -> Entry:
+    return Entry(shard.key, shard.spec, shard.number, value=shard.view())

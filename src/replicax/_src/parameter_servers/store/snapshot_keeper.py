@@ -124,7 +124,7 @@ class SnapshotKeeper:
         """
         self.end()
         self._thread.join(_JOIN_S)  # it may wait for the other server; if it is writing, ``take`` waits
-        if self._has_changed or (self._holds_pieces and self._store.progress.position != self._last.position):
+        if self._has_changed or (self._holds_shards and self._store.progress.position != self._last.position):
             self._take()
 
     def end(self) -> None:
@@ -137,12 +137,12 @@ class SnapshotKeeper:
         return {"num_snapshots": self._num_taken, "snapshot_error": self._error}
 
     @property
-    def _holds_pieces(self) -> bool:
-        return not self._is_driven and bool(self._store.statistics()["pieces"])
+    def _holds_shards(self) -> bool:
+        return not self._is_driven and bool(self._store.statistics()["shards"])
 
     @property
     def _has_changed(self) -> bool:
-        return self._store.progress[:2] != self._last[:2] and self._holds_pieces
+        return self._store.progress[:2] != self._last[:2] and self._holds_shards
 
     def _run(self) -> None:
         due, created = time.monotonic() + self._interval_s, self._store.progress.num_created

@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PieceRecord:
+class ShardRecord:
     """A shard in a snapshot.
 
     Attributes:
@@ -111,12 +111,12 @@ class Manifest:
 
     Attributes:
       content: Everything besides the shards, as JSON.
-      pieces: The shards by key.
+      shards: The shards by key.
       chain: The files from the base on, each with its number of bytes of shards.
     """
 
     content: Mapping[str, Any]
-    pieces: Mapping[str, PieceRecord]
+    shards: Mapping[str, ShardRecord]
     chain: Sequence[tuple[int, int]]
 
     @property
@@ -132,7 +132,7 @@ class Manifest:
     @property
     def files(self) -> set[int]:
         """The numbers of the files that have parts of the snapshot."""
-        return {file for piece in self.pieces.values() for file in piece.files}
+        return {file for shard in self.shards.values() for file in shard.files}
 
     def goes_on(self, num_new_bytes: int, num_bytes: int) -> bool:
         """True if a snapshot of ``num_bytes`` can continue this one's chain; False if it has to be a base."""
@@ -144,7 +144,7 @@ class Manifest:
         return {
             "format": FORMAT,
             "content": self.content,
-            "pieces": [piece.described() for piece in self.pieces.values()],
+            "shards": [shard.described() for shard in self.shards.values()],
             "chain": [list(each) for each in self.chain],
         }
 
@@ -153,7 +153,7 @@ class Manifest:
         """Makes the index that a file has. Raises SnapshotError if it has another format."""
         if described["format"] not in (1, FORMAT):
             raise SnapshotError(f"it has format {described['format']}, and this version reads up to {FORMAT}")
-        pieces = {piece["key"]: PieceRecord.of(piece, file) for piece in described["pieces"]}
-        whole = (file, sum(piece.num_bytes for piece in pieces.values()))
+        shards = {shard["key"]: ShardRecord.of(shard, file) for shard in described["shards"]}
+        whole = (file, sum(shard.num_bytes for shard in shards.values()))
         chain = [(number, num_bytes) for number, num_bytes in described.get("chain", [whole])]
-        return cls(described["content"], pieces, chain)
+        return cls(described["content"], shards, chain)

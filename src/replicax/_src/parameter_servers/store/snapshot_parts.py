@@ -17,7 +17,7 @@ from replicax._src.parameter_servers.store.held_values import (
     filled,
     num_rows_per_block,
 )
-from replicax._src.parameter_servers.store.snapshot_manifest import Block, Part, PieceRecord
+from replicax._src.parameter_servers.store.snapshot_manifest import Block, Part, ShardRecord
 
 _ALIGNMENT: Final = 64
 _UNITS_BYTES: Final = 1 << 20
@@ -114,28 +114,28 @@ Opened = Callable[[Block, str], Bytes]
 """Opens a block of a shard, given the shard's key."""
 
 
-def read_value(piece: PieceRecord, opened: Opened, device: Any) -> jax.Array:
+def read_value(shard: ShardRecord, opened: Opened, device: Any) -> jax.Array:
     """Returns the value of a shard on a device. It needs one block of extra memory.
 
     Raises:
       SnapshotError: The bytes are damaged.
     """
-    shape, dtype = piece.spec
-    whole, *later = piece.parts
-    values = opened(whole.values, piece.key)
-    if not shape or piece.num_bytes <= BYTES_PER_BLOCK:
-        memory = _memory(piece.num_bytes)
-        if piece.num_bytes:
+    shape, dtype = shard.spec
+    whole, *later = shard.parts
+    values = opened(whole.values, shard.key)
+    if not shape or shard.num_bytes <= BYTES_PER_BLOCK:
+        memory = _memory(shard.num_bytes)
+        if shard.num_bytes:
             values.read_into(memory.data)
         value = np.frombuffer(memory, dtype).reshape(shape)
         for part in later:
-            _Units(piece, part, opened).replace(value, 0)
+            _Units(shard, part, opened).replace(value, 0)
         return copied(value, device)
-    per_unit = piece.rows_per_unit if later else 1
+    per_unit = shard.rows_per_unit if later else 1
     rows_at_once = num_rows_per_block(shape, dtype, per_unit)
-    row_bytes = piece.num_bytes // shape[0]
+    row_bytes = shard.num_bytes // shape[0]
     memory = _memory(rows_at_once * row_bytes)
-    replacing = [_Units(piece, part, opened) for part in later]
+    replacing = [_Units(shard, part, opened) for part in later]
 
     def rows(start: int, stop: int) -> np.ndarray:
         block = memory[: (stop - start) * row_bytes]
@@ -152,14 +152,14 @@ def read_value(piece: PieceRecord, opened: Opened, device: Any) -> jax.Array:
 class _Units:
     """The rows of a part that has only some units, taken in order."""
 
-    def __init__(self, piece: PieceRecord, part: Part, opened: Opened):
+    def __init__(self, shard: ShardRecord, part: Part, opened: Opened):
         assert part.units is not None
         numbers = np.empty(part.units.num_bytes // _NUMBERS.itemsize, _NUMBERS)
         if len(numbers):
-            opened(part.units, piece.key).read_into(numbers.view(np.uint8).data)
+            opened(part.units, shard.key).read_into(numbers.view(np.uint8).data)
         self._numbers = numbers.astype(np.int64, copy=False)
-        self._values = opened(part.values, piece.key)
-        self._per_unit = piece.rows_per_unit
+        self._values = opened(part.values, shard.key)
+        self._per_unit = shard.rows_per_unit
         self._num_done = 0
 
     def replace(self, rows: np.ndarray, start: int) -> None:

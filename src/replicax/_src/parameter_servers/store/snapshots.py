@@ -21,7 +21,7 @@ import jax
 
 from replicax._src.parameter_servers.errors import SnapshotError
 from replicax._src.parameter_servers.store.snapshot_entries import Plan, write_entry
-from replicax._src.parameter_servers.store.snapshot_manifest import Block, Manifest, PieceRecord
+from replicax._src.parameter_servers.store.snapshot_manifest import Block, Manifest, ShardRecord
 from replicax._src.parameter_servers.store.snapshot_parts import Bytes, read_value
 
 log = logging.getLogger("replicax")
@@ -218,21 +218,21 @@ class Snapshot:
           checked: The results for blocks that other snapshots share; this call adds its own. "" means intact.
         """
         known = {} if checked is None else checked
-        for piece in self.manifest.pieces.values():
-            for part in piece.parts:
+        for shard in self.manifest.shards.values():
+            for part in shard.parts:
                 for block in (part.units, part.values):
                     if block is not None and block not in known:
-                        known[block] = self._wrong(block, piece.key)
+                        known[block] = self._wrong(block, shard.key)
                     if block is not None and known[block]:
                         raise SnapshotError(known[block])
 
-    def value(self, piece: PieceRecord, device: Any) -> jax.Array:
+    def value(self, shard: ShardRecord, device: Any) -> jax.Array:
         """Returns the value of a shard on a device. It needs one block of extra memory.
 
         Raises:
           SnapshotError: The bytes are damaged.
         """
-        return read_value(piece, self._bytes, device)
+        return read_value(shard, self._bytes, device)
 
     def _wrong(self, block: Block, key: str) -> str:
         try:
@@ -260,14 +260,14 @@ def _write_all(
     on_written: Callable[[str], None],
 ) -> Manifest:
     file.write(_MAGIC)
-    pieces: dict[str, PieceRecord] = {}
+    shards: dict[str, ShardRecord] = {}
     while plan.entries:
         record = write_entry(file, number, plan.entries.popleft())
-        pieces[record.key] = record
+        shards[record.key] = record
         on_written(record.key)
-    parts = (part for piece in pieces.values() for part in piece.parts if part.values.file == number)
+    parts = (part for shard in shards.values() for part in shard.parts if part.values.file == number)
     own = (number, sum(part.num_bytes for part in parts))
-    manifest = Manifest(content, pieces, [*(() if plan.previous is None else plan.previous.chain), own])
+    manifest = Manifest(content, shards, [*(() if plan.previous is None else plan.previous.chain), own])
     header = json.dumps(manifest.described()).encode()
     offset = file.tell()
     file.write(header)

@@ -14,8 +14,8 @@ import numpy as np
 from replicax._src.errors import ReplicaxError
 from replicax._src.parameter_servers.errors import MessageError, UnavailableError
 from replicax._src.parameter_servers.programs.programs import UpdateProgram
-from replicax._src.parameter_servers.store.held_pieces import (
-    HeldPiece,
+from replicax._src.parameter_servers.store.held_shards import (
+    HeldShard,
     check_assigned,
     check_tables,
     rows_of,
@@ -27,7 +27,7 @@ from replicax._src.parameter_servers.store.requests import (
     Assign,
     Create,
     Drop,
-    NewPiece,
+    NewShard,
     Step,
     keys_of,
     program_of,
@@ -114,7 +114,7 @@ class Store:
             self._contents.clear()
 
     def statistics(self) -> dict[str, Any]:
-        """Returns counts as JSON: see ``StoreStatistics``, and ``pieces``, ``bytes``, ``programs``,
+        """Returns counts as JSON: see ``StoreStatistics``, and ``shards``, ``bytes``, ``programs``,
         ``gradient_bytes`` held now.
 
         While an update runs, it returns the last counts, because the caller wants to know if the server is alive.
@@ -173,7 +173,7 @@ class Store:
           epoch: The epoch of the snapshot; None for any.
 
         Returns:
-          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, and
+          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``shards``, and
           ``keys`` of the
           shards; ``programs``, the digests of programs that must be sent again; ``refused``, the problems of newer
           snapshots;
@@ -206,9 +206,9 @@ class Store:
 
     def put(self, key: str, number: int, value: np.ndarray) -> None:
         """Adds a copy of a shard of another store's state."""
-        piece = HeldPiece(key, (value.shape, value.dtype), copied(value, self.device), number)
+        shard = HeldShard(key, (value.shape, value.dtype), copied(value, self.device), number)
         with self._lock:
-            self._contents.pieces[key] = piece
+            self._contents.shards[key] = shard
 
     def hold(self, number: int, closure: int, digest: str, arrays: Sequence[np.ndarray]) -> None:
         """Adds gradients of another store's state. The store must have their program."""
@@ -223,17 +223,17 @@ class Store:
             self._check(sender)
             if contents.has_done(asked.number, asked.low):
                 return Message({"duplicate": True})
-            new = [piece for piece in asked.pieces if not contents.has(piece, asked.if_absent)]
-            programs = [None if piece.value is not None else contents.program(piece.initial) for piece in new]
-        values = [self._initial_value(piece, program) for piece, program in zip(new, programs)]
+            new = [shard for shard in asked.shards if not contents.has(shard, asked.if_absent)]
+            programs = [None if shard.value is not None else contents.program(shard.initial) for shard in new]
+        values = [self._initial_value(shard, program) for shard, program in zip(new, programs)]
         with self._lock:
             self._check(sender)
             if contents.has_done(asked.number, asked.low):  # the same message came on an earlier connection
                 return Message({"duplicate": True})
-            absent = [not contents.has(piece, asked.if_absent) for piece in new]
-            for piece, value, is_new in zip(new, values, absent):
+            absent = [not contents.has(shard, asked.if_absent) for shard in new]
+            for shard, value, is_new in zip(new, values, absent):
                 if is_new:
-                    contents.add(piece.key, piece.spec, value)
+                    contents.add(shard.key, shard.spec, value)
             contents.did(asked.number)
         return Message({})
 
@@ -259,8 +259,8 @@ class Store:
             if update is not None and contents.unwritten is not None:
                 self._snapshots.wait_for_room([update.program.state[at] for at in update.program.written])
                 self._check(sender)
-            pulled = [contents.piece(key) for key, _ in step.pull]
-            tables = [contents.piece(key) for key in step.rows]
+            pulled = [contents.shard(key) for key, _ in step.pull]
+            tables = [contents.shard(key) for key in step.rows]
             check_tables(tables)
             if step.closure is not None:
                 contents.windows.of_client(step.closure.incarnation).raise_low(step.low)
@@ -285,16 +285,16 @@ class Store:
             self._check(sender)
             if contents.has_done(asked.number, asked.low):
                 return Message({"duplicate": True})
-            pieces = [contents.piece(key) for key in asked.keys]
-            for piece, array in zip(pieces, arrays, strict=True):
-                check_assigned(piece, array)
+            shards = [contents.shard(key) for key in asked.keys]
+            for shard, array in zip(shards, arrays, strict=True):
+                check_assigned(shard, array)
             # Allocate first: writes in place need no memory, so either all values are assigned or none.
             fresh = [
-                copied(array, self.device) if piece.value.is_deleted() or not is_overwritten(array) else None
-                for piece, array in zip(pieces, arrays)
+                copied(array, self.device) if shard.value.is_deleted() or not is_overwritten(array) else None
+                for shard, array in zip(shards, arrays)
             ]
-            for piece, array, value in zip(pieces, arrays, fresh):
-                contents.change(piece, overwritten(piece.value, array) if value is None else value)
+            for shard, array, value in zip(shards, arrays, fresh):
+                contents.change(shard, overwritten(shard.value, array) if value is None else value)
             contents.did(asked.number)
         return Message({})
 
@@ -302,7 +302,7 @@ class Store:
         with self._lock:
             self._check(sender)
             for key in asked.keys:
-                self._contents.pieces.pop(key, None)  # it may have been dropped before
+                self._contents.shards.pop(key, None)  # it may have been dropped before
             self._contents.gradients.forget(asked.keys)
             for digest in asked.programs:
                 self._contents.programs.pop(digest, None)
@@ -311,13 +311,13 @@ class Store:
     def _find(self, keys: Sequence[str], sender: str | None) -> Message:
         with self._lock:
             self._check(sender)
-            specs = [(key, self._contents.pieces[key].spec) for key in keys if key in self._contents.pieces]
+            specs = [(key, self._contents.shards[key].spec) for key in keys if key in self._contents.shards]
         return Message({"found": [[key, list(shape), str(dtype)] for key, (shape, dtype) in specs]})
 
     def _checksum(self, asked: None, sender: str | None) -> Message:
         with self._lock:
             self._check(sender)
-            views = {key: piece.view() for key, piece in self._contents.pieces.items()}
+            views = {key: shard.view() for key, shard in self._contents.shards.items()}
         crc = 0
         for key in sorted(views):
             value = np.asarray(views.pop(key), order="C").reshape(-1).view(np.uint8)
@@ -334,22 +334,22 @@ class Store:
                 f"coordinator {sender}: the server was restarted, or another coordinator has taken it over."
             )
 
-    def _initial_value(self, new: NewPiece, program: CompiledUpdate | None) -> jax.Array:
+    def _initial_value(self, new: NewShard, program: CompiledUpdate | None) -> jax.Array:
         if program is not None:
             return program([], [])[0]
         assert new.value is not None
         return copied(new.value, self.device)
 
     def _read(
-        self, step: Step, pulled: Sequence[HeldPiece], tables: Sequence[HeldPiece], is_duplicate: bool
+        self, step: Step, pulled: Sequence[HeldShard], tables: Sequence[HeldShard], is_duplicate: bool
     ) -> Message:
         instance = self.instance
         changed = [
-            piece for piece, (_, version) in zip(pulled, step.pull) if version != (instance, piece.number)
+            shard for shard, (_, version) in zip(pulled, step.pull) if version != (instance, shard.number)
         ]
         values = shown(changed)
-        rows = [rows_of(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]
+        rows = [rows_of(shard, numbers) for shard, numbers in zip(tables, step.row_numbers)]
         if pulled or tables:
             self._contents.statistics.count_pull(values, rows)
-        versions = [[instance, piece.number] for piece in pulled]
+        versions = [[instance, shard.number] for shard in pulled]
         return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])

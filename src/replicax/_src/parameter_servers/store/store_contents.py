@@ -16,10 +16,10 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.errors import UnknownProgramError
 from replicax._src.parameter_servers.programs.programs import UpdateProgram
 from replicax._src.parameter_servers.store.held_gradients import HeldGradients
-from replicax._src.parameter_servers.store.held_pieces import HeldPiece, check_state, few, staleness_of, text
+from replicax._src.parameter_servers.store.held_shards import HeldShard, check_state, few, staleness_of, text
 from replicax._src.parameter_servers.store.held_values import Spec
 from replicax._src.parameter_servers.store.log import Position
-from replicax._src.parameter_servers.store.requests import ApplyRound, Closure, NewPiece, Step
+from replicax._src.parameter_servers.store.requests import ApplyRound, Closure, NewShard, Step
 from replicax._src.parameter_servers.store.store_statistics import StoreStatistics
 from replicax._src.parameter_servers.store.unwritten import Unwritten
 from replicax._src.parameter_servers.store.updates import CompiledUpdate
@@ -48,13 +48,13 @@ class StoreState:
 
     Attributes:
       content: Everything besides arrays, as JSON.
-      pieces: The key, version number and a view of each shard. Release the views soon.
+      shards: The key, version number and a view of each shard. Release the views soon.
       programs: The programs that update shards.
       gradients: Gradients that wait for their round: the round, the closure, the program's digest, and the arrays.
     """
 
     content: dict[str, Any]
-    pieces: deque[tuple[str, int, np.ndarray]]
+    shards: deque[tuple[str, int, np.ndarray]]
     programs: Sequence[UpdateProgram]
     gradients: Sequence[tuple[int, int, str, Sequence[np.ndarray]]]
 
@@ -68,7 +68,7 @@ class StoreContents:
       owner: The session id of the coordinator that owns the contents; None if there is none.
       unwritten: The shards that a running snapshot has yet to write; None if no snapshot is being written.
       num_created, num_changes: See ``Progress``.
-      pieces: The shards by key.
+      shards: The shards by key.
       programs: The programs by digest.
       windows: The applied closures, rounds and assignments of each client.
       gradients: Gradients that wait for others of their round.
@@ -89,7 +89,7 @@ class StoreContents:
 
     def clear(self) -> None:
         """Drops everything."""
-        self.pieces: dict[str, HeldPiece] = {}
+        self.shards: dict[str, HeldShard] = {}
         self.programs: dict[str, CompiledUpdate] = {}
         self.windows = Windows()
         self.gradients = HeldGradients()
@@ -98,8 +98,8 @@ class StoreContents:
     def counts(self) -> dict[str, Any]:
         """Counts what is held now and what has been done, as JSON."""
         return {
-            "pieces": len(self.pieces),
-            "bytes": sum(piece.num_bytes for piece in self.pieces.values()),
+            "shards": len(self.shards),
+            "bytes": sum(shard.num_bytes for shard in self.shards.values()),
             "programs": len(self.programs),
             "gradient_bytes": self.gradients.num_bytes,
             **self.statistics.described(),
@@ -124,31 +124,31 @@ class StoreContents:
             ],
         }
 
-    def take(self, described: Mapping[str, Any], pieces: dict[str, HeldPiece]) -> None:
+    def take(self, described: Mapping[str, Any], shards: dict[str, HeldShard]) -> None:
         """Replaces everything by what was ``described``, with these shards and no program, as a new instance."""
         self.renew()
         self.owner, self._highest_number = described["incarnation"], described["highest_number"]
         self.clear()
-        self.pieces = pieces
+        self.shards = shards
         self.windows = Windows.of(described["windows"])
         self.statistics.updates = described["updates"]
 
     def state(self) -> StoreState:
         """Returns everything. While a view exists, the first update of its shard needs new memory."""
-        pieces = deque((piece.key, piece.number, piece.view()) for piece in self.pieces.values())
+        shards = deque((shard.key, shard.number, shard.view()) for shard in self.shards.values())
         programs = [compiled.program for compiled in self.programs.values()]
-        return StoreState(self.described(), pieces, programs, list(self.gradients.held()))
+        return StoreState(self.described(), shards, programs, list(self.gradients.held()))
 
     # --- contents ---------------------------------------------------------------------------------------
 
-    def piece(self, key: Any) -> HeldPiece:
+    def shard(self, key: Any) -> HeldShard:
         """Returns a shard. Raises InvalidArgumentError if there is none with this key."""
-        piece = self.pieces.get(key)
-        if piece is None:
+        shard = self.shards.get(key)
+        if shard is None:
             raise InvalidArgumentError(
-                f'There is no shard "{key}" on this parameter server, which has {few(self.pieces)}. Create it first.'
+                f'There is no shard "{key}" on this parameter server, which has {few(self.shards)}. Create it first.'
             )
-        return piece
+        return shard
 
     def program(self, digest: str) -> CompiledUpdate:
         """Returns a program. Raises UnknownProgramError if it has not been sent."""
@@ -157,17 +157,17 @@ class StoreContents:
             raise UnknownProgramError(f"The parameter server has no program {digest}: send it again.", digest)
         return program
 
-    def has(self, new: NewPiece, if_absent: bool) -> bool:
+    def has(self, new: NewShard, if_absent: bool) -> bool:
         """True if a shard exists already. Raises InvalidArgumentError if it must not exist, or has another shape or
         dtype.
         """
-        piece = self.pieces.get(new.key)
-        if piece is None:
+        shard = self.shards.get(new.key)
+        if shard is None:
             return False
-        if if_absent and piece.spec == new.spec:
+        if if_absent and shard.spec == new.spec:
             return True
         raise InvalidArgumentError(
-            f'Shard "{new.key}" exists already as {text(*piece.spec)}, so it cannot be created as {text(*new.spec)}. '
+            f'Shard "{new.key}" exists already as {text(*shard.spec)}, so it cannot be created as {text(*new.spec)}. '
             'Drop it first. If it may exist with this shape and dtype, say "if_absent": true.'
         )
 
@@ -191,16 +191,16 @@ class StoreContents:
         self._highest_number += 1
         self.num_created += 1
         self.num_changes += 1
-        self.pieces[key] = HeldPiece(key, spec, value, self._highest_number)
+        self.shards[key] = HeldShard(key, spec, value, self._highest_number)
 
-    def change(self, piece: HeldPiece, value: jax.Array, rows: Sequence[np.ndarray] | None = None) -> None:
+    def change(self, shard: HeldShard, value: jax.Array, rows: Sequence[np.ndarray] | None = None) -> None:
         """Gives a shard another value. If ``rows`` is given, only these rows may differ."""
-        piece.value = value
-        piece.number += 1
-        piece.changed.change(rows)
+        shard.value = value
+        shard.number += 1
+        shard.changed.change(rows)
         if self.unwritten is not None:
-            self.unwritten.change(piece.key)
-        self._highest_number = max(self._highest_number, piece.number)
+            self.unwritten.change(shard.key)
+        self._highest_number = max(self._highest_number, shard.number)
         self.num_changes += 1
 
     def update(self, step: Step, update: CompiledUpdate | None) -> bool:
@@ -214,7 +214,7 @@ class StoreContents:
         state = self._state(update)
         update.check_operands(step.operands)
         written = {update.program.state[position] for position in update.program.written}
-        used = [(self.pieces[key], version) for key, version in step.used if key in written]
+        used = [(self.shards[key], version) for key, version in step.used if key in written]
         staleness = staleness_of(used, self.instance)
         self._apply(update, state, step.operands)
         self.did(closure)
@@ -250,15 +250,15 @@ class StoreContents:
         self.gradients.end(number)
         return False
 
-    def _state(self, update: CompiledUpdate) -> list[HeldPiece]:
-        state = [self.piece(key) for key in update.program.state]
+    def _state(self, update: CompiledUpdate) -> list[HeldShard]:
+        state = [self.shard(key) for key in update.program.state]
         check_state(update, state)
         return state
 
     def _apply(
-        self, update: CompiledUpdate, state: Sequence[HeldPiece], operands: Sequence[np.ndarray]
+        self, update: CompiledUpdate, state: Sequence[HeldShard], operands: Sequence[np.ndarray]
     ) -> None:
         written = [state[position] for position in update.program.written]
-        results = update([piece.held() for piece in state], operands)
-        for piece, value, rows in zip(written, results, update.rows(operands)):
-            self.change(piece, value, rows)
+        results = update([shard.held() for shard in state], operands)
+        for shard, value, rows in zip(written, results, update.rows(operands)):
+            self.change(shard, value, rows)

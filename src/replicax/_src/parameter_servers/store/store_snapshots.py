@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, final
 
-from replicax._src.parameter_servers.store.held_pieces import HeldPiece
+from replicax._src.parameter_servers.store.held_shards import HeldShard
 from replicax._src.parameter_servers.store.snapshot_entries import Plan
 from replicax._src.parameter_servers.store.snapshot_manifest import Manifest
 from replicax._src.parameter_servers.store.snapshots import SnapshotFolder
@@ -70,23 +70,23 @@ class StoreSnapshots:
                 with self._lock:
                     contents.owner = None
                     contents.clear()  # before the new values are read: memory may not hold both
-                pieces = {
-                    key: HeldPiece(key, piece.spec, snapshot.value(piece, self._device), piece.number)
-                    for key, piece in snapshot.manifest.pieces.items()
+                shards = {
+                    key: HeldShard(key, shard.spec, snapshot.value(shard, self._device), shard.number)
+                    for key, shard in snapshot.manifest.shards.items()
                 }
-            for piece in pieces.values():
-                piece.changed.begin()
+            for shard in shards.values():
+                shard.changed.begin()
             folder.last = snapshot.manifest
             with self._lock:
-                contents.take(snapshot.content, pieces)
+                contents.take(snapshot.content, shards)
         told = {name: snapshot.content[name] for name in ("epoch", "incarnation", "updates")}
         programs = [program["digest"] for program in snapshot.content["programs"]]
         taken = snapshot.content.get("time")  # earlier versions did not write it
         return {
             **told,
             "file": str(snapshot.path),
-            "pieces": len(pieces),
-            "keys": list(pieces),
+            "shards": len(shards),
+            "keys": list(shards),
             "programs": programs,
             "refused": refused,
             "age_s": None if taken is None else max(0.0, time.time() - taken),
@@ -118,18 +118,18 @@ class StoreSnapshots:
     ) -> dict[str, Any]:
         contents = self._contents
         with moment() as said, self._lock:
-            plan = Plan.of(list(contents.pieces.values()), previous)
+            plan = Plan.of(list(contents.shards.values()), previous)
             content = {**contents.described(epoch), **said}
-            before = [(piece, piece.changed.begin()) for piece in contents.pieces.values()]
+            before = [(shard, shard.changed.begin()) for shard in contents.shards.values()]
             shared = {entry.key for entry in plan.entries if entry.value is not None}
-            sizes = {piece.key: piece.num_bytes for piece, _ in before}
+            sizes = {shard.key: shard.num_bytes for shard, _ in before}
             contents.unwritten = Unwritten(sizes, shared, time.monotonic() + LONGEST_WAIT_S)
         try:
             path, num_bytes = folder.write(content, plan, self._is_written)
         except BaseException:
             with self._lock:
-                for piece, counted in before:
-                    piece.changed.put_back(counted)
+                for shard, counted in before:
+                    shard.changed.put_back(counted)
             raise
         finally:
             with self._lock:

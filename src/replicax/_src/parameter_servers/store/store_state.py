@@ -19,9 +19,9 @@ def state_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence
     Each shard is released when the next one is requested. Until then an update of it needs new memory.
     """
     yield {"part": "state", "content": state.content}, ()
-    while state.pieces:
-        key, number, value = state.pieces.popleft()
-        yield {"part": "piece", "key": key, "number": number}, [value]
+    while state.shards:
+        key, number, value = state.shards.popleft()
+        yield {"part": "shard", "key": key, "number": number}, [value]
     yield from program_messages(state.programs)
     for number, closure, digest, arrays in state.gradients:
         yield {"part": "gradients", "round": number, "closure": closure, "program": digest}, arrays
@@ -42,7 +42,7 @@ def take_part(store: Store, header: Mapping[str, Any], arrays: Sequence[np.ndarr
     match header["part"]:
         case "state":
             store.begin_with(header["content"])
-        case "piece":
+        case "shard":
             store.put(header["key"], header["number"], arrays[0])
         case "program":
             fields = {name: header[name] for name in ("incarnation", "digest", "described")}

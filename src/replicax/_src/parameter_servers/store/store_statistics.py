@@ -46,7 +46,7 @@ class StoreStatistics:
       updates: The number of updates that were applied, by closures and by other calls.
       duplicates: The number of updates that were not, because their closure had been applied or had ended.
       pulls: The number of answers with values or rows.
-      pieces_sent: The number of values in these answers. Unchanged values are not sent.
+      shards_sent: The number of values in these answers. Unchanged values are not sent.
       rows_sent: The number of rows in these answers.
       staleness: The staleness of updates whose closures sent the versions that they had read.
     """
@@ -54,14 +54,14 @@ class StoreStatistics:
     updates: int = 0
     duplicates: int = 0
     pulls: int = 0
-    pieces_sent: int = 0
+    shards_sent: int = 0
     rows_sent: int = 0
     staleness: Staleness = field(default_factory=Staleness)
 
     def count_pull(self, values: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
         """Records an answer with these values and rows."""
         self.pulls += 1
-        self.pieces_sent += len(values)
+        self.shards_sent += len(values)
         self.rows_sent += sum(map(len, rows))
 
     def described(self) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _where(arrays: Sequence[ServerArray]) -> list[Any]:
-    return [(array.pieces, dict(array.copies)) for array in arrays]
+    return [(array.shards, dict(array.copies)) for array in arrays]
 
 
 def _leaves(described: Any) -> tuple[jax.ShapeDtypeStruct, ...] | None:

@@ -12,7 +12,7 @@ import numpy as np
 from replicax._src.parameter_servers.client.lookups import RowsWanted
 from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.client.steps import Answered, Ask, Version, row_asks, rows_of
-from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.programs.programs import Shard
 
 _CLOSURES_PER_SWEEP: Final = 1000
 """A copy that this many closures did not use is dropped: the variable may be deleted."""
@@ -75,23 +75,23 @@ class Pulls:
             if not copy.is_kept:
                 copy.value = None
 
-    def used(self, pieces: Sequence[Piece]) -> dict[int, list[tuple[str, Version]]]:
-        """Returns the versions of the copies of ``pieces``, by server."""
+    def used(self, shards: Sequence[Shard]) -> dict[int, list[tuple[str, Version]]]:
+        """Returns the versions of the copies of ``shards``, by server."""
         versions: dict[int, list[tuple[str, Version]]] = {}
-        for piece in pieces:
-            versions.setdefault(piece.ps, []).append((piece.key, self._copies[piece.ps, piece.key].version))
+        for shard in shards:
+            versions.setdefault(shard.ps, []).append((shard.key, self._copies[shard.ps, shard.key].version))
         return versions
 
-    def bring(self, pieces: Sequence[Piece], tables: Sequence[RowsWanted]) -> list[np.ndarray]:
-        """Makes the values of ``pieces`` fresh, and pulls rows of tables, in at most one round trip.
+    def bring(self, shards: Sequence[Shard], tables: Sequence[RowsWanted]) -> list[np.ndarray]:
+        """Makes the values of ``shards`` fresh, and pulls rows of tables, in at most one round trip.
 
         Returns:
           The rows of the unique ids of each of ``tables``, [num_ids, ...].
         """
         asks = row_asks(tables)
-        stale = {piece.ps for piece in pieces if not self._is_fresh(piece)} | asks.keys()
+        stale = {shard.ps for shard in shards if not self._is_fresh(shard)} | asks.keys()
         for ps in stale:
-            asks[ps] = Ask(rows=asks[ps].rows if ps in asks else (), pull=self._pull(ps, pieces))
+            asks[ps] = Ask(rows=asks[ps].rows if ps in asks else (), pull=self._pull(ps, shards))
         if not asks:
             return []
         self.num_pulls += 1
@@ -99,9 +99,9 @@ class Pulls:
         self.take(answers)
         return rows_of(tables, answers)
 
-    def asks_for(self, pieces: Sequence[Piece], servers: Sequence[int]) -> dict[int, list]:
-        """Returns what to pull of ``pieces`` with a push, by server. Each of ``servers`` has at least an empty list."""
-        return {ps: self._pull(ps, pieces) for ps in {*servers, *(piece.ps for piece in pieces)}}
+    def asks_for(self, shards: Sequence[Shard], servers: Sequence[int]) -> dict[int, list]:
+        """Returns what to pull of ``shards`` with a push, by server. Each of ``servers`` has at least an empty list."""
+        return {ps: self._pull(ps, shards) for ps in {*servers, *(shard.ps for shard in shards)}}
 
     def take(self, answers: Mapping[int, Answered]) -> None:
         """Stores the values of answers."""
@@ -109,9 +109,9 @@ class Pulls:
             for key, (version, value) in answer.values.items():
                 self._take_one((ps, key), version, value)
 
-    def value(self, pieces: Sequence[Piece]) -> Any:
+    def value(self, shards: Sequence[Shard]) -> Any:
         """Returns the full value of a variable, as an array of NumPy or JAX. Release it before the next message."""
-        copies = [self._copies[piece.ps, piece.key] for piece in pieces]
+        copies = [self._copies[shard.ps, shard.key] for shard in shards]
         for copy in copies:
             copy.last_use = self._num_closures
         if len(copies) > 1:
@@ -132,12 +132,12 @@ class Pulls:
         else:
             copy.version, copy.value, copy.is_kept, copy.is_fresh = version, value, False, True
 
-    def _is_fresh(self, piece: Piece) -> bool:
-        copy = self._copies.get((piece.ps, piece.key))
+    def _is_fresh(self, shard: Shard) -> bool:
+        copy = self._copies.get((shard.ps, shard.key))
         return copy is not None and copy.is_fresh
 
-    def _pull(self, ps: int, pieces: Sequence[Piece]) -> list[tuple[str, Version | None]]:
-        keys = dict.fromkeys(piece.key for piece in pieces if piece.ps == ps)
+    def _pull(self, ps: int, shards: Sequence[Shard]) -> list[tuple[str, Version | None]]:
+        keys = dict.fromkeys(shard.key for shard in shards if shard.ps == ps)
         return [(key, self._known(ps, key)) for key in keys]
 
     def _known(self, ps: int, key: str) -> Version | None:

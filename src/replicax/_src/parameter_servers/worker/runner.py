@@ -21,8 +21,8 @@ from replicax._src.parameter_servers.programs.executable import Executable, Load
 from replicax._src.parameter_servers.programs.programs import (
     Input,
     Operand,
-    Piece,
     Push,
+    Shard,
     WorkerProgram,
     signature_of,
 )
@@ -267,8 +267,8 @@ class Runner:
         program, tables = run.loaded.program, []
         for lookup, executable in zip(program.lookups, run.loaded.ids, strict=True):
             (ids,) = executable(self._inputs(run, lookup.inputs))
-            pieces = program.variables[lookup.variable]
-            tables.append(RowsWanted.of(np.asarray(ids), pieces, lookup.num_rows))
+            shards = program.variables[lookup.variable]
+            tables.append(RowsWanted.of(np.asarray(ids), shards, lookup.num_rows))
         return tables
 
     def _look_ahead(self, run: _Run) -> _Run | None:
@@ -323,7 +323,7 @@ class Runner:
         used = self._pulls.used(run.loaded.whole)
         self._pulls.forget()
         run.rows = ()
-        ahead: list[Piece] = []
+        ahead: list[Shard] = []
         # (Without the rows the next closure must send a request anyway, and then it gets everything.)
         if self._pulls_for_next(run) and asks and (self._ahead is not None or not program.lookups):
             ahead = run.loaded.whole
@@ -360,8 +360,8 @@ class Runner:
             return [array if operand.rows is None else array[operand.rows[0] : operand.rows[1]]]
         lookup = run.loaded.program.lookups[operand.lookup]
         start, stop = operand.rows or (0, lookup.num_rows)
-        pieces = run.loaded.program.variables[lookup.variable]
-        (key,) = [piece.key for piece in pieces if piece.ps == ps and piece.rows in (None, (start, stop))]
+        shards = run.loaded.program.variables[lookup.variable]
+        (key,) = [shard.key for shard in shards if shard.ps == ps and shard.rows in (None, (start, stop))]
         return gradient_operands(run.tables[operand.lookup], array, key, stop - start)
 
 

@@ -22,7 +22,7 @@ MAX_COPIED_BYTES: Final = 4_000_000
 
 
 @dataclass(slots=True)
-class HeldPiece:
+class HeldShard:
     """A shard of a variable on this server.
 
     Attributes:
@@ -64,11 +64,11 @@ class HeldPiece:
         return np.asarray(self.held())
 
 
-def shown(pieces: Sequence[HeldPiece]) -> list[np.ndarray]:
+def shown(shards: Sequence[HeldShard]) -> list[np.ndarray]:
     """Returns their values: copies of small ones, so that the next update can reuse the memory, and views of
     large ones.
     """
-    values = [piece.view() for piece in pieces]
+    values = [shard.view() for shard in shards]
     num_bytes = 0
     for index in sorted(range(len(values)), key=lambda i: values[i].nbytes):
         num_bytes += values[index].nbytes
@@ -78,45 +78,45 @@ def shown(pieces: Sequence[HeldPiece]) -> list[np.ndarray]:
     return values
 
 
-def rows_of(piece: HeldPiece, numbers: np.ndarray) -> np.ndarray:
+def rows_of(shard: HeldShard, numbers: np.ndarray) -> np.ndarray:
     """Returns copies of rows. A number outside of the shard is clipped to the first or the last row."""
-    return np.take(piece.view(), numbers, axis=0, mode="clip")
+    return np.take(shard.view(), numbers, axis=0, mode="clip")
 
 
-def staleness_of(used: Iterable[tuple[HeldPiece, Version | None]], instance: str) -> int | None:
+def staleness_of(used: Iterable[tuple[HeldShard, Version | None]], instance: str) -> int | None:
     """Returns the largest number of changes since a version was used; None if no version belongs to this store."""
     ages = [
-        piece.number - version[1] for piece, version in used if version is not None and version[0] == instance
+        shard.number - version[1] for shard, version in used if version is not None and version[0] == instance
     ]
     return max(0, *ages) if ages else None
 
 
-def check_tables(tables: Sequence[HeldPiece]) -> None:
+def check_tables(tables: Sequence[HeldShard]) -> None:
     """Raises InvalidArgumentError if a shard has no rows."""
-    for piece in tables:
-        shape, _ = piece.spec
+    for shard in tables:
+        shape, _ = shard.spec
         if not shape or not shape[0]:
             raise InvalidArgumentError(
-                f'Shard "{piece.key}" has the shape {list(shape)}, so its rows cannot be read. '
+                f'Shard "{shard.key}" has the shape {list(shape)}, so its rows cannot be read. '
                 "Pull the whole shard; only a shard with at least one row has rows to read."
             )
 
 
-def check_state(update: CompiledUpdate, state: Sequence[HeldPiece]) -> None:
+def check_state(update: CompiledUpdate, state: Sequence[HeldShard]) -> None:
     """Raises InvalidArgumentError unless the program was exported for these shards."""
-    for piece, spec in zip(state, update.state):
-        if piece.spec != spec:
+    for shard, spec in zip(state, update.state):
+        if shard.spec != spec:
             raise InvalidArgumentError(
-                f'Program {update.program.digest} takes shard "{piece.key}" as {text(*spec)}, and it is '
-                f"{text(*piece.spec)}. Export the program for the shard as it is."
+                f'Program {update.program.digest} takes shard "{shard.key}" as {text(*spec)}, and it is '
+                f"{text(*shard.spec)}. Export the program for the shard as it is."
             )
 
 
-def check_assigned(piece: HeldPiece, array: np.ndarray) -> None:
+def check_assigned(shard: HeldShard, array: np.ndarray) -> None:
     """Raises InvalidArgumentError unless the array has the shape and dtype of the shard."""
-    if piece.spec != (array.shape, array.dtype):
+    if shard.spec != (array.shape, array.dtype):
         raise InvalidArgumentError(
-            f'Shard "{piece.key}" is {text(*piece.spec)}, and cannot be assigned {text(array.shape, array.dtype)}. '
+            f'Shard "{shard.key}" is {text(*shard.spec)}, and cannot be assigned {text(array.shape, array.dtype)}. '
             "Give a value of its shape and dtype."
         )
 
