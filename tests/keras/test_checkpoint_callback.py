@@ -239,7 +239,7 @@ def tensorflow_style(strategy):
 STRATEGIES = {
     "one_device": lambda: rx.OneDeviceStrategy("cpu:0"),
     "default": rx.get_strategy,
-    "divided_state": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_state="all"),
+    "sharded_state": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_state="all"),
     "central_storage": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"]),
 }
 
@@ -247,8 +247,8 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     "name",
     [
-        "divided_state",
-        *(pytest.param(name, marks=pytest.mark.long) for name in STRATEGIES if name != "divided_state"),
+        "sharded_state",
+        *(pytest.param(name, marks=pytest.mark.long) for name in STRATEGIES if name != "sharded_state"),
     ],
 )
 def test_under_other_strategies(name, tmp_path):

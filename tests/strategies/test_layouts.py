@@ -105,8 +105,8 @@ def test_training_equals_one_device_and_shards_memory(how, num_logical, caplog):
     assert_close(got, expected, 1e-5, 1e-6)
     for variable in variables:
         path = variable.path.replace("_kernel", "/kernel").replace("_bias", "/bias")  # of the optimizer's
-        is_divided = any(part in path for part in IS_DIVIDED)
-        assert held(variable) == [variable.value.nbytes // (num_logical if is_divided else 1)] * 8, path
+        is_sharded = any(part in path for part in IS_DIVIDED)
+        assert held(variable) == [variable.value.nbytes // (num_logical if is_sharded else 1)] * 8, path
 
 
 @pytest.mark.filterwarnings(

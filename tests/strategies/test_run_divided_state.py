@@ -85,8 +85,8 @@ def test_training_equals_one_device_and_shards_memory(how, state, size, least_by
     assert_close(got, list(on_one_device()), 1e-5, 1e-6)
     for variable in variables:
         is_of_optimizer = any(variable is other for other in variables[4:-1])
-        is_divided = state == "all" or is_of_optimizer
-        fits = is_divided and any(n % size == 0 for n in variable.shape)
+        is_sharded = state == "all" or is_of_optimizer
+        fits = is_sharded and any(n % size == 0 for n in variable.shape)
         held = [shard.data.nbytes for shard in variable.value.addressable_shards]
         assert held == [variable.value.nbytes // (size if fits else 1)] * 4, variable
 

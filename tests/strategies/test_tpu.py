@@ -369,20 +369,20 @@ def test_sharded_variable_stays_sharded(strategy):
     before = w.numpy()
     assert strategy.experimental_split_to_logical_devices(w, [1, 2]) is w
 
-    def is_divided():
+    def is_sharded():
         return {shard.data.shape for shard in w.value.addressable_shards} == {(8, 3)}
 
-    assert is_divided()
+    assert is_sharded()
     assert len(w.values) == 2
     np.testing.assert_array_equal(w.values[1], before)
     w.assign(before + 1)
-    assert is_divided()
+    assert is_sharded()
     strategy.run(lambda: w.assign_sub(jnp.ones((8, 6))))
-    assert is_divided()
+    assert is_sharded()
     rx.function(lambda: strategy.run(lambda: w.assign(w * 2)))()
-    assert is_divided()
+    assert is_sharded()
     strategy.run_steps(lambda x: w.assign_add(0 * jnp.sum(w.value)), _iterator(strategy), steps=3)
-    assert is_divided()
+    assert is_sharded()
     np.testing.assert_allclose(w.numpy(), before * 2, atol=1e-6)
     strategy.extended.update(w, lambda v: v.assign_add(jnp.ones((8, 6))))
     result = strategy.reduce("MEAN", strategy.run(lambda: w.value), axis=None)
@@ -428,7 +428,7 @@ def test_forgotten_variables_leave_nothing_behind(strategy):
 
 
 @keras.saving.register_keras_serializable("test_tpu")
-class Divided(keras.layers.Dense):
+class Sharded(keras.layers.Dense):
     """A dense layer whose output is split over the logical devices, under a strategy that has such."""
 
     def call(self, inputs):
@@ -440,7 +440,7 @@ class Divided(keras.layers.Dense):
 def model_of(strategy, with_statistics=True):
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        layers = [keras.Input((8,)), Divided(16, activation="tanh"), keras.layers.Dense(4)]
+        layers = [keras.Input((8,)), Sharded(16, activation="tanh"), keras.layers.Dense(4)]
         if with_statistics:
             layers.insert(2, keras.layers.BatchNormalization())
         model = keras.Sequential(layers)

@@ -116,7 +116,7 @@ def test_each_equation_gathers_what_it_needs(monkeypatch, function, is_one, expe
     def step(weights, x):
         dim = 1 if is_one else 0
         marked = jax.tree_util.tree_map(
-            lambda w: gathers.divided_read_p.bind(w, dim=dim, whole=whole), weights
+            lambda w: gathers.sharded_read_p.bind(w, dim=dim, whole=whole), weights
         )
         return jax.grad(function)(marked, x)
 
@@ -141,7 +141,7 @@ def test_gradients_of_stacked_variables_are_sharded_in_the_loop(monkeypatch):
     weights = random.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32)
 
     def step(weights, x):
-        read = gathers.divided_read_p.bind(weights, dim=1, whole=whole)
+        read = gathers.sharded_read_p.bind(weights, dim=1, whole=whole)
         gradient = 2.0 * jax.grad(scanned)(read, x)
         for sharding in (whole, pieces):
             gradient = jax.lax.with_sharding_constraint(gradient, sharding)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicax._src.errors import PerReplicaUseError, VariableError
-from replicax._src.keras import divided_state, servers
+from replicax._src.keras import servers, sharded_state
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.user_code import user_line
@@ -31,17 +31,17 @@ class PlacedOptimizer(_Keras):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # One of the base class itself is not for training: Keras makes it, to see its attributes, where a model is
         # saved. One worker may save alone, so the others are not asked for the values of its variables.
-        with divided_state.made_alone(type(self) is keras.optimizers.Optimizer):
+        with sharded_state.made_alone(type(self) is keras.optimizers.Optimizer):
             super().__init__(*args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable)
     def add_variable(self, *args: Any, **kwargs: Any) -> Any:
-        with divided_state.of_optimizer():
+        with sharded_state.of_optimizer():
             return super().add_variable(*args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable_from_reference)
     def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with divided_state.of_optimizer(reference_variable), servers.where(reference_variable):
+        with sharded_state.of_optimizer(reference_variable), servers.where(reference_variable):
             return super().add_variable_from_reference(reference_variable, *args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.apply)
@@ -58,7 +58,7 @@ class PlacedOptimizer(_Keras):
     @functools.wraps(keras.optimizers.Optimizer.stateless_apply)
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         own = super().stateless_apply
-        return divided_state.apply_to_shards(own, optimizer_variables, grads, trainable_variables)
+        return sharded_state.apply_to_shards(own, optimizer_variables, grads, trainable_variables)
 
 
 def _own_apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:

@@ -98,7 +98,7 @@ class SharedReads:
             return _DONE, None
         with shards():
             value = self._by_number[chosen].value
-        return chosen, self._layouts.whole(value) if is_divided(value) else value
+        return chosen, self._layouts.whole(value) if is_sharded(value) else value
 
 
 is_needed = False
@@ -119,7 +119,7 @@ def of(strategy: Strategy | None) -> SharedReads | None:
     return _of_layouts[layouts]
 
 
-def is_divided(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """Whether a value lies in shards on the devices of several processes."""
     if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False
@@ -133,7 +133,7 @@ def shards() -> contextlib.AbstractContextManager[None]:
 
 def whole(variable: Any, held: Any) -> Any:
     """The whole of what a variable holds, of which each process may have a shard."""
-    if _here.takes_shards or not is_divided(held) or not jax_compat.is_evaluating():
+    if _here.takes_shards or not is_sharded(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))
     return held if reads is None else reads.whole(variable, held)

@@ -20,7 +20,7 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import RowsOfWorker
-from replicax._src.keras.divided_state import with_divided_state
+from replicax._src.keras.sharded_state import with_sharded_state
 from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
@@ -189,7 +189,7 @@ class GlobalStepFunction(StepFunction):
         layouts = self.strategy.variable_placement.layouts
         if layouts is None:
             return self._step_of_whole_state(state, data)
-        return with_divided_state(
+        return with_sharded_state(
             self._step_of_whole_state, layouts, state, data, getattr(self.model, "optimizer", None)
         )
 

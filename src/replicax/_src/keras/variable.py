@@ -12,7 +12,7 @@ import keras
 
 from replicax._src import context, jax_compat
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import divided_state, placed_variables, servers, shared_reads
+from replicax._src.keras import placed_variables, servers, sharded_state, shared_reads
 from replicax._src.keras.capture import accessor, outside_functions
 from replicax._src.tracing.bindings import is_local
 from replicax._src.tracing.capture import current_capture, note_created, planning
@@ -39,18 +39,18 @@ class PlacedVariable(_Keras):
         note_created(self.path)
 
     def _make(self, args: Any, kwargs: Any) -> None:
-        divided_state.note_purpose(self)
+        sharded_state.note_purpose(self)
         placement = servers.placement_of_scope()
         if placement is not None:
             servers.make(_own_init, self, placement, args, kwargs)
         else:
-            divided_state.make(_own_init, self, args, kwargs)
+            sharded_state.make(_own_init, self, args, kwargs)
         context.remember_owner(self)
         layouts = getattr(_placement_of(self), "logical_layouts", None)
         if layouts is not None:
             layouts.note(self)
         reads = shared_reads.of(context.owners.get(id(self)))
-        if reads is not None and not divided_state.making.is_alone:
+        if reads is not None and not sharded_state.making.is_alone:
             reads.note(self)
         _take_leaders_value(self)
         placed_variables.place(self)
@@ -68,9 +68,9 @@ class PlacedVariable(_Keras):
             keras_capture.without_values.append(self)
             return
         owner = context.owners.get(id(self))
-        with divided_state.laid_out(owner, self._initializer) as self._initializer:
+        with sharded_state.laid_out(owner, self._initializer) as self._initializer:
             super()._deferred_initialize()
-        divided_state.stay_as_assigned(owner, self)
+        sharded_state.stay_as_assigned(owner, self)
         _take_leaders_value(self)
         placed_variables.place(self)
 
@@ -122,7 +122,7 @@ def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
 def _take_leaders_value(variable: Any) -> None:
     """In several processes a new variable begins with the value that it has in the first."""
     strategy = context.owners.get(id(variable))
-    if strategy is None or strategy.topology.peers is None or divided_state.making.is_alone:
+    if strategy is None or strategy.topology.peers is None or sharded_state.making.is_alone:
         return
     if not accessor.is_built(variable):
         return

@@ -145,7 +145,7 @@ class _Program:
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
         self._shardings = state.shardings
-        self._is_divided = any(sharding != topology.replicated for sharding in self._shardings)
+        self._is_sharded = any(sharding != topology.replicated for sharding in self._shardings)
         self._plan = self._plan_by_rows(num_consts + num_state)
         if self._plan is None and any(layout.is_split for layout in self._layouts):
             self._make_wrong_operations_whole()
@@ -203,7 +203,7 @@ class _Program:
             or not topology.is_cpu
             or self._gives_rows
             or topology.num_logical_devices > 1
-            or self._is_divided
+            or self._is_sharded
         ):
             return None
         has_rows = [False] * num_whole + [layout.is_split for layout in self._layouts]

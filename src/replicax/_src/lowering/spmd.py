@@ -36,7 +36,7 @@ from replicax._src.tracing.bindings import (
     spread_sum,
     state_lock,
 )
-from replicax._src.tracing.gathers import Divided, evaluate_gathering
+from replicax._src.tracing.gathers import Sharded, evaluate_gathering
 from replicax._src.tracing.holders import held_elsewhere
 from replicax._src.tracing.passes import compare_sizes
 from replicax._src.tracing.program import ReplicaProgram
@@ -100,16 +100,16 @@ def replica_body(
       A function of (constants by variant, state by binding, arguments) that gives the array outputs, the new
       values of written variables, and the sums shown by SUMMED ones.
     """
-    is_divided = topology.num_logical_devices > 1
-    evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
-    is_alone = is_divided and topology.num_replicas == 1 and program.has_collectives
+    is_sharded = topology.num_logical_devices > 1
+    evaluate_uneven = UnevenEvaluator(program, is_sharded) if len(program.variants) > 1 else None
+    is_alone = is_sharded and topology.num_replicas == 1 and program.has_collectives
     evaluate_whole = _evaluate_alone if is_alone else jax_compat.eval_jaxpr
     position = {id(binding): i for i, binding in enumerate(program.bindings)}
     orders = [[position[id(e.binding)] for e in v.entries] for v in program.variants]
 
     def body(consts: Sequence[Sequence[Any]], state: Sequence[Any], args: Sequence[Any]):
         by_variant = [[state[i] for i in order] for order in orders]
-        has_pieces = any(isinstance(value, Divided) for value in state)
+        has_pieces = any(isinstance(value, Sharded) for value in state)
         if evaluate_uneven is None:
             variant = program.variants[0]
             evaluate = evaluate_gathering if has_pieces else evaluate_whole
@@ -469,10 +469,10 @@ class Launcher:
         if placement.logical_layouts is not None and _trains(program, written):
             placement.logical_layouts.check_used(is_training=True)  # what it trains has been made
         # By the compiler, with collectives of its own.
-        is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.bindings)
-        self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
+        is_sharded = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.bindings)
+        self._needs_token = (program.has_collectives or is_sharded) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
-        cut = _cut(program) if placement.layouts is not None and is_divided else None
+        cut = _cut(program) if placement.layouts is not None and is_sharded else None
         if cut is None:
             self.placed = self._place(program, self.state, rows_of_replica)
         else:
@@ -485,7 +485,7 @@ class Launcher:
             donate_argnums=donate,
             compiler_options=compiler_options,
             # The compiler would leave results as they fell, divided or not.
-            out_shardings=self._shardings_of_results() if is_divided else None,
+            out_shardings=self._shardings_of_results() if is_sharded else None,
         )
 
     @property

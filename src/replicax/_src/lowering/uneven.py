@@ -19,7 +19,7 @@ from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import StructureError
 from replicax._src.tracing.equations import called, evaluated, inner_jaxprs, is_variable, variables
-from replicax._src.tracing.gathers import Divided, evaluate_gathering
+from replicax._src.tracing.gathers import Sharded, evaluate_gathering
 from replicax._src.tracing.passes import check_equal_counts
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
 from replicax._src.tracing.replication import is_call, meets
@@ -36,7 +36,7 @@ class UnevenEvaluator:
     Args:
       evaluates_all: Every replica evaluates all variants, and takes its own: the compiler may divide what one computes
         over devices with collectives in which all replicas must meet, such as a permutation, and not in a branch.
-      divided: The bindings, by id, whose values are ``Divided``, to be gathered where each variant needs them. All are
+      divided: The bindings, by id, whose values are ``Sharded``, to be gathered where each variant needs them. All are
         evaluated then too.
     """
 
@@ -237,7 +237,7 @@ def _evaluate(
     used = dict.fromkeys(a for eqn in eqns for a in variables(eqn.invars) if a not in made)
     results = dict.fromkeys(a for a in variables(needed) if a in made)
     piece = jax_compat.rebuild(jaxpr, invars=list(used), outvars=list(results), eqns=list(eqns))
-    args = [env[v] if isinstance(env[v], Divided) else _read(env, v) for v in used]
+    args = [env[v] if isinstance(env[v], Sharded) else _read(env, v) for v in used]
     env.update(zip(results, evaluate(piece, args), strict=True))
 
 
@@ -329,4 +329,4 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     if isinstance(atom, jax_compat.Literal):
         return atom.val
     value = env[atom]
-    return value.whole() if isinstance(value, Divided) else cut(value, atom.aval.shape)
+    return value.whole() if isinstance(value, Sharded) else cut(value, atom.aval.shape)

@@ -19,7 +19,7 @@ from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import StructureError
 from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.tracing.equations import inner_jaxprs, walked
-from replicax._src.tracing.gathers import Divided, evaluate_gathering
+from replicax._src.tracing.gathers import Sharded, evaluate_gathering
 from replicax._src.tracing.program import ReplicaProgram, Variant, shows_how_often
 from replicax._src.tracing.replication import has_replica_collective, meets
 from replicax._src.tracing.value_numbering import number_constant, number_params
@@ -31,10 +31,10 @@ def evaluate_uneven_gathering(
     state: Sequence[Sequence[Any]],
     args: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """What ``UnevenEvaluator`` gives, where some of the state is ``Divided``. Inside ``shard_map``."""
+    """What ``UnevenEvaluator`` gives, where some of the state is ``Sharded``. Inside ``shard_map``."""
     cut = _cut_at_gathers(program, state)
     if cut is None and any(shows_how_often(variant.jaxpr) for variant in program.variants):
-        shards = {id(value): value for values in state for value in values if isinstance(value, Divided)}
+        shards = {id(value): value for values in state for value in values if isinstance(value, Sharded)}
         whole = {key: value.whole() for key, value in shards.items()}
         gathered = [[whole.get(id(value), value) for value in values] for values in state]
         return UnevenEvaluator(program)(consts, gathered, args)
@@ -43,7 +43,7 @@ def evaluate_uneven_gathering(
             id(entry.binding)
             for variant, values in zip(program.variants, state, strict=True)
             for entry, value in zip(variant.entries, values, strict=True)
-            if isinstance(value, Divided)
+            if isinstance(value, Sharded)
         }
         return UnevenEvaluator(program, divided=divided)(consts, state, args)
     evaluate, more = cut
@@ -85,7 +85,7 @@ def _cut_at_gathers(
 def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) -> Variant:
     """The variant of one replica's shards, with gathers among its equations."""
     first = len(variant.consts)
-    divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Divided)}
+    divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Sharded)}
 
     def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         given = [
@@ -125,7 +125,7 @@ def _shards_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
         return [None] * len(eqn.outvars)
 
     state = [
-        _OfShards(("variable", id(entry.binding))) if isinstance(value, Divided) else None
+        _OfShards(("variable", id(entry.binding))) if isinstance(value, Sharded) else None
         for entry, value in zip(variant.entries, values, strict=True)
     ]
     inputs = [*map(number_constant, variant.consts), *state]
@@ -144,4 +144,4 @@ def _num_in_loops(variant: Variant) -> int:
 
 
 def _sharded(value: Any) -> Any:
-    return value.shards if isinstance(value, Divided) else value
+    return value.shards if isinstance(value, Sharded) else value

@@ -124,9 +124,9 @@ class Search:
         elif plan.shard_size is not None:
             yield from self._in_more_pieces(self._asked, plan.memory.arguments, plan.shard_size)
         if self._may_divide:
-            yield from self._divided()
+            yield from self._sharded()
 
-    def _divided(self) -> Iterator[Remedy]:
+    def _sharded(self) -> Iterator[Remedy]:
         of_batch = self._plan.memory.arguments - self._plan.state_bytes
         least = self._plan.memory.arguments
         for state in (ShardState.OPTIMIZER, ShardState.ALL):

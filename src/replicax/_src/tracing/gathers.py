@@ -38,14 +38,14 @@ def is_large(num_bytes: int) -> bool:
     return num_bytes >= LEAST_GATHERED_BYTES
 
 
-divided_read_p = jax_compat.identity_primitive("replicax_divided_read")
+sharded_read_p = jax_compat.identity_primitive("replicax_sharded_read")
 """A variable that a step in the global view reads; params ``dim``, along which it is cut, and ``whole``, its sharding
 gathered.
 """
 
 
 @dataclass(frozen=True, eq=False)
-class Divided:
+class Sharded:
     """A value in shards, to be gathered where it is needed.
 
     Attributes:
@@ -75,14 +75,14 @@ class Divided:
 
 
 def evaluate_gathering(jaxpr: Any, args: Sequence[Any], *, recomputes_gathers: bool = True) -> list[Any]:
-    """The outputs of a jaxpr without constvars, in a trace; what is ``Divided`` among its arguments, or marked, is
+    """The outputs of a jaxpr without constvars, in a trace; what is ``Sharded`` among its arguments, or marked, is
     gathered late.
 
     Args:
       recomputes_gathers: What is computed once more on the way back gathers inside; else before it, for all of it.
     """
-    is_marked = any(eqn.primitive is divided_read_p for eqn in jaxpr.eqns)
-    if not is_marked and not any(isinstance(arg, Divided) for arg in args):
+    is_marked = any(eqn.primitive is sharded_read_p for eqn in jaxpr.eqns)
+    if not is_marked and not any(isinstance(arg, Sharded) for arg in args):
         return jax_compat.eval_jaxpr(jaxpr, args)  # once: the trial costs as much as a trace
     arrays = list(map(_shards_of, args))
 
@@ -115,12 +115,12 @@ class _Evaluation:
         self._is_in_shards: set[int] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-        """The outputs of a jaxpr; they may be ``Divided``."""
+        """The outputs of a jaxpr; they may be ``Sharded``."""
         self._scattered.update(_scattered_later(jaxpr))
         return evaluated(jaxpr, list(map(self._as_given, args)), self._outputs, consts)
 
     def _as_given(self, value: Any) -> Any:
-        if isinstance(value, Divided) and value.variable in self._at_once:
+        if isinstance(value, Sharded) and value.variable in self._at_once:
             return value.whole()
         return value
 
@@ -130,11 +130,11 @@ class _Evaluation:
 
     def _outputs(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
-        if eqn.primitive is divided_read_p:
+        if eqn.primitive is sharded_read_p:
             return [self._as_given(_marked(eqn, operands[0]))]
         if id(eqn) in self._is_in_shards:
             return operands
-        divided = [operand for operand in operands if isinstance(operand, Divided)]
+        divided = [operand for operand in operands if isinstance(operand, Sharded)]
         if not divided:
             return jax_compat.bind_equation(eqn, operands)
         if name == "scan":
@@ -162,7 +162,7 @@ class _Evaluation:
           kept: Positions of those that stay in shards.
         """
         results = list(operands)
-        late = [i for i, value in enumerate(operands) if isinstance(value, Divided) and i not in kept]
+        late = [i for i, value in enumerate(operands) if isinstance(value, Sharded) and i not in kept]
         others = [i for i, value in enumerate(operands) if _can_wait(value)]
         shards = [operands[i].shards for i in late]
         if late and others:
@@ -223,7 +223,7 @@ class _Evaluation:
         results = jax_compat.bind_equation(eqn, arrays, params)
         return [
             dataclasses.replace(out, shards=result, dim=out.dim + 1, num_bytes=out.num_bytes * length)
-            if isinstance(out, Divided)
+            if isinstance(out, Sharded)
             else result
             for out, result in zip(outputs, results, strict=True)
         ]
@@ -290,9 +290,9 @@ def _of_slice(sharding: Any) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
-def _marked(eqn: Any, value: Any) -> Divided:
+def _marked(eqn: Any, value: Any) -> Sharded:
     whole = eqn.params["whole"]
-    return Divided(
+    return Sharded(
         value,
         eqn.params["dim"],
         _num_bytes(value),
@@ -308,7 +308,7 @@ def _is_of_one(eqn: Any) -> bool:
     return len(eqn.outvars) == 1 and len(numbers) == len(eqn.invars) - 1
 
 
-def _aside(eqn: Any, operands: Sequence[Any], value: Divided) -> Divided:
+def _aside(eqn: Any, operands: Sequence[Any], value: Sharded) -> Sharded:
     """What an equation makes of a value in shards, itself in shards."""
     result = eqn.outvars[0].aval
     size = _num_bytes(result)
@@ -320,7 +320,7 @@ def _aside(eqn: Any, operands: Sequence[Any], value: Divided) -> Divided:
     return dataclasses.replace(value, shards=made, num_bytes=size)
 
 
-def _leaves_shards(eqn: Any, value: Divided) -> bool:
+def _leaves_shards(eqn: Any, value: Sharded) -> bool:
     """Whether each device has its shard of a slice, which is large."""
     result, dim, params = eqn.outvars[0].aval, value.dim, eqn.params
     if value.later or not is_large(_num_bytes(result)):
@@ -328,7 +328,7 @@ def _leaves_shards(eqn: Any, value: Divided) -> bool:
     return "dimensions" in params or result.shape[dim] == eqn.invars[0].aval.shape[dim]
 
 
-def _sliced(eqn: Any, value: Divided) -> Divided:
+def _sliced(eqn: Any, value: Sharded) -> Sharded:
     """A slice, or without dims of one row: gathered as a variable by itself."""
     params, dim = dict(eqn.params), value.dim
     if "dimensions" in params:
@@ -355,7 +355,7 @@ def _can_wait(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Divided) and not value.later
+    return isinstance(value, Sharded) and not value.later
 
 
 def _can_be_sliced(value: Any, length: int) -> bool:
@@ -363,7 +363,7 @@ def _can_be_sliced(value: Any, length: int) -> bool:
     return _is_plain(value) and value.dim > 0 and is_large(value.num_bytes // max(length, 1))
 
 
-def _slice_of(value: Divided, length: int) -> Divided:
+def _slice_of(value: Sharded, length: int) -> Sharded:
     """A slice along the first dim, described."""
     shards = jax.ShapeDtypeStruct(value.shards.shape[1:], value.shards.dtype)
     return dataclasses.replace(
@@ -372,7 +372,7 @@ def _slice_of(value: Divided, length: int) -> Divided:
 
 
 def _shards_of(value: Any) -> Any:
-    return value.shards if isinstance(value, Divided) else value
+    return value.shards if isinstance(value, Sharded) else value
 
 
 def _num_bytes(aval: Any) -> int:
@@ -382,6 +382,6 @@ def _num_bytes(aval: Any) -> int:
 def _like(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Values in shards where operands are."""
     return [
-        dataclasses.replace(operand, shards=value) if isinstance(operand, Divided) else value
+        dataclasses.replace(operand, shards=value) if isinstance(operand, Sharded) else value
         for operand, value in zip(operands, values, strict=True)
     ]

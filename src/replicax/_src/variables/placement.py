@@ -72,11 +72,11 @@ class VariablePlacement:
 
     def replaced(self, stored: jax.Array, value: Any, components: Any | None) -> jax.Array:
         """What a variable keeps once it has been assigned a value; ``stored`` is what it kept before."""
-        if components is None and self._is_divided(stored):
+        if components is None and self._is_sharded(stored):
             return own_copy(value, stored.sharding)
         return self.place(value, components)
 
-    def _is_divided(self, stored: jax.Array) -> bool:
+    def _is_sharded(self, stored: jax.Array) -> bool:
         """Over logical devices or replicas. (Between processes values are compared whole, and divided afterwards.)"""
         may_be = self.topology.num_logical_devices > 1 or self.layouts is not None
         return may_be and self.topology.peers is None and not stored.is_fully_replicated
@@ -106,7 +106,7 @@ class VariablePlacement:
 
         It may share memory with ``value``.
         """
-        if isinstance(stored, jax.Array) and self._is_divided(stored):
+        if isinstance(stored, jax.Array) and self._is_sharded(stored):
             return jax.device_put(value, stored.sharding)
         return self.beside(value, has_components=False)
 
@@ -115,7 +115,7 @@ class VariablePlacement:
         if has_components:
             shards = shards_of_replicas(stored, self.num_replicas, has_rows=True)
             return tuple(shard.data[0] for shard in shards)
-        if self._is_divided(stored):
+        if self._is_sharded(stored):
             stored = self.topology.put_whole(stored)
         shards = shards_of_replicas(stored, self.num_replicas, has_rows=False)
         if len(shards) == 1:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
-from replicax._src.tracing.gathers import Divided, divided_read_p, is_large
+from replicax._src.tracing.gathers import Sharded, is_large, sharded_read_p
 from replicax._src.variables.state_shards import StateShards
 
 # On TPUs arrays are laid out in tiles of 8 rows: thinner shards would be padded to that.
@@ -86,7 +86,7 @@ class StateLayouts:
         size = math.prod(value.shape) * value.dtype.itemsize
         if not is_large(size) or not isinstance(value, jax_compat.Tracer):
             return jax.lax.with_sharding_constraint(value, whole)
-        return divided_read_p.bind(value, dim=_cut_dim(layout), whole=whole)
+        return sharded_read_p.bind(value, dim=_cut_dim(layout), whole=whole)
 
     def is_gathered_late(self, shape: Sequence[int], dtype: Any, layout: Any) -> bool:
         """Whether a variable that lies in ``layout`` is gathered where a replica needs it, not where a program
@@ -106,7 +106,7 @@ class StateLayouts:
         rows = jnp.broadcast_to(rows, (groups, *rows.shape)).reshape(groups * count, *rows.shape[1:])
         return jax.lax.with_sharding_constraint(rows, self.topology.per_replica)
 
-    def of_row(self, shard: Any, shape: Sequence[int]) -> Divided:
+    def of_row(self, shard: Any, shape: Sequence[int]) -> Sharded:
         """In a program of replicas: the variable of which this replica has a shard."""
         groups = None
         if self._num_groups > 1:
@@ -119,7 +119,7 @@ class StateLayouts:
             return jax.lax.all_gather(shard, REPLICA_AXIS, axis=dim, tiled=True, axis_index_groups=groups)
 
         size = math.prod(shape) * shard.dtype.itemsize
-        return Divided(shard, _cut_dim(self.of_shape(shape)), size, gather)
+        return Sharded(shard, _cut_dim(self.of_shape(shape)), size, gather)
 
     @property
     def _num_groups(self) -> int:

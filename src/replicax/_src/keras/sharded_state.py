@@ -162,7 +162,7 @@ class _Layouts(keras.distribution.DataParallel):
 
 
 @final
-class _DividedRead:
+class _ShardedRead:
     """The trainable variables of a step, gathered, while an optimizer still gets their shards.
 
     Args:
@@ -172,8 +172,8 @@ class _DividedRead:
 
     def __init__(self, layouts: StateLayouts, shards: Sequence[Any]):
         self._layouts = layouts
-        is_divided = layouts.shards.divides(is_trainable=True, is_of_optimizer=False)
-        self.values = [layouts.gathered(shard) if is_divided else shard for shard in shards]
+        is_sharded = layouts.shards.divides(is_trainable=True, is_of_optimizer=False)
+        self.values = [layouts.gathered(shard) if is_sharded else shard for shard in shards]
         """Whole, or marked: to be gathered where they are needed."""
         self._shards = {id(value): shard for value, shard in zip(self.values, shards, strict=True)}
 
@@ -193,13 +193,13 @@ class _DividedRead:
         return self.sharded(jax.lax.with_sharding_constraint(gradient, whole))
 
 
-_read: contextvars.ContextVar[_DividedRead | None] = contextvars.ContextVar(
-    "replicax_divided_read", default=None
+_read: contextvars.ContextVar[_ShardedRead | None] = contextvars.ContextVar(
+    "replicax_sharded_read", default=None
 )
 
 
 @contextlib.contextmanager
-def _reading(read: _DividedRead | None) -> Iterator[None]:
+def _reading(read: _ShardedRead | None) -> Iterator[None]:
     token = _read.set(read)
     try:
         yield
@@ -207,7 +207,7 @@ def _reading(read: _DividedRead | None) -> Iterator[None]:
         _read.reset(token)
 
 
-def with_divided_state(
+def with_sharded_state(
     step: _Step, layouts: StateLayouts, state: Sequence[Any], data: Any, optimizer: Any
 ) -> Any:
     """Calls a model's step, whose state is divided.
@@ -218,7 +218,7 @@ def with_divided_state(
       state: By lists, the first one that of the trainable variables.
       optimizer: The model's.
     """
-    read = _DividedRead(layouts, state[0])
+    read = _ShardedRead(layouts, state[0])
     with _reading(read), _sharded(optimizer):
         outputs, new = step((read.values, *state[1:]), data)
     return outputs, (list(map(read.shard_of, new[0])), *new[1:])
