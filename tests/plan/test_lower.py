@@ -12,7 +12,7 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src.devices import ahead
+from replicax._src.devices import ahead_of_time
 
 ROWS, IN, OUT = 6, 32, 16
 COLLECTIVE = re.compile(r" = (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(")
@@ -185,10 +185,10 @@ def test_without_its_compiler(topology, extra, monkeypatch):
 
 
 def test_without_the_variable_that_loads_the_compiler_of_gpus(monkeypatch):
-    monkeypatch.setattr(ahead, "check_extra", lambda hardware: None)
-    monkeypatch.delenv(ahead.GPU_VARIABLE, raising=False)
-    ahead._devices.cache_clear()
-    with pytest.raises(errors.PlanError, match=ahead.GPU_VARIABLE):
+    monkeypatch.setattr(ahead_of_time, "check_extra", lambda hardware: None)
+    monkeypatch.delenv(ahead_of_time.GPU_VARIABLE, raising=False)
+    ahead_of_time._devices.cache_clear()
+    with pytest.raises(errors.PlanError, match=ahead_of_time.GPU_VARIABLE):
         Training().strategy.lower(Training().step, DESCRIBED, topology="h100:1x8")
 
 

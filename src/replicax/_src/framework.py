@@ -67,7 +67,7 @@ class Framework:
       trace_scope: A context entered around every trace, made of the ``Capture``.
       modules: For those that have modules which are arguments of ``run``.
       tracking: For those with objects that checkpoints see into.
-      placer_of: What places a bound method or function for ``Strategy.plan``; None if it is not the framework's.
+      lowering_of: What places a bound method or function for ``Strategy.plan``; None if it is not the framework's.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Framework:
     trace_scope: Callable[[Any], AbstractContextManager[None]] = contextlib.nullcontext
     modules: Modules | None = None
     tracking: Tracking | None = None
-    placer_of: Callable[[Any], Any] = lambda fn: None
+    lowering_of: Callable[[Any], Any] = lambda fn: None
 
 
 # Where each framework's module is. Where two know an object, the first one has it: with nnx-backed Keras

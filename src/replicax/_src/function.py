@@ -17,7 +17,7 @@ from replicax._src.framework import is_variable, open_modules, use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, IteratedInTrace
 from replicax._src.migrate.tensorflow_code import check_not_in_tensorflow
 from replicax._src.strategies.code import (
-    PlacedCode,
+    LoweredCode,
     RunsOnServers,
     makers_of,
     mesh_of,
@@ -25,7 +25,7 @@ from replicax._src.strategies.code import (
     trace_code,
 )
 from replicax._src.strategies.lowering import (
-    PlacedByItself,
+    LoweredAlone,
     Step,
     StepProgram,
     arguments_on,
@@ -100,13 +100,13 @@ _ACCEPTED = ("input_signature", "autograph", "jit_compile", "reduce_retracing", 
 
 
 @final
-class Function(PlacedByItself, Generic[_P, _R]):
+class Function(LoweredAlone, Generic[_P, _R]):
     """The result of ``rx.function``: call it like the original function."""
 
     def __init__(self, python_function: Callable[_P, _R]):
         functools.update_wrapper(self, python_function)
         self.python_function = python_function
-        self._cache: ProgramCache[PlacedCode] = ProgramCache()
+        self._cache: ProgramCache[LoweredCode] = ProgramCache()
         self._runs_as_python = False
         self._strategy_with_servers: Any = None
 
@@ -169,7 +169,7 @@ class Function(PlacedByItself, Generic[_P, _R]):
         mesh = mesh_of(call.arrays)
         signature = (call.tree, tuple(call.described), context.get_strategy(), mesh, jax_state())
 
-        def launched(placed: PlacedCode) -> Any:
+        def launched(placed: LoweredCode) -> Any:
             placed.check_closure(call.leaves)
             with program_guard.current():
                 return placed(call.arrays)
@@ -222,7 +222,7 @@ def _values_in(pytree: Any) -> list[Any]:
     return jax.tree_util.tree_leaves(pytree, is_leaf=is_value)
 
 
-def _trace(call: Call, mesh: Any, makers: Sequence[Any] = ()) -> PlacedCode:
+def _trace(call: Call, mesh: Any, makers: Sequence[Any] = ()) -> LoweredCode:
     def traced(tracers: list[Any]) -> Any:
         pytree = call.pytree_of(tracers)
         if any(makers):
@@ -234,4 +234,4 @@ def _trace(call: Call, mesh: Any, makers: Sequence[Any] = ()) -> PlacedCode:
     avals = [leaf.aval() for leaf in call.inputs]
     with side_effects.reported(call.fn) as attempt:
         code = trace_code(traced, avals, key.name_of(call.fn), argument_mesh=mesh, has_checks=True)
-    return PlacedCode(code, call.closure_check([code.variant.jaxpr]))
+    return LoweredCode(code, call.closure_check([code.variant.jaxpr]))

@@ -24,7 +24,7 @@ import jax
 
 from replicax._src import context
 from replicax._src.cli.planned_clusters import replace_method, stand_in_for_clusters
-from replicax._src.devices.ahead import check_compiler
+from replicax._src.devices.ahead_of_time import check_compiler
 from replicax._src.devices.hardware import hardware_of
 from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
 from replicax._src.framework import use_imported

@@ -144,5 +144,5 @@ KERAS: Final = Framework(
     make_binding=keras_capture.make_binding,
     trace_scope=_scope,
     tracking=checkpointing.TRACKING,
-    placer_of=planned_steps.placer(models.PHASES),
+    lowering_of=planned_steps.placer(models.PHASES),
 )

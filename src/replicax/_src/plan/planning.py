@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 
 from replicax._src.cluster.progress import working
-from replicax._src.devices.ahead import topology_ahead
+from replicax._src.devices.ahead_of_time import topology_ahead
 from replicax._src.devices.hardware import Chip, Hardware, chips, hardware_of, this_machine
 from replicax._src.devices.topology import Topology
 from replicax._src.drawing.text import size

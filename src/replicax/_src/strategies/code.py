@@ -271,7 +271,7 @@ def shardings_of(kinds: Sequence[str], topology: Topology, row: Any = None) -> l
 
 
 @final
-class PlacedCode:
+class LoweredCode:
     """Traced code, compiled for the devices of its strategy."""
 
     def __init__(self, code: TracedCode, check_closure: ClosureCheck):

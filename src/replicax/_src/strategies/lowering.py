@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from replicax._src import context
-from replicax._src.devices.ahead import topology_ahead
+from replicax._src.devices.ahead_of_time import topology_ahead
 from replicax._src.devices.hardware import hardware_of
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import UnsupportedError
@@ -102,7 +102,7 @@ class StepProgram:
         return self.compiled.trace(*self.operands)
 
 
-class PlacedByItself(abc.ABC):
+class LoweredAlone(abc.ABC):
     """A function that is no replica function, and knows its own program."""
 
     @abc.abstractmethod
@@ -163,10 +163,10 @@ def program_on(
 
 
 def _placed(strategy: Strategy, step: Step) -> StepProgram:
-    if isinstance(step.fn, PlacedByItself):
+    if isinstance(step.fn, LoweredAlone):
         return step.fn.place(strategy, step)
     for framework in frameworks_in_use():
-        place = framework.placer_of(step.fn)
+        place = framework.lowering_of(step.fn)
         if place is not None:
             return place(strategy, step)
     return place_replica_function(strategy, step)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True)
-class PlacedFunction:
+class LoweredFunction:
     """A function traced, compiled and ready.
 
     Attributes:
@@ -80,8 +80,8 @@ class Runner:
     def __init__(self, strategy: Strategy, topology: Topology):
         self._strategy = strategy
         self._topology = topology
-        self._cache: ProgramCache[PlacedFunction] = ProgramCache()
-        self._last: PlacedFunction | None = None
+        self._cache: ProgramCache[LoweredFunction] = ProgramCache()
+        self._last: LoweredFunction | None = None
         self._has_drifted: set[Any] = set()  # functions of which it has been said
         # With one replica arrays are plain: those that nobody else holds a buffer of, for donate_args.
         self._owned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -127,7 +127,7 @@ class Runner:
             jax_state(),
         )
 
-        def traced() -> PlacedFunction:
+        def traced() -> LoweredFunction:
             try:
                 self._last = self._trace(call, donated, options)
                 return self._last
@@ -135,7 +135,7 @@ class Runner:
                 programs.note_new_structure(error, call.tree)
                 raise
 
-        def launched(placed: PlacedFunction) -> Any:
+        def launched(placed: LoweredFunction) -> Any:
             placed.check_closure(call.leaves)
             if is_plain and (found := self._shallow(args)) is not None:
                 programs.shallow[found[0]] = placed
@@ -158,7 +158,7 @@ class Runner:
 
     def place(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
-    ) -> tuple[PlacedFunction, list[Any]]:
+    ) -> tuple[LoweredFunction, list[Any]]:
         """The program that ``run`` would run, and what it takes, to be lowered: nothing is run or kept."""
         use_imported()
         call = Call(fn, args, kwargs, is_value, opens_modules=True)
@@ -266,7 +266,7 @@ class Runner:
 
     # --- tracing --------------------------------------------------------------------------------------
 
-    def _trace(self, call: Call, donated: Sequence[bool], options: RunOptions) -> PlacedFunction:
+    def _trace(self, call: Call, donated: Sequence[bool], options: RunOptions) -> LoweredFunction:
         fn, described = call.fn, call.described
         program, rows = trace_replicas(
             self._strategy,
@@ -313,7 +313,7 @@ class Runner:
             dict(options.experimental_xla_options or {}) or None,
             check,
         )
-        return PlacedFunction(launcher, results, tell_drift, check_closure)
+        return LoweredFunction(launcher, results, tell_drift, check_closure)
 
     def _check_may_watch(self) -> None:
         if self._strategy.variable_placement.layouts is not None:
