@@ -123,7 +123,7 @@ def run_to_the_end(cluster, args):
             ["kill", "terminate"] * 4, "", "arrays", marks=[pytest.mark.long, pytest.mark.timeout(900)]
         ),
     ],
-    ids=["told", "told_with_divided_state", "dataset", "many"],
+    ids=["told", "told_with_sharded_state", "dataset", "many"],
 )
 def test_terminated_workers_resume_in_the_middle_of_an_epoch(
     local_cluster, tmp_path, faults, shard_state, data

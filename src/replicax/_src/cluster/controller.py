@@ -9,15 +9,15 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
   where it is, as in a heartbeat; who leaves also which program it has ended last (``done``), since the others go on up
   to that.
 - The launcher may say that a task has *failed* before all had joined. Then nobody joins any more, and all are told.
-- A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
+- An *all-gather* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
 - Members *heartbeat* once a second, and when their program is another than before: with the number of the program that
   they run, and how many they have run before it (their *position*). So it is known what each has run at every position.
   All run the same programs in the same order. Two that have run different ones at a position, or one that waits for the
   others to agree on a program while another has passed that position, have not: that is a *mismatch*, which all are
   told.
-- Before a program all wait in the same gatherings: one that waits in another is a mismatch too.
-- Who waits in a gathering is told at each tick whom it waits for.
+- Before a program all wait in the same all-gathers: one that waits in another is a mismatch too.
+- Who waits in an all-gather is told at each tick whom it waits for.
 - Who has been in one program for ``stall_s``, while others have not come to that position, is *stalled*: it is told for
   whom it waits, then again after twice the time each. After ``timeout_s`` its step is over: all are told.
 - Which step they all save after, when one is to be taken away, is agreed on in ``save_rounds.py``.
@@ -220,14 +220,14 @@ class Controller:
                     outbox += self._go(number, "silent", f"{now - member.heard_at:.0f}", now)
                 else:
                     outbox.append((number, {"kind": "pulse"}))
-        for key, gathering in self._all_gathers.items():
+        for key, gather in self._all_gathers.items():
             missing = {
                 number: member.told(now) if member.is_here else None
                 for number, member in enumerate(self._members)
-                if number not in gathering.values
+                if number not in gather.values
             }
             reminder = {"kind": "reminder", "key": key, "missing": _as_pairs(missing)}
-            outbox += [(number, reminder) for number in gathering.values]
+            outbox += [(number, reminder) for number in gather.values]
         for number, member in enumerate(self._members):
             if member.is_present:
                 outbox += self._stalled(number, now)
@@ -239,15 +239,15 @@ class Controller:
         if position is not None:
             # Where it is, for people; it has not begun to run it.
             self._members[number].next = (position, value[1])
-        gathering = self._all_gathers.setdefault(key, _AllGather({}, position))
-        gathering.values[number] = value
-        if len(gathering.values) < len(self._members):
+        gather = self._all_gathers.setdefault(key, _AllGather({}, position))
+        gather.values[number] = value
+        if len(gather.values) < len(self._members):
             return self._apart(now)
         del self._all_gathers[key]
         if position is not None:
             for member in self._members:
                 member.next = None
-        values = [gathering.values[n] for n in range(len(self._members))]
+        values = [gather.values[n] for n in range(len(self._members))]
         return self._to_all({"kind": "gathered", "key": key, "values": values})
 
     def _go(self, number: int, how: str, text: str, now: float) -> Outbox:
@@ -306,14 +306,14 @@ class Controller:
                 member.runs.pop(0)
 
     def _apart(self, now: float) -> Outbox:
-        """Whether some wait in a gathering before a program that another one has passed, or waits elsewhere for."""
-        for gathering in self._all_gathers.values():
+        """Whether some wait in an all-gather before a program that another one has passed, or waits elsewhere for."""
+        for gather in self._all_gathers.values():
             for number, member in enumerate(self._members):
-                if number in gathering.values or not member.is_present or gathering.position is None:
+                if number in gather.values or not member.is_present or gather.position is None:
                     continue
-                is_elsewhere = member.next is not None and member.next[0] == gathering.position
-                if is_elsewhere or member.position >= gathering.position:
-                    pair = next(iter(gathering.values)), number
+                is_elsewhere = member.next is not None and member.next[0] == gather.position
+                if is_elsewhere or member.position >= gather.position:
+                    pair = next(iter(gather.values)), number
                     return self._mismatch({n: self._members[n].told(now) for n in pair})
         return []
 

@@ -29,7 +29,7 @@ from replicax._src.wire.errors import (
 )
 from replicax._src.wire.streams import Stream
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 _MAGIC: Final = b"RPLX"
 _HELLO: Final = struct.Struct("<4sHH16x32s")

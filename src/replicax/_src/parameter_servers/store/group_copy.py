@@ -151,14 +151,14 @@ class GroupCopy:
             return self._taker.take(epoch, message)
         with self._state.order:
             with self._state.changed:
-                verdict = self._state.rules.forwarded(epoch, seq)
-            if isinstance(verdict, Refusal):
-                return Message({"refused": str(verdict)})
+                answer = self._state.rules.forwarded(epoch, seq)
+            if isinstance(answer, Refusal):
+                return Message({"refused": str(answer)})
             outcome = ""
             inner = header["message"]
-            if verdict and inner is not None:
+            if answer and inner is not None:
                 _, _, outcome = self._apply(Message(inner, message.arrays))
-            if verdict:
+            if answer:
                 with self._state.changed:
                     self._state.rules.applied(Position(header["ordered_in"], seq))
                     if self._state.rules.is_primary:  # it became the primary while it applied this
