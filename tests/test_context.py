@@ -143,7 +143,7 @@ def test_stand_in_affects_one_strategy_and_one_thread(strategy, other):
     def fail_inside():
         with context.standing_in(strategy, parts):
             assert strategy.topology is parts.topology
-            assert (strategy.runner, strategy.slots) == (parts.runner, parts.slots)
+            assert (strategy.runner, strategy.bindings) == (parts.runner, parts.bindings)
             with context.standing_in(strategy, inner):
                 assert strategy.topology is inner.topology
             assert strategy.topology is parts.topology

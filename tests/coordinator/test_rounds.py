@@ -257,9 +257,9 @@ def test_nothing_stale_is_pulled(strategy):
     with Job(strategy, replicas_to_aggregate=2) as job:
         stores = strategy.session._tasks.stores
         job.train([1] * 2)
-        before = [store.statistics()["pieces_sent"] for store in stores]
+        before = [store.statistics()["shards_sent"] for store in stores]
         job.train([1] * 20)
-        assert [store.statistics()["pieces_sent"] for store in stores] == [num + 20 for num in before]
+        assert [store.statistics()["shards_sent"] for store in stores] == [num + 20 for num in before]
 
 
 def test_gradients_of_an_incomplete_round_wait_for_the_next_functions(strategy, caplog):

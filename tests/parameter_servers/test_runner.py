@@ -180,11 +180,11 @@ def test_values_of_another_epoch_are_pulled_again(servers, runner, counting):
 def test_unwritten_variable_is_not_sent_again(stores, runner, counting):
     for number in range(2):
         runner.run(call(number, counting, np.float32(1)))
-    before = stores[0].statistics()["pieces_sent"]
+    before = stores[0].statistics()["shards_sent"]
     for number in range(2, 7):
         results = runner.run(call(number, counting, np.float32(1))).results
         assert [float(result) for result in results] == [10 + number, 10]
-    assert stores[0].statistics()["pieces_sent"] == before + 5  # the counter only
+    assert stores[0].statistics()["shards_sent"] == before + 5  # the counter only
 
 
 def test_a_kept_variable_that_is_written_after_all_is_seen(servers, runner, counting):

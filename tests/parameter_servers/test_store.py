@@ -577,7 +577,7 @@ def test_statistics(client, store):
         "updates": 1,
         "pulls": 1,
     }
-    assert (statistics["pieces_sent"], statistics["rows_sent"]) == (1, 3)
+    assert (statistics["shards_sent"], statistics["rows_sent"]) == (1, 3)
 
 
 def test_staleness_counts_updates_of_others_since_the_read(client, store):

@@ -35,7 +35,7 @@ def strategy():
 
 def test_array_sharded_along_two_dims(capsys):
     picture = rx.visualize(cut_over(("a", "b")))
-    assert picture.layouts[0].shards == (2, 4)
+    assert picture.layouts[0].pieces == (2, 4)
     assert picture.layouts[0].device_bytes == 4 * 4 * 4
     lines = str(picture).splitlines()
     row = next(line for line in lines if line.startswith("4:8"))
@@ -81,7 +81,7 @@ def test_every_variable_of_a_model():
     names = {layout.name for layout in picture.layouts}
     assert names >= {variable.path for variable in [*model.variables, *model.optimizer.variables]}
     kernel = next(layout for layout in picture.layouts if layout.name.endswith("hidden/kernel"))
-    assert np.prod(kernel.shards) == 2
+    assert np.prod(kernel.pieces) == 2
     assert kernel.name in texts_of(picture)
     assert all(len(line) <= 80 for line in str(picture).splitlines())
 

@@ -126,7 +126,7 @@ def test_assigning_to_a_device_keeps_values_and_warns_once(caplog):
 
 
 @pytest.mark.parametrize(
-    ("shards", "says"),
+    ("pieces", "says"),
     [
         ([2], ["must equal to the rank of `tensor.shape` (2: (3, 4))"]),
         ([2, 1], ["`partition_dimensions[0]` must be divisible", "Received: 3", "to 4"]),

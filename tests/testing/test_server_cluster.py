@@ -33,7 +33,7 @@ def make(cluster, value):
     piece = {"key": "w", "shape": list(value.shape), "dtype": str(value.dtype), "initial": "array"}
     credentials = Credentials.of_environment(os.environ)
     with TaskClient(cluster.cluster["ps"][0], credentials, "ps 0") as client, client.open() as link:
-        link.call(Message({"op": "create", "incarnation": "a", "pieces": [piece]}, [value]), 60.0)
+        link.call(Message({"op": "create", "incarnation": "a", "shards": [piece]}, [value]), 60.0)
 
 
 def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):
@@ -73,7 +73,7 @@ def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):
         cluster.restart("ps", 0)
         cluster.wait_for_servers()
         status = ask(cluster, "ps", 0)
-        assert (status["incarnation"], status["statistics"]["pieces"]) == ("a", 1)
+        assert (status["incarnation"], status["statistics"]["shards"]) == ("a", 1)
         assert status["instance"] != told["ps", 0]["instance"]
 
         until = time.monotonic() + 60
