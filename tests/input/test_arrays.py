@@ -96,7 +96,7 @@ def test_repeat_forever(count):
     assert dataset.cardinality == INFINITE
     assert lists(dataset, 4) == [[0, 1], [2, 0], [1, 2], [0, 1]]
     assert dataset
-    with pytest.raises(TypeError, match="repeats for ever"):
+    with pytest.raises(TypeError, match="is infinite"):
         len(dataset)
 
 
