@@ -1,4 +1,4 @@
-"""What a notebook shows of a strategy: its replicas, their devices, where variables are."""
+"""The notebook view of a strategy: its replicas, their devices, and the placement of variables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from replicax._src.options import ShardState
 
 
 def table_of(name: str, topology: Topology, placement: Any) -> str:
-    """A row for each replica, as HTML.
+    """Returns a table with a row for each replica, as HTML.
 
     Args:
-      name: Of the strategy's class.
-      topology: Its replicas' devices.
-      placement: Where its variables are kept.
+      name: The name of the strategy's class.
+      topology: The devices of its replicas.
+      placement: The placement of its variables.
     """
     count = topology.num_replicas
     about: dict[str, object] = {"variables": _kept_where(placement)}
@@ -35,7 +35,7 @@ def table_of(name: str, topology: Topology, placement: Any) -> str:
 
 
 def _kept_where(placement: Any) -> str:
-    """Where variables are, in words."""
+    """Returns the placement of variables in words."""
     if placement.parameter_device is not None:
         return f"on {device_name(placement.parameter_device)}"
     if placement.logical_layouts is not None:

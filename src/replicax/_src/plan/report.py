@@ -17,7 +17,7 @@ _MAX_ROWS = 20
 
 
 def text(plan: Plan) -> str:
-    """The whole report."""
+    """Returns the full report."""
     sections = [_heading(plan), _memory(plan), _arrays(plan), _collectives(plan), _time(plan), _end(plan)]
     return "\n".join(line for section in sections for line in [*section, ""]).rstrip()
 
@@ -39,7 +39,7 @@ def _heading(plan: Plan) -> Iterator[str]:
 
 
 def answer(plan: Plan) -> str:
-    """Whether it fits, and by how much not."""
+    """Returns whether the program fits, and by how much it is too large."""
     memory = plan.memory
     over = memory.peak - memory.limit
     word, by_how_much = ("It does not fit", f", {size(over)} too much") if over > 0 else ("It fits", "")
@@ -47,7 +47,7 @@ def answer(plan: Plan) -> str:
 
 
 def outcome(remedy: Remedy) -> str:
-    """Whether a change would make it fit, and how that is known."""
+    """Returns whether a change would make the program fit, and how that is known."""
     if remedy.is_compiled:
         return f"{size(remedy.peak)}, which {'fits' if remedy.fits else 'does not fit either'}"
     if remedy.fits is False:
