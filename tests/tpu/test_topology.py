@@ -47,7 +47,7 @@ def test_a_topology_knows_tasks_and_names():
         ({"mesh_shape": [2, 2], "device_coordinates": [[[0, 0]]]}, "4 positive entries"),
         ({"mesh_shape": [2, 0, 1, 1], "device_coordinates": [[[0, 0, 0, 0]]]}, "[2, 0, 1, 1]"),
         ({"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[0, 0, 0, 0]]}, "[tasks, devices, 4]"),
-        ({"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[[2, 0, 0, 0]]]}, "must lie in the mesh"),
+        ({"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[[2, 0, 0, 0]]]}, "must be inside the mesh"),
         ({"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[[0, 0, 0, 0]] * 2]}, "twice"),
         ({"mesh_shape": "2x2", "device_coordinates": [[[0, 0, 0, 0]]]}, "whole numbers"),
         ({"serialized": b"\xff\xff"}, "is not a topology"),
