@@ -5,12 +5,6 @@ bases and overrides their methods. Where Keras defines a method in the class its
 replaced (``_REPLACED`` and ``Metric.result``). Nothing changes before the first scope is entered or ``run`` is called
 (``framework.py``). After that the changes stay, because ``fit`` runs after the ``with`` block of its scope has ended.
 Outside of scopes and of functions that replicax traces, Keras behaves as before.
-
-A class of ours goes before the others among the bases of ``keras.Variable``, ``keras.optimizers.Optimizer`` and
-``keras.Model``, and overrides their methods. Where Keras defines a method in the class itself, or in each subclass, the
-method is replaced (``_REPLACED``, and ``Metric.result``). Nothing changes before the first scope is entered or ``run``
-is called (``framework.py``). From then on it stays: ``fit`` runs after the ``with`` block of its scope has
-ended. Outside of functions that replicax traces, and of scopes, everything behaves as before.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@ lists.
 
 Keras's own names count the objects of a process, so the second model of a process has another name than the first model
 of the next process.
-
-Keras's own names count what was made in a process: the second model of one is called otherwise than the first of the
-next.
 """
 
 from __future__ import annotations
@@ -34,8 +31,6 @@ def _kind_of(tracked: Any) -> str:
     a user's own Adam.
 
     An optimizer that does not inherit from any Keras optimizer is known only by the names of its optimizer slots.
-
-    Those that inherit from none of Keras's are known by the names of their slots alone.
     """
     base = keras.optimizers.Optimizer
     classes = type(tracked).__mro__ if isinstance(tracked, base) else ()
@@ -153,8 +148,6 @@ def _growing(restoration: Restoration) -> Iterator[None]:
     """Wraps the build of an object.
 
     A model builds its layers. It is matched once, after its own build has assigned values, not after each layer.
-
-    A model builds its layers: it is matched once, not after each of them, and after what its own build assigns.
     """
     _grown.depth += 1
     _grown.waiting.add(restoration)

@@ -295,8 +295,6 @@ def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
     """Returns the rows of all replicas of this process: a pytree of arrays ``[num_rows, ...]``, a tuple or dict.
 
     With several processes each has its own rows, as ``WorkerRows``.
-
-    Of several processes each has its own rows, as ``WorkerRows``.
     """
     if isinstance(step, LocalRows):
         arrays = narrowed(step.arrays, step.tree, "batch")  # Keras moves it to a device unchanged

@@ -17,8 +17,6 @@ def model_path(path: str | os.PathLike[str]) -> str:
     It is for paths that are known only at run time. Keras 2 accepted any path, so ``replicax migrate`` wraps paths in
     this call.
 
-    For a path that is known only at run time. Keras 2 took any, and ``replicax migrate`` writes this call around it.
-
     Raises:
       InvalidArgumentError: It is no path.
 

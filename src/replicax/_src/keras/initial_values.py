@@ -29,8 +29,6 @@ class InitialValue:
 
     A large value is drawn in blocks of rows, with other random numbers than on one device.
 
-    A large one is drawn in blocks of rows, from other random numbers than on one device.
-
     Args:
       initializer: A Keras initializer, or a function of a shape and a dtype.
     """

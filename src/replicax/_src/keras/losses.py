@@ -3,9 +3,6 @@
 A mean loss that would give wrong gradients raises an error. In a model's own step, losses are those of the global
 batch. In a step in TensorFlow's style, ``compute_loss`` and ``losses`` of the model give, on every replica, the loss of
 the global batch as one device computes it. Its gradient is the replica's share, and the optimizer sums the shares.
-
-In a step in TensorFlow's style what the model's ``compute_loss`` and ``losses`` give is, on every replica, the loss of
-the whole batch as one device computes it; its gradient is the replica's share, and the optimizer sums the shares.
 """
 
 from __future__ import annotations
@@ -192,9 +189,6 @@ def _of_whole_batch(
 
     For a mean or sum over rows each replica computes its share. Any other loss (of a masked prediction, or not defined
     row by row) is computed from the gathered predictions of all replicas.
-
-    Where it is a mean or sum over rows each replica computes its share; any other (one of a masked prediction, one that
-    is not defined row by row) is computed from the predictions of all, which then travel.
     """
     rows = _num_rows(y_pred)
     if loss.reduction in (None, "none"):

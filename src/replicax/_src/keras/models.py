@@ -2,9 +2,6 @@
 
 ``PlacedModel`` comes before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there. Models
 made outside of every scope are left to Keras.
-
-``PlacedModel`` stands before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there.
-Models made outside of every scope are left to Keras.
 """
 
 from __future__ import annotations
@@ -294,8 +291,6 @@ def _narrowed(data: Any, argument: str) -> Any:
     """Returns the arguments for Keras. Arrays in memory are narrowed to JAX's dtypes.
 
     Memory-mapped files are read batch by batch.
-
-    Memory-mapped files are read batch by batch.
     """
     leaves, tree = jax.tree.flatten(data, is_leaf=lambda value: not isinstance(value, (tuple, list, dict)))
     arrays = [None if isinstance(leaf, np.memmap) else leaf for leaf in leaves]
@@ -329,8 +324,6 @@ class PlacedModel(_Keras):
     """A Keras model of the strategy in whose scope it is made.
 
     It comes before Keras's own classes among the bases of ``keras.Model``.
-
-    It stands before Keras's own classes among the bases of ``keras.Model``.
     """
 
     fit, train_on_batch = _placed("fit"), _placed("train_on_batch")

@@ -26,8 +26,6 @@ class PlacedOptimizer(_Keras):
     replicas.
 
     It comes before Keras's own classes among the bases of ``keras.optimizers.Optimizer``.
-
-    It stands before Keras's own classes among the bases of ``keras.optimizers.Optimizer``.
     """
 
     @functools.wraps(keras.optimizers.Optimizer.__init__)

@@ -14,8 +14,6 @@ class LoopOfFit:
     """Keras's count of the batches that it has taken in a pass, for the ``fit`` that runs inside of ``watched``.
 
     With ``steps_per_epoch`` a pass has several epochs. Keras starts another pass when this count reaches the end.
-
-    With ``steps_per_epoch`` a pass has several epochs, and Keras begins another one where this count reaches the end.
     """
 
     def __init__(self) -> None:

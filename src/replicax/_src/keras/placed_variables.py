@@ -2,9 +2,6 @@
 
 Programs find them there. Other modules place variables that are sharded over replicas or logical devices, variables on
 parameter servers and variables of several processes.
-
-Programs find them there. Variables that replicas or logical devices divide, those of parameter servers and those that
-several processes have are placed elsewhere.
 """
 
 from __future__ import annotations

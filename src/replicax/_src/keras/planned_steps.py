@@ -46,9 +46,6 @@ def placed_and_left(step: StepFunction) -> Iterator[None]:
 
     Keras gets descriptions in place of the values of the model's variables. No variable is read, and variables without
     values stay without.
-
-    Keras finds descriptions of the model's variables for their values: no variable is read, those without values stay
-    so.
     """
     described = _described(step)
 

@@ -3,9 +3,6 @@
 Keras keeps its loops. The step function that Keras calls schedules a step and returns at once, so several steps are
 always in flight. The logs that Keras gets are those of a completed step. When Keras asks for the model's state, it
 waits for all steps.
-
-Keras keeps its loops. What it calls schedules a step and goes on: some steps are always in flight, and what Keras is
-given for its logs is of a step that has ended. Where Keras asks for the model's state, all have ended.
 """
 
 from __future__ import annotations
@@ -82,8 +79,6 @@ class WorkerSteps:
         all steps.
 
         On exit no scheduled step is still running.
-
-        Afterwards nothing that was scheduled goes on.
         """
         x, before = given.get("x"), (self._num_ahead, self._iterator)
         if is_loop:
@@ -129,8 +124,6 @@ class WorkerSteps:
         """Schedules a step on a worker.
 
         Waits for older steps if there are many, and waits for the first step until the worker has compiled it.
-
-        Waits for older ones if there are many, and of the first one until it has compiled it.
         """
         if self._has_started or self._model.run_eagerly:
             return self._started(data)
@@ -183,8 +176,6 @@ class WorkerSteps:
 
         The logs that Keras got last then become those of the last step, and those of metrics the values after all
         steps.
-
-        The logs that Keras was given last are those of the last step then, and of metrics after all steps.
         """
         if not self._pending or self._has_failed:
             return

@@ -1,8 +1,6 @@
 """Keras variables on parameter servers: how they are made, read and assigned, and how optimizers update them.
 
 Such a variable holds a ``ServerArray`` in place of its array. Installed when a strategy has parameter servers.
-
-What such a variable keeps in place of its array is a ``ServerArray``. Installed when a strategy has parameter servers.
 """
 
 from __future__ import annotations

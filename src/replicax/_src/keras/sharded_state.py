@@ -4,11 +4,6 @@ A step of ``fit`` is one program over the global batch, which the partitioner sp
 partitioner alone could split layers as well as batches. So a step first gathers the variables that it reads. The
 gradients, and the variables that an optimizer updates, are cut into the shards of the optimizer's state. Then each
 update works on shards, whatever the optimizer computes.
-
-A step of ``fit`` is one program over the whole batch, which the partitioner divides (``lowering/global_view.py``).
-Left alone it may as well divide layers as batches. So what a step reads is gathered first, and the gradients, with the
-variables that an optimizer updates, are cut into the shards in which its state lies. All else follows: its update is of
-shards, whatever it computes.
 """
 
 from __future__ import annotations

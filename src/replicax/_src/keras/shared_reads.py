@@ -4,10 +4,6 @@ variable.
 A read needs all processes, which gather the variable together, so all must read the same variables in the same order.
 The end of an epoch of ``fit`` is an exception: processes whose callbacks have finished wait there for the others, and
 gather the variables that these read meanwhile. So a chief can save alone.
-
-Whoever reads one needs the others, which gather it with it: all read the same variables in the same order. At the end
-of an epoch of ``fit`` they need not: those whose callbacks have finished wait for the others there, and gather what
-these read meanwhile. So a chief may save alone.
 """
 
 from __future__ import annotations

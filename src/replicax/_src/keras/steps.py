@@ -3,10 +3,6 @@
 Keras keeps its loops, with callbacks, logs and data. A loop calls ``function(state, iterator)``. The state is arrays in
 groups, one group for each kind of variable. The function takes as many batches as it runs steps. While a loop runs the
 model's variables are empty, so the groups hold the only copy of their values.
-
-Keras keeps its loops, with callbacks, logs and data. They call ``function(state, iterator)``: the state is
-arrays in groups, one for each kind of variable, and the function takes as many batches as it runs steps. While a loop
-runs the model's variables are empty, so that what is in the groups is all there is of them.
 """
 
 from __future__ import annotations

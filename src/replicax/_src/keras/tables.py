@@ -17,8 +17,6 @@ def why_not_for_tables(optimizer: Any) -> str | None:
     none.
 
     Tracing the optimizer does not reveal this, because each row that is present is updated correctly.
-
-    What an optimizer computes does not tell: each row by itself is updated as it should be, if it is there.
     """
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer

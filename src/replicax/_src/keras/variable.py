@@ -1,8 +1,6 @@
 """Keras variables that belong to the strategy in whose scope they are made. The strategy decides where they are kept.
 
 ``PlacedVariable`` comes before Keras's own class among the bases of ``keras.Variable``.
-
-``PlacedVariable`` stands before Keras's own class among the bases of ``keras.Variable``.
 """
 
 from __future__ import annotations
