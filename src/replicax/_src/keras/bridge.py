@@ -1,4 +1,5 @@
-"""Installs and removes what Keras needs to work in traced functions, through public names of Keras where it has them.
+"""Installs and removes the changes that let Keras work in traced functions, with public names of Keras where they
+exist.
 
 For ``keras.Variable``, ``keras.optimizers.Optimizer`` and ``keras.Model``, a class of replicax is put first among the
 bases and overrides their methods. Where Keras defines a method in the class itself or in each subclass, the method is

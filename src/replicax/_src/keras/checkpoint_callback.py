@@ -44,8 +44,8 @@ class CheckpointCallback(keras.callbacks.Callback):
     Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart:
     ``EarlyStopping`` and ``ReduceLROnPlateau`` with their patience, ``ModelCheckpoint(save_best_only=True)`` without
     its best value, Keras's ``TensorBoard`` with batch 0, ``CSVLogger`` with a new file unless ``append=True``.
-    ``LearningRateScheduler`` and ``SwapEMAWeights()`` lose nothing; ``BackupAndRestore`` is overridden. The whole list
-    is on the page Checkpoints of the reference.
+    ``LearningRateScheduler`` and ``SwapEMAWeights()`` need no state; ``BackupAndRestore`` is overridden. The reference
+    page Checkpoints has the full list.
 
     Args:
       directory: The directory of the checkpoints, which all processes share; or an ``rx.CheckpointManager``, whose
@@ -62,7 +62,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     Raises:
       InvalidArgumentError: An argument is invalid, or the given manager decides it. In ``fit``: the data,
         ``initial_epoch`` or ``steps_per_execution`` differ from those of the checkpoint.
-      UnsupportedError: In ``fit``: ``save_freq`` is a number, with parameter servers; or beside
+      UnsupportedError: In ``fit``: ``save_freq`` is a number with parameter servers, or the callbacks include
         ``SwapEMAWeights(swap_on_epoch=True)``.
     """
 
@@ -86,8 +86,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         if isinstance(directory, CheckpointManager):
             if monitor is not None or max_to_keep != _MAX_TO_KEEP:
                 raise InvalidArgumentError(
-                    "CheckpointCallback was given a CheckpointManager, which decides what is kept: give max_to_keep, best_fn and "
-                    "keep_best to that one, and leave max_to_keep and monitor out here."
+                    "CheckpointCallback was given a CheckpointManager, which decides the checkpoints to keep. Pass "
+                    "max_to_keep, best_fn and keep_best to the manager, and leave max_to_keep and monitor out here."
                 )
             self._manager = directory
         else:
@@ -124,7 +124,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         """Surrounds a ``fit`` of a model with these arguments and other callbacks. Private."""
         if self._begin is not None:
             raise ContextError(
-                "This CheckpointCallback is in a fit that has not ended. Make another one, with another directory."
+                "This CheckpointCallback is used by a fit that has not ended. Make another one with another directory."
             )
         has_servers = strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
         if has_servers and self._saving.every is not None:
@@ -205,7 +205,7 @@ def _mode_of(monitor: str) -> str:
 def in_fit(
     model: Any, strategy: Strategy | None, given: Mapping[str, Any], callbacks: list[Any]
 ) -> Iterator[list[Any]]:
-    """Runs ``fit`` inside with the yielded callbacks. A ``CheckpointCallback`` comes last."""
+    """Yields the callbacks for the ``fit`` that runs inside the block. A ``CheckpointCallback`` comes last."""
     ours = [one for one in callbacks if isinstance(one, CheckpointCallback)]
     if not ours:
         yield callbacks

@@ -313,7 +313,7 @@ def _weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
     """Adds row weights to a batch, computed from the class weights as in Keras."""
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise InvalidArgumentError(
-            "`class_weight` was given beside a dataset whose elements are not (x, y). Let them be (x, y, sample_weight), "
+            "`class_weight` was given beside a dataset whose elements are not (x, y). Make them (x, y, sample_weight), "
             "and leave class_weight out."
         )
     return (*batch, class_weight_to_sample_weights(batch[1], class_weight))

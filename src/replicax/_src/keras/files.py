@@ -18,7 +18,7 @@ def model_path(path: str | os.PathLike[str]) -> str:
     this call.
 
     Raises:
-      InvalidArgumentError: It is no path.
+      InvalidArgumentError: The value is not a path.
 
     >>> import replicax as rx
     >>> rx.keras.model_path("saved/model"), rx.keras.model_path("model.h5")
@@ -32,7 +32,7 @@ def weights_path(path: str | os.PathLike[str]) -> str:
     """Returns the path with Keras 3's extension for weights, ``.weights.h5``, unless it already has a Keras extension.
 
     Raises:
-      InvalidArgumentError: It is no path.
+      InvalidArgumentError: The value is not a path.
 
     >>> import replicax as rx
     >>> rx.keras.weights_path("ckpt-{epoch}"), rx.keras.weights_path("old.h5")

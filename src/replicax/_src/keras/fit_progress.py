@@ -153,7 +153,7 @@ class DataOfFit:
 class CallbackStates:
     """The states of the callbacks that have ``get_state`` and ``set_state``, by class and number.
 
-    The other callbacks restart, Keras's own among them.
+    The other callbacks restart, including Keras's own.
 
     Raises:
       UnsupportedError: A callback that restarts would continue training from the wrong weights.

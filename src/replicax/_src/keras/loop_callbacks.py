@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str, Any]) -> Iterator[None]:
-    """Runs one of Keras's loops of a model inside.
+    """Prepares the callbacks for one of Keras's loops, which runs inside the block.
 
     Args:
       given: The arguments of the loop, by name. Its callbacks are replaced by those that Keras must call.

@@ -97,7 +97,7 @@ _local = _Local()
 
 
 def in_replica_step(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Runs a model's own step inside, on a replica that has ``rows`` rows."""
+    """Marks the block as a model's own step on a replica that has ``rows`` rows."""
     return overridden(_local, rows=rows, summed=())
 
 
@@ -113,7 +113,7 @@ def _is_shared() -> bool:
 
 
 def in_compute_loss() -> contextlib.AbstractContextManager[None]:
-    """Runs ``Model.compute_loss`` inside. Its losses are those of the global batch."""
+    """Marks the block as a run of ``Model.compute_loss``, whose losses are those of the global batch."""
     return overridden(_local, is_in_compute_loss=True)
 
 

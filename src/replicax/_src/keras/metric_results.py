@@ -19,7 +19,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[tuple[Any, Any]]]:
-    """Collects the results of metrics inside, as (metric, result)."""
+    """Collects the results of metrics, as (metric, result), until the block ends."""
     results: list[tuple[Any, Any]] = []
     with overridden(_local, results=results):
         yield results

@@ -126,7 +126,9 @@ def _is_of_keras(error: BaseException) -> bool:
 
 
 def _check_has_rows(model: Any, method: str, given: Mapping[str, Any]) -> None:
-    """Raises for arrays without rows. While Keras builds a model it would run no step and end without an error."""
+    """Raises for arrays without rows. If Keras must still build the model, it runs no step on them and ends without an
+    error.
+    """
     for name in ("x", "validation_data"):
         leaves = keras.tree.flatten(given[name]) if name in given else []
         if any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves):
@@ -171,7 +173,7 @@ def _strategy_of(model: Any, method: str) -> Any:
     if strategy is None and context.has_strategy() and method in ("compile", "fit", "train_on_batch"):
         raise KerasScopeError(
             f"Model {model.name!r} was made outside the scope of {context.get_strategy()!r}, and {method}() was called "
-            f"inside it: it would be trained on one device. Make the model, its optimizer and its metrics inside:\n"
+            "inside it, so it would be trained on one device. Make the model, its optimizer and its metrics inside:\n"
             f"    with strategy.scope():\n"
             f"        model = ...\n"
             f"        model.compile(...)"

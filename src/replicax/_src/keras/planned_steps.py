@@ -42,7 +42,7 @@ class _StepPlaced(BaseException):
 
 @contextlib.contextmanager
 def placed_and_left(step: StepFunction) -> Iterator[None]:
-    """Makes Keras's loop lower the step for its first batch and stop.
+    """Makes Keras's loop lower the step for its first batch, and then stop.
 
     Keras gets descriptions in place of the values of the model's variables. No variable is read, and variables without
     values stay without.

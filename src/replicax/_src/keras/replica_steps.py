@@ -1,4 +1,5 @@
-"""Steps in TensorFlow's style, ``train_step(self, data)``, and Keras's own in terms of variables: replica functions.
+"""Replica functions for steps: those in TensorFlow's style, ``train_step(self, data)``, and Keras's own in terms of
+variables.
 
 A replica sees its own rows; ``losses.py`` defines its losses. Steps run with ``strategy.run`` in this process, or on
 the workers of parameter servers (``server_steps.py``).

@@ -33,7 +33,7 @@ class SavingRules:
     Attributes:
       every: The number of batches between two checkpoints. None saves at the end of each epoch.
       monitor: The name in the logs by which epochs are judged.
-      termination: What to do when the process is told to end.
+      termination: The actions when the process is told to end.
     """
 
     every: int | None
@@ -123,7 +123,7 @@ class ResumableFit:
             variables = [*model.variables, *model.metrics_variables, *optimizer]
             self._restored = variables, accessor.get(variables)
         is_over = progress.has_stopped or progress.epoch >= self._num_epochs
-        # As Keras's BackupAndRestore does.
+        # This follows Keras's BackupAndRestore.
         self._model._initial_epoch = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
         if is_over:
             log.warning(

@@ -43,7 +43,7 @@ class _Making(threading.local):
     Attributes:
       is_alone: True if the other processes do not make them.
       is_for_optimizer: True if an optimizer keeps them.
-      reference: The variable of the model that they belong to; None if there is none.
+      reference: The variable of the model that they belong to; None without one.
     """
 
     is_alone = False
@@ -215,9 +215,9 @@ def with_sharded_state(
 
     Args:
       step: (state, batch) -> (outputs, new state).
-      layouts: Of the strategy.
+      layouts: The layouts of the strategy.
       state: The lists of variables; the first one has the trainable variables.
-      optimizer: The model's.
+      optimizer: The model's optimizer.
     """
     read = _ShardedRead(layouts, state[0])
     with _reading(read), _sharded(optimizer):

@@ -80,7 +80,7 @@ class SharedReads:
 
     @contextlib.contextmanager
     def in_fit(self, callbacks: Sequence[Any]) -> Iterator[list[Any]]:
-        """Runs ``fit`` inside with the yielded callbacks. On exit no process waits for another."""
+        """Yields the callbacks for the ``fit`` that runs inside the block. On exit no process waits for another."""
         opening, meeting = (
             keras.callbacks.LambdaCallback(on_epoch_end=call, on_train_end=call)
             for call in (self.open, self.meet)

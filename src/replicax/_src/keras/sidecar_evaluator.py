@@ -32,8 +32,8 @@ class SidecarEvaluator:
 
     ``rx.keras.SidecarEvaluator(model, data, "training", max_evaluations=5).start()``. It takes the checkpoints of
     ``rx.Checkpoint(model=model, optimizer=optimizer)`` and its manager, and the files that
-    ``keras.callbacks.ModelCheckpoint`` writes. It takes the newest one, so it may skip some that come while it
-    evaluates.
+    ``keras.callbacks.ModelCheckpoint`` writes. It takes the newest checkpoint, so it may skip some that are written
+    while it evaluates.
 
     Args:
       model: A model with the structure of the trained model, compiled with metrics.

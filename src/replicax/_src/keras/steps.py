@@ -115,14 +115,14 @@ class StepFunction(abc.ABC):
           The logs of the last step (for predictions, the outputs of all batches), and the new state.
 
         Raises:
-          StopIteration: There is no further batch.
+          StopIteration: The data have no further batch.
         """
 
     def first_batch(self, iterator: Iterator[Any]) -> Batch:
         """Takes one batch, to read its shapes.
 
         Raises:
-          StopIteration: There is no batch.
+          StopIteration: The data have no batch.
         """
         batch = next(self._take(iterator, is_kept=False), None)
         if batch is None:

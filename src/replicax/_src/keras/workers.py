@@ -60,7 +60,7 @@ def start_together(peers: Peers, method: str, model: Any, given: Mapping[str, An
 
 
 def _form_of(data: Any) -> str:
-    """Returns the dtypes and shapes of arrays with a digest of their first and last rows. For a dataset returns its
+    """Returns the dtypes and shapes of arrays with a digest of their first and last rows. For a dataset, returns its
     kind and length.
     """
     leaves = jax.tree_util.tree_leaves(data)
