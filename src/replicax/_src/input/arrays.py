@@ -116,13 +116,11 @@ def _unsupported_dtype_text(leaf: Any, array: np.ndarray) -> str:
     got = f"Got {type(leaf).__name__} with dtype {array.dtype}"
     if array.dtype.kind == "O" and array.size and isinstance(array.flat[0], str | bytes):
         kind = "text" if isinstance(array.flat[0], str) else "bytes"
-        return f"{got}, which holds {kind}; no device does. Turn it into numbers (token ids, categories, pixels) first."
+        return f"{got}, which holds {kind}; no device does. Convert it to numbers (token ids, categories, pixels) first."
     if array.dtype.kind == "O" and not array.ndim:
-        return (
-            f"Got {leaf!r} of type {type(leaf).__name__}, which is no array; elements are pytrees of arrays."
-        )
+        return f"Got {leaf!r} of type {type(leaf).__name__}, which is not an array; elements are pytrees of arrays."
     if array.dtype.kind == "O":
         return f"{got}, which holds Python objects (rows of different lengths?); pad them to one shape."
     if array.dtype.kind in "US":
-        return f"{got}; no device holds text. Turn it into numbers (token ids, categories) first."
+        return f"{got}; no device holds text. Convert it to numbers (token ids, categories) first."
     return f"{got}, which no device can hold; convert it to numbers first."

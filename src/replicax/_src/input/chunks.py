@@ -115,7 +115,7 @@ def chosen(chunk: Chunk, predicate: Callable[..., Any]) -> Chunk:
 
 
 def permuted(chunk: Chunk, places: np.ndarray) -> Chunk:
-    """Returns the elements at the given places."""
+    """Returns the elements at the given indices."""
     return chunk[places] if isinstance(chunk, ArrayRows) else [chunk[place] for place in places]
 
 

@@ -53,8 +53,8 @@ class DistributedDataset:
     """A dataset whose elements are placed on the replicas of a strategy.
 
     Make one with ``Strategy.experimental_distribute_dataset`` or ``distribute_datasets_from_function``. Iterating it
-    starts again from the first element each time. Call ``map``, ``batch`` and the like before it is distributed; it has
-    no transformations. ``print`` shows its settings.
+    starts again from the first element each time. Call ``map``, ``batch`` and similar methods before it is distributed;
+    it has no transformations. ``print`` shows its settings.
     """
 
     def __init__(self, source: Source, placer: Placer, *, buffer_size: int = 1, places_ahead: bool = True):

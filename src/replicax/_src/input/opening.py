@@ -73,7 +73,7 @@ def open_elements(dataset: Any) -> Elements:
             not_resumable=reason,
         )
     raise UnsupportedSourceError(
-        f"Got {dataset!r} of type {type(dataset).__name__}, which is not a dataset. Allowed are "
+        f"Got {dataset!r} of type {type(dataset).__name__}, which is not a dataset. Use "
         "rx.data.from_arrays(...).batch(n), grain datasets, tf.data.Dataset, torch's DataLoader, Hugging Face "
         "datasets, keras.utils.PyDataset, and iterables of batches (a list, a generator, an object with __iter__)."
     )

@@ -409,7 +409,7 @@ class ArrayDataset(Dataset):
           InvalidArgumentError: The dataset never ends, the seed is negative, or the buffer size is less than 1.
         """
         if buffer_size is not None:
-            meaning = "all elements are shuffled, whatever it is: write shuffle(), or shuffle(seed=0) for the same order in each run"
+            meaning = "all elements are shuffled for every value. Call shuffle(), or shuffle(seed=0) for equal orders"
             whole_number("buffer_size", buffer_size, least=1, meaning=meaning)
         if self.cardinality == INFINITE:
             raise InvalidArgumentError(

@@ -171,7 +171,7 @@ class Reader:
         """Takes the next step, placed on the devices.
 
         Raises:
-          StopIteration: There is none.
+          StopIteration: The pass has no further step.
         """
         with self._lock:
             item = self._item_of(0)
@@ -183,7 +183,7 @@ class Reader:
         """Takes the next step as the source yielded it, for a reader that does not prefetch to devices.
 
         Raises:
-          StopIteration: There is none.
+          StopIteration: The pass has no further step.
         """
         with self._lock:
             on_host = self._item_of(0).steps[0].on_host
@@ -198,7 +198,7 @@ class Reader:
           num_steps: The maximal number of steps to take, at most ``group_size``.
 
         Raises:
-          StopIteration: There is no further step.
+          StopIteration: The pass has no further step.
         """
         with self._lock:
             item = self._item_of(group_size)

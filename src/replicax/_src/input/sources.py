@@ -392,7 +392,7 @@ class PerReplicaPulls(Source):
         pulled = "its own dataset" if len(distinct) > 1 else "one dataset in turn"
         return {
             "source": f"{sources}, from a function",
-            "batch": f"each of {self.num_replicas} replicas takes one element of {pulled}, as it is",
+            "batch": f"each of {self.num_replicas} replicas takes one unchanged element of {pulled}",
             "policy": "OFF: the function makes the shards",
         }
 
@@ -408,7 +408,7 @@ class PerReplicaPulls(Source):
         self._has_warned = True
         num_replicas = len(self._elements_of_replicas)
         log.warning(
-            "Input: the last step has only %s for %d replicas. Because elements have one fixed shape, this step was "
+            "Input: the last step has %s for %d replicas. Because elements have one fixed shape, this step was "
             "dropped. Make the number of elements a multiple of %d, or batch without drop_remainder.",
             _count_of(present),
             num_replicas,

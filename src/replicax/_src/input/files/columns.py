@@ -142,7 +142,7 @@ def _as_numpy(array: Any, name: str, path: str) -> np.ndarray:
     """Returns an Arrow array as ``[num_rows, ...]``, without a copy unless it holds booleans."""
     if array.null_count:
         raise ColumnError(
-            f"Column {name!r} of {path!r} has null (missing) values: {array.null_count} of {len(array)} in the block "
+            f"Column {name!r} of {path!r} has null (missing) values: {array.null_count} of the {len(array)} in the block "
             "that was read. Replace them when you write the file, or leave the column out: columns=[...]."
         )
     if load("pyarrow", "from_parquet").types.is_fixed_size_list(array.type):

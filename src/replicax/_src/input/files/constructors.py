@@ -35,7 +35,7 @@ def from_tfrecords(files: Files) -> FileDataset:
       files: A path, a pattern (sorted by name), or a list of these.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_tfrecords")
@@ -51,7 +51,7 @@ def from_array_records(files: Files) -> FileDataset:
       files: A path, a pattern (sorted by name), or a list of these.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_array_records")
@@ -69,7 +69,7 @@ def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
       encoding: An encoding in which the byte 10 always ends a line, so not UTF-16.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
     """
     options = f"TextLines(encoding={encoding!r})"
     format = FileFormat("text", options, partial(open_text_lines, encoding=encoding), count_text_lines)
@@ -84,11 +84,11 @@ def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileData
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.
-      columns: Which to read; None is all. Numbers and booleans become ``[num_rows]``, lists of a fixed size k
-        ``[num_rows, k]``. Text, lists of varying sizes and null values are refused when they are read.
+      columns: The columns to read; None reads all. Numbers and booleans become ``[num_rows]``, lists of a fixed size k
+        ``[num_rows, k]``. Text, lists of varying sizes and null values raise an error when they are read.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: pyarrow is not installed.
     """
     load("pyarrow.parquet", "from_parquet")
@@ -116,14 +116,14 @@ def from_csv(
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.
-      columns: Which to read; None is all.
+      columns: The columns to read; None reads all.
       delimiter: The character between two values.
       column_names: The names of all columns, if the files have no header line.
       column_dtypes: ``{column: dtype}``. The others are inferred from the first lines of the first file that has rows:
         int64, float64 or bool.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: pyarrow is not installed.
     """
     load("pyarrow.csv", "from_csv")

@@ -37,7 +37,7 @@ class FileDataset(Dataset):
         in the files need large windows, or ``files`` in random order.
 
         Args:
-          buffer_size: Elements per window, held in memory.
+          buffer_size: The number of elements per window, which are held in memory.
           seed: Equal seeds give equal orders. None draws a random seed. In a cluster pass a seed, so that all processes
             use the same order.
           reshuffle_each_iteration: Take a new order each time the dataset is iterated or repeated.
