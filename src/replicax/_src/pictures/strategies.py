@@ -39,10 +39,10 @@ def _kept_where(placement: Any) -> str:
     if placement.parameter_device is not None:
         return f"on {device_name(placement.parameter_device)}"
     if placement.logical_layouts is not None:
-        return "divided over the logical devices of each replica as the layout map says, the others whole"
+        return "sharded over the logical devices of each replica by the layout map, the others replicated"
     if placement.layouts is None:
-        return "whole on every device"
+        return "replicated on every device"
     shards = placement.layouts.shards
     is_optimizer = shards.state is ShardState.OPTIMIZER
     what = "those of optimizers" if is_optimizer else "trainable ones, and those of optimizers"
-    return f"divided over {shards.num_shards} replicas: {what}; the others whole on every device"
+    return f"sharded over {shards.num_shards} replicas: {what}; the others replicated on every device"

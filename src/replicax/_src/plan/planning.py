@@ -226,8 +226,8 @@ def _notes(costs: Costs) -> list[str]:
 def _notes_of_rows(asked: int | None, plan: Plan) -> Iterator[str]:
     if asked is not None and plan.rows is not None and asked != plan.global_batch:
         yield (
-            f"A global batch of {asked:,} rows does not divide by {plan.num_replicas:,} replicas: the plan is of {plan.rows:,} for "
-            "each, which is what those with the most have."
+            f"A global batch of {asked:,} rows does not divide by {plan.num_replicas:,} replicas: the plan uses "
+            f"{plan.rows:,} rows for each, the number of the largest replica batches."
         )
 
 
@@ -236,12 +236,13 @@ def _notes_of_logical_devices(topology: Topology) -> Iterator[str]:
     if count == 1:
         return
     yield (
-        f"Multiplications, and their memory traffic, are counted as if the compiler divided all of them over the {count} logical "
-        "devices of a replica: what nothing divides each of them computes. What the program asks for is of the whole replica."
+        f"Multiplications, and their memory traffic, are counted as if the compiler split all of them over the {count} "
+        "logical devices of a replica. Each device computes in full the operations that are not split. The requested "
+        "collectives are those of the full replica."
     )
     hosts = max(len({device.process_index for device in replica}) for replica in topology.grid)
     if hosts > 1:
         yield (
-            f"A replica has devices of {hosts} hosts here. TPUStrategy needs them in one process: use a device assignment with fewer "
-            "devices for each replica."
+            f"A replica has devices of {hosts} hosts here, but TPUStrategy needs them in one process. Use a device "
+            "assignment with fewer devices for each replica."
         )

@@ -224,16 +224,17 @@ def notes_of_whole_arguments(plan: Any) -> Iterator[str]:
     count = shards.num_shards if shards else 1
     state = 'with the same arrays as variables (rx.Variable, or those of a Keras or nnx model) shard_state="all" would'
     if plan.num_logical_devices > 1:  # shard_state is not allowed with these
-        instead = "with the same arrays as variables a layout_map could divide them over the logical devices"
+        instead = "with the same arrays as variables a layout_map could shard them over the logical devices"
     elif count > 1:
         instead = f"{state} leave {size(in_bytes / count)} of them on each of {plan.num_replicas} replicas"
     else:
         instead = (
-            f"{state} divide them among replicas, of which there is one here, or a number without divisors"
+            f"{state} shard them over replicas, but there is one replica here, or a number without divisors"
         )
     yield (
-        f"{size(in_bytes)} of a device are arguments that each device has whole, {largest.name} with {size(largest.device_bytes)} the largest. "
-        f"Neither fewer rows nor more devices make them fewer, and shard_state divides variables only: {instead}."
+        f"{size(in_bytes)} of a device are replicated arguments. The largest is {largest.name} with "
+        f"{size(largest.device_bytes)}. "
+        f"Fewer rows or more devices do not reduce them, and shard_state shards only variables: {instead}."
     )
 
 

@@ -10,14 +10,14 @@ from replicax._src.plan.hlo_text import Instruction, bytes_of, names_called
 EXPLAINED = {
     "all-gather": (
         "an all-gather was compiled as an all-reduce: each device adds its piece to zeros where the others' are, at twice the "
-        "bytes. TPU's compiler does so with thin or small pieces: larger arrays, or fewer replicas to divide them over "
-        "(shard_size), are gathered"
+        "bytes. TPU's compiler does this for thin or small pieces. It gathers larger arrays, and arrays sharded over "
+        "fewer replicas (shard_size)"
     ),
     "reduce-scatter": (
-        "a reduce-scatter was compiled as an all-reduce of which each device keeps its piece, at twice the bytes"
+        "a reduce-scatter was compiled as an all-reduce, at twice the bytes; each device then keeps its piece"
     ),
 }
-"""By what was asked for, what became of it."""
+"""The explanation for each requested collective that the compiler replaced."""
 
 _PARAMETER = re.compile(r"parameter\((\d+)\)")
 
