@@ -49,7 +49,7 @@ def test_a_topology_knows_tasks_and_names():
         ({"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[0, 0, 0, 0]]}, "[tasks, devices, 4]"),
         ({"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[[2, 0, 0, 0]]]}, "must be inside the mesh"),
         ({"mesh_shape": [2, 1, 1, 1], "device_coordinates": [[[0, 0, 0, 0]] * 2]}, "twice"),
-        ({"mesh_shape": "2x2", "device_coordinates": [[[0, 0, 0, 0]]]}, "whole numbers"),
+        ({"mesh_shape": "2x2", "device_coordinates": [[[0, 0, 0, 0]]]}, "integers"),
         ({"serialized": b"\xff\xff"}, "is not a topology"),
         ({"serialized": SERIALIZED[:-3]}, "is not a topology"),
     ],
@@ -111,7 +111,7 @@ def test_missing_devices_are_left_out():
         ({"computation_shape": [1, 1, 2]}, "must have shape [4]"),
         ({"computation_shape": [1, 1, 1, 0]}, "must be positive"),
         ({"computation_shape": [1, 1, 1, 4]}, "does not fit in TPU topology shape [2, 2, 1, 2]"),
-        ({"computation_stride": [1, 1, 1, 0.5]}, "of whole numbers"),
+        ({"computation_stride": [1, 1, 1, 0.5]}, "integers"),
         ({"computation_shape": [1, 1, 1, 2], "num_replicas": 5}, "only 4 replicas with shape [1, 1, 1, 2]"),
         ({"num_replicas": 0}, "at least 1"),
         ({"num_replicas": 3, "device_order_mode": DeviceOrderMode.RING}, "AUTO"),
@@ -125,8 +125,8 @@ def test_invalid_assignments(arguments, says):
     ("cores", "says"),
     [
         ([[0, 0, 0, 0]], "rank 3"),
-        ([[[0, 0, 0, 2]]], "has not"),
-        ([[[0, 0, 0, 0.5]]], "of whole numbers"),
+        ([[[0, 0, 0, 2]]], "does not exist"),
+        ([[[0, 0, 0, 0.5]]], "integers"),
         ([[[0, 0, 0, 0]], [[0, 0, 0, 0]]], "twice"),
     ],
 )

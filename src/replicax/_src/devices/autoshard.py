@@ -22,7 +22,7 @@ class NotEnoughFilesError(InvalidArgumentError):
 
 
 class AutoShardPolicy(_NamedOption):
-    """How workers share a dataset. A single worker reads all of it.
+    """The policy by which workers share a dataset. A single worker reads all of it.
 
     AUTO: FILE if the source has at least as many files as there are workers, otherwise DATA. FILE: worker w of W reads
       the files w, w + W, ... DATA: every worker reads all global batches and keeps its replicas' rows. HINT:
@@ -39,7 +39,7 @@ class AutoShardPolicy(_NamedOption):
 
 @dataclass(frozen=True)
 class DistributeOptions:
-    """How a dataset is distributed, if the dataset has no such options itself.
+    """The options for distributing a dataset, if the dataset has no such options itself.
 
     Attributes:
       auto_shard_policy: An ``AutoShardPolicy`` or its name.
@@ -97,7 +97,7 @@ def check_shard(
     """Returns both as ints.
 
     Raises:
-      InvalidArgumentError: Not ``0 <= index < num_shards``.
+      InvalidArgumentError: ``0 <= index < num_shards`` does not hold.
     """
     num_shards = whole_number(num_name, num_shards, least=1)
     if not isinstance(index, SupportsIndex) or not 0 <= operator.index(index) < num_shards:
@@ -204,11 +204,11 @@ def choose_policy(
         if num_files < workers:
             raise NotEnoughFilesError(
                 f"The policy FILE needs at least one file for each of the {workers} workers, got {num_files} "
-                f"({source}). Write the data in more files, or use the policy DATA."
+                f"({source}). Write the data to more files, or use the policy DATA."
             )
-        return ShardingDecision(wanted, f"the {num_files} files are dealt out to {workers} workers")
+        return ShardingDecision(wanted, f"the {num_files} files are distributed over {workers} workers")
     if wanted is policy.HINT:
-        said = "the dataset's shard(SHARD_HINT, SHARD_HINT) says which part is whose"
+        said = "the dataset's shard(SHARD_HINT, SHARD_HINT) gives each worker its part"
         return ShardingDecision(
             wanted, said if has_hint else "no SHARD_HINT in the dataset: every worker reads everything"
         )
@@ -230,4 +230,6 @@ def choose_policy(
             f"reads {'all of them' if num_files > 1 else 'it'} and keeps its rows of each global batch",
             is_fallback=True,
         )
-    return ShardingDecision(policy.FILE, f"AUTO: the {num_files} files are dealt out to {workers} workers")
+    return ShardingDecision(
+        policy.FILE, f"AUTO: the {num_files} files are distributed over {workers} workers"
+    )

@@ -97,7 +97,7 @@ class InputReplicationMode(_NamedOption):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How the elements of a distributed dataset reach the replicas.
+    """The options for moving the elements of a distributed dataset to the replicas.
 
     Attributes:
       experimental_fetch_to_device: True places elements on the devices before they are returned. False keeps them on

@@ -32,8 +32,8 @@ log = logging.getLogger("replicax")
 _NVIDIA = '"jax[cuda13]" (or "jax[cuda12]", for older drivers)'
 _PACKAGES = {"gpu": _NVIDIA, "cuda": _NVIDIA, "rocm": '"jax[rocm7-local]"', "tpu": '"jax[tpu]"'}
 
-# XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads; with fewer
-# threads than waiting participants the process is aborted after 40 s (seen with jax 0.10 on 2 cores).
+# XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads. With fewer threads than
+# waiting participants, XLA aborts the process after 40 s (seen with jax 0.10 on 2 cores).
 _CPU_POOL_THREADS = 16
 # The number of a job's processes on this host, set by replicax's launcher, torchrun and Open MPI.
 _TASKS_ON_HOST = (TASKS_ON_HOST_VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")

@@ -45,8 +45,8 @@ class DeviceAssignment:
     def __init__(self, topology: Topology, core_assignment: Any):
         if not isinstance(topology, Topology):
             raise InvalidArgumentError(
-                f"topology must be a Topology object, got {type(topology)}. rx.tpu.experimental.initialize_tpu_system(resolver) "
-                "returns that of the devices."
+                f"topology must be a Topology object, got {type(topology)}. "
+                "rx.tpu.experimental.initialize_tpu_system(resolver) returns the topology of the devices."
             )
         self._topology = topology
         cores = np.asarray(core_assignment)
