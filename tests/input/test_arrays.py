@@ -219,10 +219,10 @@ def test_arrays_with_different_numbers_of_rows():
         (np.array(["2020-01-01"], dtype="datetime64[D]"), "convert it to numbers"),
         (np.zeros(2, dtype=[("a", int)]), "convert it to numbers"),
         (scipy.sparse.csr_matrix(np.eye(2)), "scipy sparse matrix"),
-        (object(), "which is no array"),
+        (object(), "which is not an array"),
         ([1, 2], "A Python list is a pytree"),
-        ((), "there is no array"),
-        (None, "there is no array"),
+        ((), "contains no arrays"),
+        (None, "contains no arrays"),
     ],
 )
 def test_values_that_are_not_arrays(arrays, text):
