@@ -193,7 +193,7 @@ def test_a_buffer_size_changes_nothing():
         (lambda rows: rows.batch(True), "got True"),
         (
             lambda rows: rows.shuffle(0),
-            r"buffer_size must be a whole number of at least 1 .*write shuffle\(\), .*, got 0",
+            r"buffer_size must be a whole number of at least 1 .*Call shuffle\(\), .*, got 0",
         ),
         (lambda rows: rows.shuffle(seed="a"), "seed must be"),
         (lambda rows: rows.repeat(-2), r"-1 or None is for ever\), got -2"),
