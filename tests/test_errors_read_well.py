@@ -1107,7 +1107,7 @@ ROWS_OF_DIFFERENT_LENGTHS = np.array([np.arange(2), np.arange(3)], dtype=object)
             errors.UnsupportedElementError,
             ("a sparse BCOO of shape (3, 3)", ".todense()"),
         ),
-        ([{"x": None}], errors.UnsupportedElementError, ("no array",)),
+        ([{"x": None}], errors.UnsupportedElementError, ("no arrays",)),
     ],
 )
 def test_bad_batches(strategy, dataset, error_type, says):
@@ -1129,7 +1129,7 @@ def test_invalid_datasets(strategy, dataset):
     message(
         errors.UnsupportedSourceError,
         lambda: strategy.experimental_distribute_dataset(dataset),
-        "no dataset",
+        "not a dataset",
     )
 
 

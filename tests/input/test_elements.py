@@ -146,16 +146,16 @@ def test_no_element_to_inspect():
 @pytest.mark.parametrize(
     ("dataset", "text"),
     [
-        (np.arange(3), r"arrays need a batch size: use rx.data.from_arrays\(x\).batch\(n\)"),
-        (jnp.arange(3), "arrays need a batch size"),
-        ((np.arange(3), np.arange(3)), "arrays need a batch size"),
-        ({"x": np.arange(3)}, "arrays need a batch size"),
+        (np.arange(3), r"Arrays need a batch size; use rx.data.from_arrays\(x\).batch\(n\)"),
+        (jnp.arange(3), "Arrays need a batch size"),
+        ((np.arange(3), np.arange(3)), "Arrays need a batch size"),
+        ({"x": np.arange(3)}, "Arrays need a batch size"),
         ("data.csv", "'data.csv'"),
         (b"data", "bytes"),
         (3, "int"),
         (None, "NoneType"),
         ({1, 2}, "set"),
-        (lambda: iter([]), "call it and pass what it returns"),
+        (lambda: iter([]), "Call it and pass its result"),
         (object(), "grain datasets"),
     ],
 )

@@ -138,7 +138,7 @@ def test_files_that_are_missing(tmp_path):
     (tmp_path / "a").write_text("x\n")
     make = rx.data.from_text_lines
     error = rx.errors.MissingFileError
-    message(error, lambda: make(tmp_path / "*.csv"), "No file fits the pattern", "*.csv")
+    message(error, lambda: make(tmp_path / "*.csv"), "No file matches the pattern", "*.csv")
     message(error, lambda: make([tmp_path / "a", tmp_path / "b"]), "1 of the 2 files", str(tmp_path / "b"))
     message(error, lambda: make(tmp_path / "b"), "does not exist", str(tmp_path / "b"))
     message(error, lambda: make("nowhere"), "Relative paths start at")
@@ -287,9 +287,9 @@ def test_unknown_lengths(tmp_path, kind):
     assert rows.repeat().cardinality == float("inf")
     assert rows.repeat(0).cardinality == 0
     assert rows.take(0).cardinality == 0
-    with pytest.raises(TypeError, match="does not know its length"):
+    with pytest.raises(TypeError, match="length is unknown"):
         len(rows)
-    with pytest.raises(TypeError, match="for ever"):
+    with pytest.raises(TypeError, match="is infinite"):
         len(rows.repeat())
     assert rows
     assert open_elements(rows.batch(2)).cardinality is None

@@ -378,7 +378,7 @@ def test_states_of_other_datasets(tmp_path):
         make_numbers(tmp_path / "more", "csv", [5, 6])[0].batch(2),
     ]
     for other in others:
-        with pytest.raises(rx.errors.NotResumableError, match="not one of this dataset"):
+        with pytest.raises(rx.errors.NotResumableError, match="of another dataset"):
             open_elements(other).iterate().set_state(state)
     with pytest.raises(rx.errors.NotResumableError):
         open_elements(rows.batch(2)).iterate().set_state({"position": 1})

@@ -198,7 +198,7 @@ def test_worker_processes_are_not_started_and_a_warning_says_so(caplog):
     with caplog.at_level(logging.WARNING, logger="replicax"):
         elements = open_elements(Squares(workers=1, use_multiprocessing=True))
         assert features(elements.iterate()) == [[0, 1], [2, 3], [4]]
-    assert "workers are threads" in caplog.text
+    assert "workers run as threads" in caplog.text
     assert elements.description == "the PyDataset Squares (read by 1 threads)"
 
 

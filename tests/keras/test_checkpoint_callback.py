@@ -521,7 +521,7 @@ def test_finished_training_and_longer_training(one_device, tmp_path, caplog):
     _, ended = fit(one_device, "arrays", [CheckpointCallback(tmp_path), log], epochs=2)
     assert log.batches == []
     assert ended.history == {name: values[:2] for name, values in history.history.items()}
-    assert "has ended, after 2 epoch(s)" in caplog.text
+    assert "has ended after 2 epoch(s)" in caplog.text
     model, longer = fit(one_device, "arrays", [CheckpointCallback(tmp_path)], epochs=4)
     assert longer.history == history.history
     for got, wanted in zip(bits(model), bits(expected), strict=True):
@@ -548,7 +548,7 @@ def test_epochs_without_validation_are_not_compared(one_device, tmp_path):
     assert first > second
     assert callback.manager.best_checkpoint == str(tmp_path / "ckpt-2")
     wrong = CheckpointCallback(tmp_path / "wrong", monitor="val_los")
-    with pytest.raises(InvalidArgumentError, match=r"no such name, but .*'val_loss'"):
+    with pytest.raises(InvalidArgumentError, match=r"no such name; they have .*'val_loss'"):
         fit(one_device, "arrays", [wrong], validation_data=(x, y), **options)
 
 
@@ -670,7 +670,7 @@ def test_unsupported_options_raise(tmp_path):
     ):
         with pytest.raises(InvalidArgumentError, match=re.escape(said)):
             CheckpointCallback(**{"directory": tmp_path, **arguments})
-    with pytest.raises(ContextError, match="works in fit"):
+    with pytest.raises(ContextError, match="works only as a callback"):
         CheckpointCallback(tmp_path).on_train_begin()
 
 
@@ -693,5 +693,5 @@ def test_other_fit_than_the_saved_one(one_device, tmp_path):
         assert model._initial_epoch == before["_initial_epoch"]
     with pytest.raises(InvalidArgumentError, match="2 CheckpointCallbacks"):
         fit(one_device, "arrays", [CheckpointCallback(tmp_path), CheckpointCallback(tmp_path)])
-    with pytest.raises(InvalidArgumentError, match="have no such name, but"):
+    with pytest.raises(InvalidArgumentError, match="have no such name"):
         fit(one_device, "arrays", [CheckpointCallback(tmp_path / "other", monitor="val_loss")])

@@ -77,7 +77,9 @@ def test_distributed_files_equal_one_process_with_the_same_batches(size, reports
 def test_all_continue_with_the_first_workers_state_and_warn(reports_of):
     for worker in reports_of(own_states):
         assert worker["states"] == [[18.0, 1.0], [18.0, 1.0], [26.0, 1.0]]
-        assert [text.count("(state['w']): all go on with those of worker 0") for text in worker["said"]] == [
+        assert [
+            text.count("(state['w']). All continue with those of worker 0") for text in worker["said"]
+        ] == [
             1,
             1,
         ]

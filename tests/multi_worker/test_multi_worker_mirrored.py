@@ -217,7 +217,7 @@ def test_fewer_files_than_workers(fed):
     for worker in fed:
         (warning,) = worker["warnings"]  # of three such datasets
         assert warning.startswith("Input: 1 text file, AUTO: 1 file is not enough for 2 workers")
-        assert "Write the data in more files" in warning
+        assert "Write the data to more files" in warning
     assert all("at least one file for each of the 2 workers" in worker["not_enough"] for worker in fed)
 
 

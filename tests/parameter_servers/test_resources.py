@@ -152,7 +152,7 @@ def test_variables_cannot_be_made_in_a_dataset_function(made):
     ("what", "error", "text"),
     [
         (lambda: 1 // 0, ZeroDivisionError, "division"),
-        (lambda: None, UnsupportedSourceError, "no dataset"),
+        (lambda: None, UnsupportedSourceError, "not a dataset"),
         (lambda: [], EmptyDatasetError, "no elements"),
         (lambda: [np.array(["text"])], Exception, "text"),
     ],

@@ -58,11 +58,14 @@ def strategy():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: rx.MirroredStrategy(2), ["MirroredStrategy: 2 replicas", "whole on every device", "cpu:1"]),
+        (
+            lambda: rx.MirroredStrategy(2),
+            ["MirroredStrategy: 2 replicas", "replicated on every device", "cpu:1"],
+        ),
         (lambda: rx.OneDeviceStrategy("cpu:1"), ["OneDeviceStrategy: 1 replica", "cpu:1"]),
         (
             lambda: rx.MirroredStrategy(4, shard_state="optimizer", shard_size=2),
-            ["divided over 2 replicas: those of optimizers"],
+            ["sharded over 2 replicas: those of optimizers"],
         ),
         (lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:1"), ["on cpu:1"]),
         (rx.get_strategy, ["default strategy"]),

@@ -63,7 +63,7 @@ def test_names_of_vendors(name, ours):
         ("0xv5e:4x4", "2xv5e:16x16"),
         ("2xh100:1x8", "only TPUs come in slices"),
         ("2xcpu:8", "only TPUs come in slices"),
-        ("tpu:8", "nothing is known of 'tpu'"),
+        ("tpu:8", "no facts about 'tpu'"),
         ("h100:0x8", "no devices"),
         ("cpu:2x4", "cpu:8"),
         ("cpu:4096", "2048"),

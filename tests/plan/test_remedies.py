@@ -152,10 +152,10 @@ def test_note_says_why_functional_state_is_not_sharded():
     assert not list(notes_of_whole_arguments(plan))  # fits, or fewer rows would do
     plan = replace(plan, arrays=[*plan.arrays, replace(whole, device_bytes=9 << 30)])
     (told,) = notes_of_whole_arguments(plan)
-    assert "18.0 GiB of a device are arguments" in told
+    assert "18.0 GiB of a device are replicated arguments" in told
     assert "args[0]['w'] with 9.0 GiB" in told
     assert "2.2 GiB of them on each of 8 replicas" in told
     (told,) = notes_of_whole_arguments(replace(plan, num_replicas=1))
-    assert 'shard_state="all" would divide them among replicas, of which there is one here' in told
+    assert 'shard_state="all" would shard them over replicas, but there is one replica here' in told
     (told,) = notes_of_whole_arguments(replace(plan, num_logical_devices=2))
-    assert "as variables a layout_map could divide them over the logical devices" in told
+    assert "as variables a layout_map could shard them over the logical devices" in told

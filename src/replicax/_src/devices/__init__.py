@@ -1,1 +1,1 @@
-"""Hardware that may not be here: published facts of it, and its devices for compilers. Import from the files."""
+"""Hardware that may be absent: published facts of it, and its devices for compilers. Import from the files."""

@@ -1,4 +1,4 @@
-"""Devices that are not here, or not used: as compilers see them, and as a topology whose arrays are only described."""
+"""Devices that are absent or unused: as compilers see them, and as a topology whose arrays are only described."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ device_description_str: "{name}"
 
 
 def topology_ahead(hardware: Hardware, num_logical_devices: int = 1) -> Topology:
-    """Its devices as a topology of replicas of so many devices each: neighbours, of one host if it has as many.
+    """Returns a topology of replicas of so many neighbouring devices each, of one host if it has as many.
 
     Raises:
-      MissingExtraError: What compiles for them is not installed.
-      PlanError: This process cannot compile for GPUs: the environment variable is not set.
-      TopologyError: The devices are no multiple of those of a replica.
+      MissingExtraError: The compiler for them is not installed.
+      PlanError: This process cannot compile for GPUs, because the environment variable is not set.
+      TopologyError: The number of devices is not a multiple of that of a replica.
     """
     count = hardware.num_devices
     if count % num_logical_devices:
         raise TopologyError(
-            f"{hardware.name!r} has {count} device(s), and a replica of this strategy has {num_logical_devices} logical devices: "
-            f"the number of devices must be a multiple of {num_logical_devices}. Name another topology, or plan with another "
-            "device assignment."
+            f"{hardware.name!r} has {count} device(s), but a replica of this strategy has {num_logical_devices} "
+            f"logical devices. Use a topology whose number of devices is a multiple of {num_logical_devices}, or plan "
+            "with another device assignment."
         )
-    devices = _devices(hardware)  # host after host
+    devices = _devices(hardware)  # ordered by host
     grid = [devices[i : i + num_logical_devices] for i in range(0, count, num_logical_devices)]
     return Topology.of_mesh(replica_mesh(grid), is_ahead=True)
 
@@ -64,26 +64,26 @@ def _devices(hardware: Hardware) -> list[Any]:
 
 
 def check_compiler(hardware: Hardware) -> None:
-    """Raises if what compiles for it is not here; see ``topology_ahead``."""
+    """Raises if the compiler for it is not available; see ``topology_ahead``."""
     check_extra(hardware)
     if hardware.chip.kind == "gpu" and not os.environ.get(GPU_VARIABLE):
         raise PlanError(
             f"A plan for {hardware.name} needs JAX's GPU compiler, which JAX loads on a machine without GPUs only if the "
-            f"environment variable {GPU_VARIABLE} is 1 before Python starts. Set it: {GPU_VARIABLE}=1 python script.py; or "
-            f"use the command, which does: replicax plan script.py --topology {hardware.name}."
+            f"environment variable {GPU_VARIABLE} is 1 before Python starts. Run {GPU_VARIABLE}=1 python script.py, or "
+            f"use the command, which sets it: replicax plan script.py --topology {hardware.name}."
         )
 
 
 def _quieten_tpu() -> None:
     if not jax_compat.backend_started():
-        jax.devices()  # with a TPU of its own this process must see the environment as it is
+        jax.devices()  # a process with its own TPU must see the unchanged environment
     if jax.default_backend() != "tpu":
         for name, value in QUIET_TPU.items():
             os.environ.setdefault(name, value)
 
 
 def _slice_options(hardware: Hardware) -> dict[str, Any]:
-    """What libtpu wants to be told of a slice besides its name."""
+    """Returns the options of a slice that libtpu needs besides its name."""
     options: dict[str, Any] = {}
     if all(size == 1 for size in hardware.shape):
         options["chips_per_host_bounds"] = (1, 1, 1)  # smaller than a host
@@ -95,7 +95,7 @@ def _slice_options(hardware: Hardware) -> dict[str, Any]:
 
 
 def gpu_target(chip: Chip) -> str:
-    """A chip as the text that XLA's compiler of GPUs takes."""
+    """Returns the description of a chip for XLA's GPU compiler."""
     facts = dict(chip.compiler or {})
     capability = facts.pop("capability")
     fields = " ".join(f"{name}: {value}" for name, value in facts.items())

@@ -1,4 +1,4 @@
-"""Which rows of a dataset a worker feeds to its replicas: autoshard policies and the share of a worker.
+"""The rows of a dataset that a worker feeds to its replicas: autoshard policies and the share of a worker.
 
 Workers and replicas are numbered from 0; worker w has the replicas ``[first_replica, first_replica +
 replicas_per_worker)``. Pure: no jax.
@@ -18,16 +18,16 @@ from replicax._src.options import _NamedOption, whole_number
 
 
 class NotEnoughFilesError(InvalidArgumentError):
-    """A dataset is to be divided by files, and it has none, or fewer than there are workers."""
+    """A dataset must be sharded by file, but it has no files, or fewer than there are workers."""
 
 
 class AutoShardPolicy(_NamedOption):
-    """How a dataset is divided among workers. With one worker there is nothing to divide.
+    """The policy by which workers share a dataset. A single worker reads all of it.
 
-    AUTO: FILE where the source has at least as many files as there are workers, else DATA. FILE: worker w of
-    W reads the files w, w + W, ...; DATA: every worker reads all global batches and keeps its replicas' rows.
-    HINT: what ``dataset.shard(SHARD_HINT, SHARD_HINT)`` says. OFF: every worker reads its whole dataset; that
-    the workers' datasets differ is up to the program.
+    AUTO: FILE if the source has at least as many files as there are workers, otherwise DATA. FILE: worker w of W reads
+      the files w, w + W, ... DATA: every worker reads all global batches and keeps its replicas' rows. HINT:
+      ``dataset.shard(SHARD_HINT, SHARD_HINT)`` decides. OFF: every worker reads its full dataset, and the program must
+      give the workers different data.
     """
 
     AUTO = "AUTO"
@@ -39,11 +39,11 @@ class AutoShardPolicy(_NamedOption):
 
 @dataclass(frozen=True)
 class DistributeOptions:
-    """How a dataset is distributed, where the dataset itself carries no such options.
+    """The options for distributing a dataset, if the dataset has no such options itself.
 
     Attributes:
       auto_shard_policy: An ``AutoShardPolicy`` or its name.
-      num_devices: Accepted for TensorFlow's sake, which writes into it how many devices it feeds. The strategy knows.
+      num_devices: Accepted as in TensorFlow, and ignored. The strategy knows the number of devices.
 
     Source: tf.data.experimental.DistributeOptions.
     """
@@ -57,12 +57,12 @@ class DistributeOptions:
 
 @dataclass(frozen=True)
 class WorkerShare:
-    """Which of the workers this is, and so which of the replicas it feeds.
+    """The position of a worker among all workers, which determines the replicas that it feeds.
 
     Attributes:
-      num_workers: W.
-      worker_index: w, from 0.
-      num_replicas: R, over all workers, each of which has R / W.
+      num_workers: W, the number of workers.
+      worker_index: w, the index of this worker, from 0.
+      num_replicas: R, the number of replicas of all workers. Each has R / W.
 
     Raises:
       InvalidArgumentError: The index is out of range, or the workers would have different numbers of replicas.
@@ -82,7 +82,7 @@ class WorkerShare:
 
     @property
     def replicas_per_worker(self) -> int:
-        """R / W."""
+        """R / W, the number of replicas of each worker."""
         return self.num_replicas // self.num_workers
 
     @property
@@ -97,7 +97,7 @@ def check_shard(
     """Returns both as ints.
 
     Raises:
-      InvalidArgumentError: Not ``0 <= index < num_shards``.
+      InvalidArgumentError: ``0 <= index < num_shards`` does not hold.
     """
     num_shards = whole_number(num_name, num_shards, least=1)
     if not isinstance(index, SupportsIndex) or not 0 <= operator.index(index) < num_shards:
@@ -110,11 +110,11 @@ def check_shard(
 
 @dataclass(frozen=True)
 class Rows:
-    """Adjacent rows of one batch, cut over the replicas of one worker.
+    """Adjacent rows of one batch, split over the replicas of one worker.
 
     Attributes:
       start: The first row.
-      sizes: How many rows each of the worker's replicas gets.
+      sizes: The number of rows of each of the worker's replicas.
     """
 
     start: int
@@ -126,11 +126,11 @@ class Rows:
         return self.start + sum(self.sizes)
 
 
-@functools.lru_cache(maxsize=256)  # it is asked for every batch
+@functools.lru_cache(maxsize=256)  # it is called for every batch
 def rows_of_global_batch(num_rows: int, share: WorkerShare) -> Rows:
     """Returns the rows of a global batch that a worker feeds: one step of the policy DATA.
 
-    ``split_sizes`` cuts the batch over all R replicas; over all workers, every row has one place.
+    ``split_sizes`` splits the batch over all R replicas. Over all workers, every row is used once.
     """
     first, last = share.first_replica, share.first_replica + share.replicas_per_worker
     return Rows(
@@ -140,12 +140,12 @@ def rows_of_global_batch(num_rows: int, share: WorkerShare) -> Rows:
 
 
 def rows_of_own_batch(num_rows: int, share: WorkerShare) -> Iterator[Rows]:
-    """Yields the steps into which a worker cuts a batch that it does not share: the policies FILE and OFF.
+    """Yields the steps into which a worker splits a batch of its own: the policies FILE and OFF.
 
-    The batch is as large as the global batch, of which the worker feeds its part, so it lasts for about W
-    steps. Its R slices have the sizes of ``split_sizes``, beginning with this worker's own, so that all
-    workers together take B rows in a step: ``7 rows, 2 workers of 2 replicas: (2, 2), (2, 1)`` and
-    ``(2, 1), (2, 2)``. Steps without a row are left out.
+    The batch is as large as the global batch, and the worker feeds only its part per step, so the batch lasts for about
+    W steps. Its R slices have the sizes of ``split_sizes``, starting with this worker's slices, so that all workers
+    together take B rows in a step: ``7 rows, 2 workers of 2 replicas: (2, 2), (2, 1)`` and ``(2, 1), (2, 2)``. Steps
+    without rows are skipped.
 
     Source: tf.data's _RebatchDataset, ``batch_sizes_for_worker``.
     """
@@ -161,12 +161,12 @@ def rows_of_own_batch(num_rows: int, share: WorkerShare) -> Iterator[Rows]:
 
 @dataclass(frozen=True)
 class ShardingDecision:
-    """The policy that is used, and why: a line for people.
+    """The chosen policy and the reason to display.
 
     Attributes:
-      policy: Which one.
-      reason: Why.
-      is_fallback: It is not the one that files usually have, because there are too few of them.
+      policy: The chosen policy.
+      reason: The reason for it.
+      is_fallback: True if it is not the usual policy for files, because there are too few files.
     """
 
     policy: AutoShardPolicy
@@ -177,19 +177,19 @@ class ShardingDecision:
 def choose_policy(
     wanted: AutoShardPolicy, share: WorkerShare, num_files: int | None, *, has_hint: bool, source: str
 ) -> ShardingDecision:
-    """Decides how a dataset is divided among the workers.
+    """Chooses how the workers share a dataset.
 
     Args:
-      wanted: What the options say.
-      num_files: How many files the source reads; None if it can not be divided by files.
-      has_hint: The dataset has a ``shard(SHARD_HINT, SHARD_HINT)``.
-      source: What the dataset is, for messages.
+      wanted: The policy in the options.
+      num_files: The number of files that the source reads; None if it cannot be sharded by file.
+      has_hint: True if the dataset has a ``shard(SHARD_HINT, SHARD_HINT)``.
+      source: The description of the dataset, for messages.
 
     Returns:
-      With several workers FILE, DATA, HINT or OFF, never AUTO.
+      The decision. With several workers its policy is FILE, DATA, HINT or OFF, never AUTO.
 
     Raises:
-      NotEnoughFilesError: FILE is wanted, and there are fewer files than workers.
+      NotEnoughFilesError: The policy is FILE, and there are fewer files than workers.
     """
     policy = AutoShardPolicy
     workers = share.num_workers
@@ -204,11 +204,11 @@ def choose_policy(
         if num_files < workers:
             raise NotEnoughFilesError(
                 f"The policy FILE needs at least one file for each of the {workers} workers, got {num_files} "
-                f"({source}). Write the data in more files, or use the policy DATA."
+                f"({source}). Write the data to more files, or use the policy DATA."
             )
-        return ShardingDecision(wanted, f"the {num_files} files are dealt out to {workers} workers")
+        return ShardingDecision(wanted, f"the {num_files} files are distributed over {workers} workers")
     if wanted is policy.HINT:
-        said = "the dataset's shard(SHARD_HINT, SHARD_HINT) says which part is whose"
+        said = "the dataset's shard(SHARD_HINT, SHARD_HINT) gives each worker its part"
         return ShardingDecision(
             wanted, said if has_hint else "no SHARD_HINT in the dataset: every worker reads everything"
         )
@@ -230,4 +230,6 @@ def choose_policy(
             f"reads {'all of them' if num_files > 1 else 'it'} and keeps its rows of each global batch",
             is_fallback=True,
         )
-    return ShardingDecision(policy.FILE, f"AUTO: the {num_files} files are dealt out to {workers} workers")
+    return ShardingDecision(
+        policy.FILE, f"AUTO: the {num_files} files are distributed over {workers} workers"
+    )

@@ -1,4 +1,4 @@
-"""Hardware that a program is planned for: published facts of chips, and the topologies that exist. Starts nothing."""
+"""Hardware for which a program is planned: published facts of chips, and existing topologies. Starts nothing."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ the chips, which a process that compiles only does not need: two of them may pla
 _NAME = re.compile(
     r"^(?:(?P<slices>[1-9][0-9]*)x)?(?P<chip>[a-z][a-z0-9]*)(?:[:=](?P<shape>[0-9]+(?:x[0-9]+)*)|-(?P<number>[0-9]+))$"
 )
-_MAX_CPU_DEVICES = 2048  # XLA's CPU client takes those beyond for another process's (jax 0.10)
+_MAX_CPU_DEVICES = 2048  # XLA's CPU client treats devices beyond this as those of another process (jax 0.10)
 
 
 @dataclass(frozen=True, eq=False)
 class Chip:
-    """What a vendor publishes of one kind of device; see ``chips.toml`` for the units.
+    """The published facts of one kind of device; see ``chips.toml`` for the units.
 
     Attributes:
       key: Its name in topologies.
       kind: "tpu", "gpu" or "cpu".
-      flops_per_s, memory_bytes, …: Of a device, where a chip is several.
-      compiler: What XLA is told of a GPU.
+      flops_per_s, memory_bytes, …: The figures of one device, if a chip has several devices.
+      compiler: The description of a GPU for XLA.
     """
 
     key: str
@@ -70,11 +70,11 @@ class Chip:
     compiler: Mapping[str, Any] | None = None
 
     def source_of(self, fact: str) -> str:
-        """The page that a fact is from; empty if it has none."""
+        """Returns the page that publishes a fact; empty if there is none."""
         return next((page for page, facts in self.sources.items() if fact in facts), "")
 
     def flops_of(self, dtype: str) -> float:
-        """Dense FLOP/s with operands of a dtype; 0 if none are published."""
+        """Returns the dense FLOP/s with operands of a dtype; 0 if none are published."""
         known = self.flops_per_s
         return known.get(dtype) or known.get("float32") or known.get("bfloat16") or 0.0
 
@@ -84,9 +84,9 @@ class Hardware:
     """A number of devices of one kind.
 
     Attributes:
-      name: As it is written: ``v5p:16x16x16``, ``2xv5e:16x16``, ``h100:16x8``, ``cpu:8``.
-      shape: By dim: of TPUs the chips of a slice, of GPUs hosts and GPUs of each.
-      num_slices: Of TPUs, with a network between them.
+      name: The name: ``v5p:16x16x16``, ``2xv5e:16x16``, ``h100:16x8``, ``cpu:8``.
+      shape: The shape of a TPU slice in chips; for GPUs the number of hosts and of GPUs per host.
+      num_slices: The number of TPU slices, which a network connects.
     """
 
     name: str
@@ -100,17 +100,18 @@ class Hardware:
 
     @property
     def num_domains(self) -> int:
-        """Hosts of GPUs, or slices of TPUs: what is reached over the network, where within them there are links."""
+        """The number of GPU hosts or TPU slices. Links connect the devices within each, and a network connects them."""
         return self.shape[0] if self.chip.kind == "gpu" else self.num_slices
 
     @property
     def domain_size(self) -> int:
-        """Devices of each."""
+        """The number of devices of each host or slice."""
         return self.num_devices // self.num_domains
 
     def at_least(self, num_devices: int) -> Hardware | None:
-        """The smallest of the same chip with so many devices that exists; None: there is none, or, of virtual ones,
-        they would share the same memory.
+        """Returns the smallest hardware of the same chip with at least so many devices; None if there is none.
+
+        It is also None for virtual devices, because more of them would share the same memory.
         """
         if self.chip.per_host:
             per_host = self.chip.per_host
@@ -128,7 +129,7 @@ class Hardware:
 
 @functools.cache
 def chips() -> Mapping[str, Chip]:
-    """All chips with published facts, by key."""
+    """Returns all chips with published facts, by key."""
     text = resources.files("replicax._src.devices").joinpath("chips.toml").read_text(encoding="utf-8")
     return {key: _chip(key, facts) for key, facts in tomllib.loads(text).items()}
 
@@ -145,15 +146,15 @@ def _chip(key: str, facts: dict[str, Any]) -> Chip:
 
 
 def hardware_of(name: str) -> Hardware:
-    """The hardware that a name stands for.
+    """Returns the hardware with a name.
 
     Args:
-      name: ``v5e:4x8`` (a TPU slice), ``2xv5e:16x16`` (two of them, with the network between), ``v5litepod-16`` (a
-        slice as its vendor names it), ``h100:16x8`` (16 hosts of 8 GPUs), ``h200:4`` (GPUs of one host), or ``cpu:8``
+      name: ``v5e:4x8`` (a TPU slice), ``2xv5e:16x16`` (two of them, with the network between), ``v5litepod-16`` (the
+        vendor's name of a slice), ``h100:16x8`` (16 hosts of 8 GPUs), ``h200:4`` (GPUs of one host), or ``cpu:8``
         (virtual CPU devices of this machine).
 
     Raises:
-      TopologyError: It is none; the text lists those that are.
+      TopologyError: No hardware has this name. The message lists the valid names.
     """
     match = _NAME.match(name.lower()) if isinstance(name, str) else None
     if match is None:
@@ -163,7 +164,7 @@ def hardware_of(name: str) -> Hardware:
         return _named_by_vendor(name, match["chip"], int(match["number"]), num_slices)
     key, shape = match["chip"], tuple(map(int, match["shape"].split("x")))
     if key != "cpu" and key not in chips():
-        raise TopologyError(f"{name!r}: nothing is known of {key!r}. {_known()}")
+        raise TopologyError(f"{name!r}: there are no facts about {key!r}. {_known()}")
     if not all(shape):
         raise TopologyError(f"{name!r} has no devices. {_known()}")
     if match["slices"] and (key == "cpu" or chips()[key].kind != "tpu"):
@@ -175,7 +176,9 @@ def hardware_of(name: str) -> Hardware:
 
 
 def _named_by_vendor(name: str, prefix: str, number: int, num_slices: int) -> Hardware:
-    """Such as v5litepod-16: a number of chips, or of cores, of which a chip has two."""
+    """Returns hardware by a vendor's name such as v5litepod-16, with a number of chips, or of cores (two for each
+    chip).
+    """
     chip = next(
         (c for c in chips().values() if prefix in (c.vendor_name[0], c.key) and c.kind == "tpu"), None
     )
@@ -224,14 +227,14 @@ def _virtual(name: str, shape: tuple[int, ...]) -> Hardware:
     count = math.prod(shape)
     if len(shape) > 1 or count > _MAX_CPU_DEVICES:
         raise TopologyError(
-            f"{name!r}: virtual CPU devices are a number, cpu:8 say, and at most {_MAX_CPU_DEVICES}."
+            f"{name!r}: write the number of virtual CPU devices, such as cpu:8, at most {_MAX_CPU_DEVICES}."
         )
     return Hardware(name, this_machine(count), shape)
 
 
 @functools.cache
 def this_machine(num_devices: int) -> Chip:
-    """This machine's processor as one of several virtual devices, which share its memory."""
+    """Returns this machine's processor as one of several virtual devices, which share its memory."""
     return Chip("cpu", "cpu", "virtual CPU device of this machine", {}, _memory_of_machine() // num_devices)
 
 
@@ -249,10 +252,10 @@ def _known() -> str:
 
 
 def check_extra(hardware: Hardware) -> None:
-    """Checks that the compiler for this hardware is installed; nothing is needed for CPUs.
+    """Checks that the compiler for this hardware is installed. CPUs need none.
 
     Raises:
-      MissingExtraError: It is not.
+      MissingExtraError: It is not installed.
     """
     extra = f"plan-{hardware.chip.kind}"
     if hardware.chip.kind != "cpu" and missing_packages(extra):

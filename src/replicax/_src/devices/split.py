@@ -1,7 +1,7 @@
-"""The one rule for cutting batches over replicas, and the words that input functions are told.
+"""The one rule for splitting batches over replicas, and the options and context of input functions.
 
-A global batch of B rows over R replicas is cut into R contiguous slices whose sizes differ by at most
-one, larger first; slice r is the half-open interval ``[offsets[r], offsets[r + 1])``. Pure: no jax.
+A global batch of B rows over R replicas is split into R contiguous slices whose sizes differ by at most one, larger
+first. Slice r is the half-open interval ``[offsets[r], offsets[r + 1])``. Pure: no jax.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from replicax._src.options import _NamedOption, whole_number
 
 
 def split_sizes(num_rows: int, num_replicas: int) -> tuple[int, ...]:
-    """Returns how many of ``num_rows`` rows each replica gets: ``9, 4 -> (3, 2, 2, 2)``.
+    """Returns the number of ``num_rows`` rows that each replica gets: ``9, 4 -> (3, 2, 2, 2)``.
 
-    The sizes sum to ``num_rows``, differ by at most one, and never increase; with fewer rows than
-    replicas the last ones get none: ``1, 2 -> (1, 0)``.
+    The sizes sum to ``num_rows``, differ by at most one, and never increase. With fewer rows than replicas, the last
+      replicas get none: ``1, 2 -> (1, 0)``.
 
     Raises:
-      InvalidArgumentError: ``num_rows`` is negative, or there is no replica.
+      InvalidArgumentError: ``num_rows`` is negative, or there are no replicas.
     """
     if num_replicas < 1:
         raise InvalidArgumentError(
-            f"A batch is cut over at least one replica, got num_replicas={num_replicas}."
+            f"A batch must be split over at least one replica, got num_replicas={num_replicas}."
         )
     if num_rows < 0:
-        raise InvalidArgumentError(f"A batch has no negative number of rows, got num_rows={num_rows}.")
+        raise InvalidArgumentError(
+            f"The number of rows of a batch must not be negative, got num_rows={num_rows}."
+        )
     size, num_larger = divmod(num_rows, num_replicas)
     return (size + 1,) * num_larger + (size,) * (num_replicas - num_larger)
 
@@ -41,13 +43,13 @@ def split_offsets(num_rows: int, num_replicas: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a dataset function may know about the pipeline it is asked to make.
+    """Facts about the pipeline that a dataset function must make.
 
     Attributes:
-      num_input_pipelines: How many times the function is called: once per worker, or once per replica.
-      input_pipeline_id: Which of these calls this is, from 0. ``shard(num_input_pipelines,
-        input_pipeline_id)`` gives every pipeline its own rows.
-      num_replicas_in_sync: R, over all workers.
+      num_input_pipelines: The number of calls of the function: one per worker, or one per replica.
+      input_pipeline_id: The index of this call, from 0. ``shard(num_input_pipelines, input_pipeline_id)`` gives every
+        pipeline its own rows.
+      num_replicas_in_sync: R, the number of replicas of all workers.
 
     Raises:
       InvalidArgumentError: ``input_pipeline_id`` is not less than ``num_input_pipelines``, or negative.
@@ -68,10 +70,10 @@ class InputContext:
         """Returns ``global_batch_size / num_replicas_in_sync``, the batch size of one replica.
 
         Raises:
-          InvalidArgumentError: It does not divide evenly.
+          InvalidArgumentError: The division has a remainder.
         """
         if global_batch_size % self.num_replicas_in_sync:
-            # TensorFlow's text, the space at its end included.
+            # TensorFlow's text, including the space at its end.
             raise InvalidArgumentError(
                 f"The `global_batch_size` {global_batch_size!r} is not divisible by "
                 f"`num_replicas_in_sync` {self.num_replicas_in_sync!r} "
@@ -79,7 +81,7 @@ class InputContext:
         return global_batch_size // self.num_replicas_in_sync
 
     def __str__(self) -> str:
-        # TensorFlow's text, which programs log and compare; hence its name here.
+        # TensorFlow's text, which programs log and compare, so the name must be the same.
         return (
             f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
             f"total: {self.num_input_pipelines})"
@@ -87,7 +89,7 @@ class InputContext:
 
 
 class InputReplicationMode(_NamedOption):
-    """How often a dataset function is called: once per worker, or once per replica."""
+    """The number of calls of a dataset function: one per worker, or one per replica."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -95,17 +97,17 @@ class InputReplicationMode(_NamedOption):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How the elements of a distributed dataset reach the replicas.
+    """The options for moving the elements of a distributed dataset to the replicas.
 
     Attributes:
-      experimental_fetch_to_device: Elements are placed on the devices before they are handed out; False
-        leaves them on the host until a program takes them.
+      experimental_fetch_to_device: True places elements on the devices before they are returned. False keeps them on
+        the host until a program takes them.
       experimental_replication_mode: ``PER_WORKER`` or ``PER_REPLICA``, or their names; only for
         ``distribute_datasets_from_function``.
-      experimental_place_dataset_on_device: Accepted for TensorFlow's sake: datasets are Python here and
-        run on the host. Needs ``PER_REPLICA`` and ``experimental_fetch_to_device=False``, as there.
-      experimental_per_replica_buffer_size: How many elements may wait on the devices, at least: small batches
-        of arrays in memory are read further ahead. One more is being read.
+      experimental_place_dataset_on_device: Accepted as in TensorFlow, and ignored: datasets are Python and run on the
+        host. As in TensorFlow, it needs ``PER_REPLICA`` and ``experimental_fetch_to_device=False``.
+      experimental_per_replica_buffer_size: The least number of elements that may wait on the devices. More small
+        batches of arrays in memory are prefetched. One further element is being read.
     """
 
     experimental_fetch_to_device: bool = True

@@ -1,4 +1,4 @@
-"""Devices, replicas and the mesh between them; all index arithmetic; how arrays and programs get onto them."""
+"""Devices, replicas and the mesh between them; all index arithmetic; placement of arrays and programs on devices."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LOGICAL_AXIS = "logical"
 GROUP_AXIS, SHARD_AXIS = "group", "shard"
 log = logging.getLogger("replicax")
 
-# What JAX's installation page names in 2026.
+# The packages on JAX's installation page in 2026.
 _NVIDIA = '"jax[cuda13]" (or "jax[cuda12]", for older drivers)'
 _PACKAGES = {"gpu": _NVIDIA, "cuda": _NVIDIA, "rocm": '"jax[rocm7-local]"', "tpu": '"jax[tpu]"'}
 
-# XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads; with fewer
-# threads than waiting participants the process is aborted after 40 s (seen with jax 0.10 on 2 cores).
+# XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads. With fewer threads than
+# waiting participants, XLA aborts the process after 40 s (seen with jax 0.10 on 2 cores).
 _CPU_POOL_THREADS = 16
-# How many processes of a job a launcher has started on this host: set by ours, torchrun and Open MPI.
+# The number of a job's processes on this host, set by replicax's launcher, torchrun and Open MPI.
 _TASKS_ON_HOST = (TASKS_ON_HOST_VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _DEVICE_NAME = re.compile(
     r"^(?:/?job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(?P<kind>[A-Za-z]+)(?::(?P<index>\d+))?$"
@@ -43,10 +43,10 @@ _DEVICE_NAME = re.compile(
 
 
 def replica_mesh(grid: Sequence[Sequence[Device]]) -> Mesh:
-    """The mesh of R replicas of L devices each. Here axes are named, nowhere else.
+    """Returns the mesh of R replicas of L devices each. Only this function names its axes.
 
-    The logical devices of a replica are one axis, or, where L is no prime, one for each prime factor, so that an array
-    can be cut along several dims. With one logical device there is no such axis.
+    The logical devices of a replica form one axis for each prime factor of L, so that an array can be split along
+    several dims. With one logical device there is no such axis.
 
     Args:
       grid: [R][L], R and L at least 1.
@@ -60,7 +60,7 @@ def replica_mesh(grid: Sequence[Sequence[Device]]) -> Mesh:
 
 
 def is_replica_mesh(mesh: Any) -> bool:
-    """Whether a mesh has the axes of one that ``replica_mesh`` makes."""
+    """True if a mesh has the axes of one from ``replica_mesh``."""
     first, *others = mesh.axis_names
     return first == REPLICA_AXIS and all(name.partition("_")[0] == LOGICAL_AXIS for name in others)
 
@@ -77,20 +77,20 @@ def _prime_factors(number: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """The devices of R replicas as a mesh with the axis ``replica``: one for each replica, or L logical ones.
+    """The devices of R replicas as a mesh with the axis ``replica``. A replica has one device or L logical devices.
 
-    In several processes all have the same topology, and each the devices of some adjacent replicas.
+    All processes have the same topology. Each process has the devices of some adjacent replicas.
 
     Attributes:
-      devices: R devices, the first one of each replica, in replica order; none of those of another process, a worker
-        with variables on servers.
-      peers: The processes that they belong to; None if they are all of this one.
-      mesh: The mesh over them.
-      replicated: The sharding of an array that every device holds whole.
+      devices: R devices, the first device of each replica, in replica order. Empty for another process, a worker with
+        variables on servers.
+      peers: The processes of the devices; None if all devices belong to this process.
+      mesh: The mesh of the devices.
+      replicated: The sharding of an array that is replicated on every device.
       per_replica: The sharding of an array [R, ...] of which device r holds row r.
-      stacked: The sharding of an array [steps, R, ...] of several such.
-      bytes_per_pack: In buffers of how many bytes arrays that are summed together travel; 0 is what suits the devices.
-      is_ahead: Nothing runs on the devices, which may not be here: arrays for them are only described.
+      stacked: The sharding of an array [steps, R, ...] of several of these.
+      bytes_per_pack: The size of the buffers in which arrays are summed together; 0 chooses it for the devices.
+      is_ahead: True if nothing runs on the devices, which may be absent. Their arrays are only described.
     """
 
     devices: tuple[Device, ...]
@@ -104,12 +104,12 @@ class Topology:
 
     @classmethod
     def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0) -> Topology:
-        """The topology of ``devices``, replica r on the r-th."""
+        """Returns the topology of ``devices``, with replica r on the r-th device."""
         return cls.of_mesh(replica_mesh([[device] for device in devices]), bytes_per_pack)
 
     @classmethod
     def of_mesh(cls, mesh: Mesh, bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
-        """The topology of a mesh that ``replica_mesh`` has made."""
+        """Returns the topology of a mesh from ``replica_mesh``."""
         is_shared = len({device.process_index for device in mesh.devices.flat}) > 1 and not is_ahead
         peers = joined_peers() if is_shared else None
         return cls(
@@ -125,8 +125,8 @@ class Topology:
 
     @classmethod
     def elsewhere(cls, num_replicas: int, *, is_cpu: bool = True) -> Topology:
-        """That of another process, for which programs are made here. Values are kept on the host."""
-        # jax 0.12 would have explicit axes otherwise, unlike those of a Mesh.
+        """Returns the topology of another process, for which this process makes programs. Values stay on the host."""
+        # Otherwise jax 0.12 would make explicit axes, unlike those of a Mesh.
         mesh = AbstractMesh((num_replicas,), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
         whole, row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
         topology = cls((), None, mesh, whole, row, NamedSharding(mesh, PartitionSpec(None, REPLICA_AXIS)))
@@ -139,14 +139,15 @@ class Topology:
 
     @functools.cached_property
     def num_logical_devices(self) -> int:
-        """L: how many devices each replica has."""
+        """L, the number of devices of each replica."""
         return self.mesh.size // self.num_replicas
 
     def logical_spec(self, pieces: Sequence[int], otherwise: Any = None) -> PartitionSpec:
-        """How an array is cut into ``pieces`` along its dims, L in all, one for each logical device.
+        """Returns the spec of an array that is split into ``pieces`` along its dims, L pieces in all, one for each
+        logical device.
 
         Args:
-          otherwise: Of dims that are not cut: None (whole on each device), or ``PartitionSpec.UNCONSTRAINED``.
+          otherwise: The entry of dims that are not split: None (replicated), or ``PartitionSpec.UNCONSTRAINED``.
         """
         axes = {name: self.mesh.shape[name] for name in self.mesh.axis_names[1:]}
         dims = []
@@ -160,9 +161,11 @@ class Topology:
         return PartitionSpec(*dims)
 
     def in_shards(self, dim: int, num_shards: int) -> NamedSharding:
-        """The sharding of an array that is cut along ``dim``, a piece for each of ``num_shards`` adjacent replicas.
+        """Returns the sharding of an array that is split along ``dim``, with a shard for each of ``num_shards``
+        adjacent replicas.
 
-        The mesh has the same devices in the same order, with the replica axis in two: programs take arrays of both.
+        The mesh has the same devices in the same order, with the replica axis split in two. Programs take arrays of
+        both meshes.
         """
         devices = np.array(self.devices, dtype=object).reshape(-1, num_shards)
         spec = PartitionSpec(*[None] * dim, SHARD_AXIS)
@@ -170,7 +173,7 @@ class Topology:
 
     @functools.cached_property
     def grid(self) -> np.ndarray:
-        """[R, L]: the devices of each replica; none, [R, 0], of those of another process."""
+        """[R, L] the devices of each replica; [R, 0] for another process."""
         if isinstance(self.mesh, AbstractMesh):
             return np.empty((self.num_replicas, 0), dtype=object)
         return self.mesh.devices.reshape(self.num_replicas, -1)
@@ -188,7 +191,7 @@ class Topology:
 
     @functools.cached_property
     def local_replicas(self) -> range:
-        """The numbers of this process's replicas."""
+        """The numbers of the replicas of this process."""
         if self.peers is None:
             return range(self.num_replicas)
         count = self.num_replicas // len(self.peers)
@@ -196,14 +199,14 @@ class Topology:
 
     @functools.cached_property
     def share(self) -> WorkerShare:
-        """Which part of the input this process feeds."""
+        """The part of the input that this process feeds."""
         if self.peers is None:
             return WorkerShare(num_replicas=self.num_replicas)
         return WorkerShare(len(self.peers), self.peers.number, self.num_replicas)
 
     @functools.cached_property
     def local_devices(self) -> tuple[Device, ...]:
-        """The devices of this process's replicas: of each the first one."""
+        """The first device of each of this process's replicas."""
         return tuple(self.devices[r] for r in self.local_replicas) if self.devices else ()
 
     @property
@@ -213,31 +216,31 @@ class Topology:
 
     @functools.cached_property
     def _placed_parts(self) -> tuple[tuple[int, Device], ...]:
-        """All devices of this process's replicas, in the mesh's order, each with the number of its replica among
-        them.
-        """
+        """All devices of this process's replicas, in mesh order, with the number of each one's replica in this process."""
         return tuple((i, device) for i, r in enumerate(self.local_replicas) for device in self.grid[r])
 
     @functools.cached_property
     def needs_token(self) -> bool:
-        """Whether programs that meet are to be counted: on CPU too many of them must not wait. See ``in_flight``."""
+        """True if programs with collectives must be counted, because too many waiting on CPU would deadlock. See
+        ``in_flight``.
+        """
         return self.is_cpu and bool(self.devices) and self.mesh.size > 1 and self.peers is None
 
     # --- arrays onto the devices ------------------------------------------------------------------------
 
     def put_whole(self, pytree: Any) -> Any:
-        """Arrays [...] of this process, or host values, whole on every device.
+        """Replicates arrays [...] of this process, or host values, on every device.
 
-        In several processes each has to give the same values; nobody compares them.
+        All processes must give the same values, which is not checked.
         """
         return self._put(pytree, self.replicated)
 
     def put_rows(self, pytree: Any) -> Any:
-        """Arrays [R, ...], or host values, row r on the device of replica r. Each process takes its own rows."""
+        """Puts arrays [R, ...], or host values, with row r on the device of replica r. Each process takes its own rows."""
         return self._put(pytree, self.per_replica)
 
     def put_by(self, value: Any, sharding: NamedSharding) -> Any:
-        """An array that lies on all devices, or a host value that all processes have, by ``sharding``."""
+        """Puts an array that is on all devices, or a host value that all processes have, into ``sharding``."""
         return self._put(value, sharding)
 
     def _put(self, pytree: Any, sharding: NamedSharding) -> Any:
@@ -256,11 +259,11 @@ class Topology:
         return jax_compat.put(value, sharding)
 
     def join_rows(self, rows: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-        """The array [R, ...] of which this process has ``rows``.
+        """Returns the array [R, ...] of which this process has ``rows``.
 
         Args:
-          rows: [1, ...] for each replica of this process; in a trace for each of all replicas.
-          shape: Of one row.
+          rows: [1, ...] for each replica of this process. In a trace, one for each of all replicas.
+          shape: The shape of one row.
         """
         if not self.devices or (len(rows) == self.num_replicas and not jax_compat.is_evaluating()):
             return jax.numpy.concatenate(rows)
@@ -270,13 +273,13 @@ class Topology:
     def put_parts(
         self, shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: NamedSharding
     ) -> jax.Array:
-        """The array of a shape of which each replica of this process has one of ``parts``, by ``sharding``."""
+        """Returns the array of the given shape and sharding of which each replica of this process has one of ``parts``."""
         if self.num_logical_devices > 1:
             parts = [parts[i] for i, _ in self._placed_parts]
         return jax_compat.put_parts(shape, parts, sharding)
 
     def put_stacked(self, pytree: Any) -> Any:
-        """Arrays [steps, rows of this process's replicas, ...] as [steps, R, ...]."""
+        """Puts arrays [steps, rows of this process's replicas, ...] as arrays [steps, R, ...]."""
         if self.peers is None:
             return jax.device_put(pytree, self.stacked)
         return jax.tree_util.tree_map(self._put_stacked_shared, pytree)
@@ -287,20 +290,22 @@ class Topology:
         return jax.make_array_from_single_device_arrays(shape, self.stacked, parts)
 
     def put_leaders(self, value: Any) -> jax.Array:
-        """The first process's value, whole on every device; the others give one of the same shape and dtype."""
+        """Replicates the first process's value on every device. The other processes give a value of the same shape and
+        dtype.
+        """
         if self.peers is None:
             return self.put_whole(value)
         rows = self.join_rows([value[None]] * len(self.local_replicas), value.shape)
         return self._take_first(rows)
 
     def put_agreed(self, values: Sequence[jax.Array], names: Sequence[str]) -> list[jax.Array]:
-        """Values of variables, or of state, that each process has made by itself, whole on every device.
+        """Replicates values of variables or state, which each process has set itself, on every device.
 
-        Where they differ, all take the first process's, and say so.
+        Where they differ, all take the first process's values and log a warning.
 
         Raises:
           InvalidArgumentError: The processes have set different variables.
-          ClusterFailureError: Another process has set none.
+          ClusterFailureError: Another process has set no variables.
         """
         if self.peers is None:
             return [self.put_whole(value) for value in values]
@@ -315,14 +320,15 @@ class Topology:
             )
             raise InvalidArgumentError(
                 f"The workers have set different variables since the last program:\n{have}\n"
-                "What is set outside of programs (weights that are loaded, say, or the state of run_steps) must be set by all workers."
+                "All workers must set the same values outside of programs, for example loaded weights or the state of "
+                "run_steps."
             )
         differ = [i for i in range(len(values)) if len({their[i][1] for their in of_all}) > 1]
         if differ:
             shown = ", ".join(names[i] for i in differ[:5]) + (", …" if len(differ) > 5 else "")
             log.warning(
-                "The workers gave %d array(s) different values (%s): all go on with those of %s. Give the same values "
-                "everywhere; for random ones use the same seed.",
+                "The workers gave %d array(s) different values (%s). All continue with those of %s. Give the same "
+                "values everywhere; for random values use the same seed.",
                 len(differ),
                 shown,
                 self.peers.names[0],
@@ -338,7 +344,9 @@ class Topology:
     # --- programs ---------------------------------------------------------------------------------------
 
     def on_replicas(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """``jax.shard_map`` of what one replica computes; over its logical devices the compiler divides it."""
+        """Returns ``jax.shard_map`` of a function for one replica. The compiler splits it over the replica's logical
+        devices.
+        """
         return jax_compat.shard_map(
             function,
             mesh=self.mesh,
@@ -351,13 +359,13 @@ class Topology:
     def compile(
         self, function: Callable[..., Any], name: str, *, has_one_form: bool = False, **options: Any
     ) -> Any:
-        """``jax.jit`` for the devices. In several processes all must call the result, in the same order.
+        """Returns ``jax.jit`` of a function for the devices. All processes must call the result in the same order.
 
         Args:
-          function: Pure.
-          name: For people.
-          has_one_form: The result is always called with arrays of the same shapes and dtypes.
-          **options: Of ``jax.jit``.
+          function: A pure function.
+          name: The display name.
+          has_one_form: True if the result is always called with arrays of the same shapes and dtypes.
+          **options: The options of ``jax.jit``.
         """
         if not self.devices:
             options.pop("out_shardings", None)
@@ -380,7 +388,7 @@ def _first_row(rows: Any) -> Any:
 
 
 def local_devices() -> list[Device]:
-    """The devices of JAX's default backend in this process; starts it if it has not started."""
+    """Returns the devices of JAX's default backend in this process. Starts the backend if necessary."""
     prepare_backend()
     return list(jax.local_devices())
 
@@ -398,7 +406,7 @@ def set_local_devices(num_devices: int) -> None:
       DeviceError: ``num_devices`` is not a positive int.
     """
     if not isinstance(num_devices, int) or isinstance(num_devices, bool) or num_devices < 1:
-        raise DeviceError(f"set_local_devices takes a number of devices of at least 1, got {num_devices!r}.")
+        raise DeviceError(f"set_local_devices needs a number of devices, at least 1, got {num_devices!r}.")
     if jax_compat.backend_started():
         have = len(jax.local_devices(backend="cpu"))
         if have == num_devices:
@@ -414,20 +422,21 @@ def set_local_devices(num_devices: int) -> None:
 
 
 def cpu_pool_is_large() -> bool:
-    """Whether XLA's CPU thread pool was made large enough for queued collectives."""
+    """True if XLA's CPU thread pool is large enough for queued collectives."""
     value = os.environ.get("PJRT_NPROC", "")
     return value.isdigit() and int(value) >= _CPU_POOL_THREADS
 
 
 def prepare_backend(num_processes_here: int = 1) -> None:
-    """Keeps compiled programs and, unless the user has, bounds XLA's CPU threads. Call it before JAX's backend starts.
+    """Enables the cache of compiled programs and, unless the user has, limits XLA's CPU threads. Call it before JAX's
+    backend starts.
 
-    Several devices in one process need threads for queued collectives. Processes with one device each share the cores:
-    each thread more than a core waits for the time slice of another (two workers on two cores, jax 0.10: a step of a
-    small network took 6 to 7 ms instead of 1.5).
+    Several devices in one process need threads for queued collectives. Processes with one device each share the cores,
+    and every thread beyond the number of cores waits for a time slice of another thread. With two workers on two cores
+    (jax 0.10), a step of a small network took 6 to 7 ms instead of 1.5 ms.
 
     Args:
-      num_processes_here: How many processes of the cluster share this host; launchers may know of more.
+      num_processes_here: The number of the cluster's processes on this host. Launchers may report more.
     """
     if jax_compat.backend_started():
         return
@@ -441,11 +450,10 @@ def prepare_backend(num_processes_here: int = 1) -> None:
 
 
 def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None) -> list[Device]:
-    """The JAX devices that names or devices stand for; a number is that of this process's first ones, None is all of
-    them.
+    """Returns the JAX devices with these names. A number takes this process's first devices, and None takes all.
 
     Raises:
-      DeviceError: One does not exist, or repeats, or the list is empty.
+      DeviceError: A device does not exist or repeats, or the list is empty.
     """
     if devices is None:
         return local_devices()
@@ -458,13 +466,15 @@ def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None)
     given: Any = [devices] if isinstance(devices, (str, jax.Device)) else devices
     resolved = [resolve_device(device) for device in given]
     if not resolved:
-        raise DeviceError("`devices` is empty; name at least one, or leave it out for all of this machine.")
+        raise DeviceError(
+            "`devices` is empty. Name at least one device, or leave `devices` out to use all of this machine."
+        )
     repeated = sorted({device_name(d) for d in resolved if resolved.count(d) > 1})
     if repeated:
         raise DeviceError(
-            f"No duplicates allowed in `devices` argument: {', '.join(repeated)} stands more than once in "
-            f"{[str(d) for d in given]}. Each replica needs a device of its own; for several replicas on "
-            f"one CPU call replicax.config.set_local_devices(n) first."
+            f"No duplicates allowed in `devices` argument: {', '.join(repeated)} occurs more than once in "
+            f"{[str(d) for d in given]}. Each replica needs its own device. For several replicas on one CPU call "
+            "replicax.config.set_local_devices(n) first."
         )
     return resolved
 
@@ -473,15 +483,16 @@ def _first_devices(num_devices: int) -> list[Device]:
     found = local_devices()
     if not 1 <= num_devices <= len(found):
         raise DeviceError(
-            f"{num_devices!r} devices were asked for, and this process has {len(found)}: {', '.join(map(device_name, found))}. "
-            f"Give a number from 1 to {len(found)}, or names of devices; for n virtual CPU devices call "
+            f"{num_devices!r} devices were requested, but this process has {len(found)}: "
+            f"{', '.join(map(device_name, found))}. Give a number from 1 to {len(found)}, or names of devices. For n "
+            "virtual CPU devices call "
             "replicax.config.set_local_devices(n) at the start of the program."
         )
     return found[:num_devices]
 
 
 def resolve_device(device: Any) -> Device:
-    """The JAX device that ``"cpu:0"``, ``"/gpu:1"``, ``"/device:GPU:0"``, TensorFlow's full name or a device is."""
+    """Returns the JAX device for ``"cpu:0"``, ``"/gpu:1"``, ``"/device:GPU:0"``, TensorFlow's full name or a device."""
     if isinstance(device, jax.Device):
         return device
     match = _DEVICE_NAME.match(device) if isinstance(device, str) else None
@@ -515,5 +526,5 @@ def _missing_device_text(device: str, kind: str, num_found: int) -> str:
 
 
 def device_name(device: Device) -> str:
-    """The short name of a device, e.g. ``cpu:0``."""
+    """Returns the short name of a device, such as ``cpu:0``."""
     return f"{device.platform}:{device.id}"

@@ -1,5 +1,5 @@
-"""Tables for notebooks, as HTML: plain text in, escaped; no scripts, nothing from elsewhere, and the notebook's own
-colours.
+"""Tables for notebooks as HTML. Text is escaped. There are no scripts and no external files, and colours are the
+notebook's.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _TABLE: Final = "border-collapse:collapse;margin:4px 0 8px 0"
 
 
 def page(title: str, *parts: str) -> str:
-    """What a cell shows: a title, and parts that are HTML, from the functions below."""
+    """Returns the HTML of a cell: a title and parts, which are HTML from the functions below."""
     return f"<div><b>{escape(title)}</b>{''.join(parts)}</div>"
 
 
 def facts(of: Mapping[str, object]) -> str:
-    """Names and what they are, a line for each; None is left out."""
+    """Returns a line for each name and its value. None values are left out."""
     rows = "".join(
         f'<tr><th style="{_CELL};font-weight:normal;opacity:.7">{escape(name)}</th>'
         f'<td style="{_CELL}">{escape(str(value))}</td></tr>'
@@ -30,7 +30,7 @@ def facts(of: Mapping[str, object]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under a head; of many the first ones, and how many more there are."""
+    """Returns rows under a head. Of many rows it shows the first, and the number of the rest."""
     shown = rows if len(rows) <= _MAX_ROWS else rows[: _MAX_ROWS - 1]
     names = "".join(f'<th style="{_CELL};font-weight:normal;opacity:.7">{escape(name)}</th>' for name in head)
     body = "".join(
@@ -45,7 +45,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def folded(summary: str, text: str) -> str:
-    """Text as it is, in lines of its own, that opens where its summary is clicked."""
+    """Returns text, unchanged in its own lines, that opens with a click on its summary."""
     return (
         f"<details><summary>{escape(summary)}</summary>"
         f'<pre style="background:transparent;color:inherit">{escape(text)}</pre></details>'
@@ -53,5 +53,7 @@ def folded(summary: str, text: str) -> str:
 
 
 def scrolled(svg: str) -> str:
-    """A picture that is as wide as it is, or as the notebook. It must be of our own making: it is not escaped."""
+    """Returns a picture in its own width, which scrolls in a narrow notebook. The SVG must be trusted, because it is
+    not escaped.
+    """
     return f'<div style="overflow-x:auto">{svg}</div>'

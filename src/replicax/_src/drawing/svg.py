@@ -1,6 +1,7 @@
-"""What pictures are made of, in SVG: rectangles, text, and arrays as rows with a bar of what one device holds.
+"""The elements of pictures in SVG: rectangles, text, and rows of arrays with a bar for the part on one device.
 
-A picture in a page has no background, and the page's colour of text. One in a file is light or dark, as the viewer is.
+A picture in a page has no background and uses the page's text colour. A picture in a file is light or dark, as the
+viewer is.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _CUT_WIDTH, _CUT_HEIGHT, _MOST_PIECES, _BAR = 48, 16, 12, 300
 
 
 def picture(width: float, height: float, lines: Iterable[str], *, is_inline: bool) -> str:
-    """A whole picture.
+    """Returns a full picture.
 
     Args:
-      is_inline: It stands in a page, whose colour of text it takes. A file asks the viewer whether it is dark.
+      is_inline: True for a picture in a page, whose text colour it uses. A file adapts to the viewer's dark mode.
     """
     style = (
         f'<style>{_COLOURS}</style><rect class="page" width="100%" height="100%"/>' if not is_inline else ""
@@ -50,13 +51,13 @@ def picture(width: float, height: float, lines: Iterable[str], *, is_inline: boo
 
 
 def rect(left: float, top: float, width: float, height: float, color: str, name: str = "") -> str:
-    """A filled rectangle."""
+    """Returns a filled rectangle."""
     kind = f' class="{name}"' if name else ""
     return f'<rect{kind} x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="{color}"/>'
 
 
 def outline(left: float, top: float, width: float, height: float, *, is_dashed: bool = False) -> str:
-    """The border of a rectangle."""
+    """Returns the border of a rectangle."""
     dashes = ' stroke-dasharray="4 3"' if is_dashed else ""
     return (
         f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="none" stroke="currentColor"'
@@ -65,18 +66,18 @@ def outline(left: float, top: float, width: float, height: float, *, is_dashed: 
 
 
 def text(left: float, top: float, said: str, **style: object) -> str:
-    """A line of text; ``style`` are attributes, ``_`` for ``-``."""
+    """Returns a line of text. ``style`` has attributes, with ``_`` for ``-``."""
     styles = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
     return f'<text x="{left:g}" y="{top:g}"{styles}>{escape(said)}</text>'
 
 
 def mono(left: float, top: float, said: str, **style: object) -> str:
-    """Text whose width is known: see ``CHAR``."""
+    """Returns text of a known width; see ``CHAR``."""
     return text(left, top, said, **{"font_family": "monospace", "font_size": 11, **style})
 
 
 def shortened(name: str, most: int = _MAX_NAME) -> str:
-    """A name of at most so many characters, its middle left out: how it begins and ends says most."""
+    """Returns a name of at most the given length. Its middle is left out, because its start and end say most."""
     if len(name) <= most:
         return name
     head = (most - 1) // 3
@@ -85,12 +86,12 @@ def shortened(name: str, most: int = _MAX_NAME) -> str:
 
 @dataclass(frozen=True)
 class ArrayRow:
-    """An array in a list of such.
+    """An array in a list of arrays.
 
     Attributes:
-      pieces: For each dim into how many pieces it is cut, of which a device has one.
-      device_bytes: What one device holds of it.
-      told: Behind its bar.
+      pieces: The number of pieces along each dim. A device has one piece.
+      device_bytes: The bytes of it on one device.
+      told: The text after its bar.
     """
 
     name: str
@@ -104,7 +105,7 @@ class ArrayRow:
 
 
 def array_rows(rows: Sequence[ArrayRow], left: float, top: float) -> Iterator[str]:
-    """Draws arrays below each other: the name, how it is cut, a bar of what one device holds."""
+    """Draws a row for each array: its name, its split, and a bar for the part on one device."""
     cuts, bars = _columns(rows, left)
     largest = max((row.device_bytes for row in rows), default=0) or 1
     for number, row in enumerate(rows):
@@ -118,14 +119,14 @@ def array_rows(rows: Sequence[ArrayRow], left: float, top: float) -> Iterator[st
 
 
 def size_of_rows(rows: Sequence[ArrayRow], left: float) -> tuple[float, float]:
-    """How wide and high ``array_rows`` draws them."""
+    """Returns the width and height of ``array_rows``."""
     _, bars = _columns(rows, left)
     longest = max((len(row.told) for row in rows), default=0)
     return bars + _BAR + 6 + CHAR * longest + left, _ROW * len(rows)
 
 
 def heads_of_rows(rows: Sequence[ArrayRow], left: float, top: float) -> Iterator[str]:
-    """What the columns are."""
+    """Draws the heads of the columns."""
     cuts, bars = _columns(rows, left)
     yield text(cuts, top, "cut", fill_opacity=".75")
     yield text(bars, top, "of one device", fill_opacity=".75")
@@ -138,7 +139,7 @@ def _columns(rows: Sequence[ArrayRow], left: float) -> tuple[float, float]:
 
 
 def _cut(pieces: Sequence[int], left: float, top: float, color: str) -> Iterator[str]:
-    """The whole array as a rectangle, of which a device's piece is in colour: its last dim to the right, the others
+    """Draws the full array as a rectangle with a device's piece in colour. Its last dim runs to the right, the others
     downwards.
     """
     right = pieces[-1] if len(pieces) > 1 else 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 def size(num_bytes: float) -> str:
-    """Returns bytes for people, in powers of 1024."""
+    """Returns bytes as readable text, in powers of 1024."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1024 and len(units) > 1:
         value /= 1024
@@ -15,7 +15,7 @@ def size(num_bytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Returns seconds for people."""
+    """Returns seconds as readable text."""
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
         if value < limit:
             return f"{value * factor:.3g} {unit}"
@@ -23,7 +23,7 @@ def seconds(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields a line for each row, the cells of a column below one another."""
+    """Yields a line for each row, with the cells of a column aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

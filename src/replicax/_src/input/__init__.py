@@ -1,1 +1,1 @@
-"""Input: sources of batches, the rule that cuts them, and distributed datasets."""
+"""Input: sources of batches, the rule that splits them, and distributed datasets."""

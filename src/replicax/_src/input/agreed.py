@@ -1,6 +1,7 @@
-"""Steps that several processes take together: each has its own rows, and all know the sizes of all and end together.
+"""Steps that several processes take together. Each process has its own rows, knows the sizes of all, and ends with the
+others.
 
-What is agreed for each step travels on the control channel, from the thread that reads ahead, so that no step waits.
+For each step the prefetching thread exchanges this on the control channel, so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from replicax._src.input.specs import INFINITE
 
 
 class WorkersDifferError(InvalidArgumentError):
-    """The workers' datasets, which must have the same batches, or steps of one form, do not."""
+    """The workers' datasets must have the same batches, or steps of one structure, and do not."""
 
 
 @final
@@ -30,7 +31,7 @@ class AgreedParts(list):
     """The elements of this process's replicas, with the shapes of all.
 
     Attributes:
-      shapes: For each array of the pytree the shapes on all R replicas.
+      shapes: The shapes on all R replicas, for each array of the pytree.
     """
 
     def __init__(self, parts: Sequence[Any], shapes: Sequence[Sequence[tuple[int, ...]]]):
@@ -39,10 +40,10 @@ class AgreedParts(list):
 
 
 def agreed(source: Source, elements: Pass, peers: Peers) -> Pass:
-    """A pass of which all processes take as many steps.
+    """Returns a pass of which all processes take the same number of steps.
 
     Raises:
-      WorkersDifferError: The lengths of datasets are known, should be equal, and are not.
+      WorkersDifferError: The datasets have known lengths that differ but must be equal.
     """
     topic = peers.new_topic("data")
     is_shared = isinstance(source, GlobalBatches) and source.is_shared
@@ -53,18 +54,18 @@ def agreed(source: Source, elements: Pass, peers: Peers) -> Pass:
     if any(theirs != length for theirs in lengths):
         have = ", ".join(f"{name} {count}" for name, count in zip(peers.names, lengths, strict=True))
         raise WorkersDifferError(
-            f"The workers' datasets have different numbers of batches: {have}. Each worker must be given the same dataset, of "
-            "which it takes its own rows; where each has data of its own, use distribute_datasets_from_function, or the "
-            "policy OFF or FILE."
+            f"The workers' datasets have different numbers of batches: {have}. Each worker must be given the same "
+            "dataset, from which it takes its own rows. If each worker has its own data, use "
+            "distribute_datasets_from_function, or the policy OFF or FILE."
         )
     return elements
 
 
 @final
 class AgreedPass(Pass):
-    """Takes a step when all processes do, and ends when the last one's data have ended.
+    """Takes a step when all processes do, and ends when the data of all processes have ended.
 
-    A process whose data have ended before gives its replicas steps without rows.
+    A process whose data end earlier gives its replicas steps without rows.
     """
 
     def __init__(self, elements: Pass, peers: Peers, topic: str, source: Source):
@@ -95,7 +96,7 @@ class AgreedPass(Pass):
             step = self._empty()
             offers[self._peers.number] = _offer_of(step)
         self._last = step
-        if None in offers:  # who has no step left has as many replicas, without rows
+        if None in offers:  # a process without a step has as many replicas, without rows
             nothing = _offer_of(_without_rows(step))
             offers = [offer or nothing for offer in offers]
         return _joined(step, offers)
@@ -106,7 +107,7 @@ class AgreedPass(Pass):
         )
 
     def _check_forms(self, offers: Sequence[Any]) -> None:
-        """Raises unless all have arrays of one form, and of a shared batch all rows."""
+        """Raises unless all processes have arrays of one structure, and all rows of a shared batch."""
         present = {
             name: offer for name, offer in zip(self._peers.names, offers, strict=True) if offer is not None
         }
@@ -115,12 +116,12 @@ class AgreedPass(Pass):
             if len({repr(value) for value in found.values()}) > 1:
                 have = ", ".join(f"{name} {value}" for name, value in found.items())
                 raise WorkersDifferError(
-                    f"The workers' batches do not fit together: step {self._num_steps} has, as {what}, {have}. All workers must "
-                    "be given datasets of the same structure, and with the policy DATA the same dataset."
+                    f"The workers' batches do not match: at step {self._num_steps} the {what} are: {have}. All workers "
+                    "need datasets of the same structure, and with the policy DATA the same dataset."
                 )
 
     def _empty(self) -> Any:
-        """A step without rows, for the replicas of this process."""
+        """Returns a step without rows for the replicas of this process."""
         return _of_spec(self._source, self._num_local) if self._last is None else _without_rows(self._last)
 
     def get_state(self) -> Any:
@@ -131,7 +132,7 @@ class AgreedPass(Pass):
 
 
 def _offer_of(step: LocalRows | Sequence[Any]) -> dict[str, Any]:
-    """What the other processes need to know of a step."""
+    """Returns the data of a step that the other processes need."""
     if isinstance(step, LocalRows):
         form = [[list(array.shape[1:]), str(array.dtype)] for array in step.arrays]
         batch = None if step.all_sizes is None else sum(step.all_sizes)
@@ -145,7 +146,7 @@ def _offer_of(step: LocalRows | Sequence[Any]) -> dict[str, Any]:
 
 
 def _joined(step: Any, offers: Sequence[dict[str, Any]]) -> Any:
-    """The step, with what all offered."""
+    """Returns the step with the offers of all processes."""
     if isinstance(step, LocalRows):
         return replace(step, all_sizes=tuple(size for offer in offers for size in offer["sizes"]))
     replicas = [shapes for offer in offers for shapes in offer["shapes"]]
@@ -153,13 +154,13 @@ def _joined(step: Any, offers: Sequence[dict[str, Any]]) -> Any:
 
 
 def _of_spec(source: Source, num_local: int) -> Any:
-    """A step without rows of a dataset that has given none."""
+    """Returns a step without rows for a dataset that has yielded nothing."""
     try:
         specs, tree = jax.tree_util.tree_flatten(source.element_spec())
     except (EmptyDatasetError, OneShotSourceError) as error:
         raise WorkersDifferError(
-            "This worker's dataset has no element at all, so that not even its structure is known, and other workers have "
-            "some. Give every worker at least one element, or a dataset that says its structure."
+            "This worker's dataset has no elements, so its structure is unknown, but other workers have elements. Give "
+            "every worker at least one element, or a dataset that declares its structure."
         ) from error
     arrays = [np.zeros([0, *(dim or 0 for dim in s.shape[1:])] if s.shape else (), s.dtype) for s in specs]
     if isinstance(source, GlobalBatches):

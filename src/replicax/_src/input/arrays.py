@@ -1,4 +1,4 @@
-"""Arrays as the leaves of elements: what a device can hold, and rows joined to batches."""
+"""Arrays as the leaves of elements: checks of their dtypes, and batches of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicax._src.lowering import memory
 
 
 class UnsupportedElementError(ReplicaxError, TypeError):
-    """A dataset yields something that is no array, or an array that no device can hold."""
+    """A dataset yields a value that is not an array, or an array that no device can hold."""
 
 
 class InconsistentRowsError(InvalidArgumentError):
@@ -30,8 +30,8 @@ def batch_of_rows(rows: list[Any]) -> Any:
         others = [structure.flatten_up_to(row) for row in rows[1:]]
     except (ValueError, TypeError) as error:
         raise InconsistentRowsError(
-            f"The rows of a batch differ in structure, the first is {structure}: {str(error).rstrip('. ')}. Let the map function return "
-            "the same names and nesting for every row."
+            f"The rows of a batch differ in structure; the first has {structure}: {str(error).rstrip('. ')}. Make the "
+            "map function return the same names and nesting for every row."
         ) from error
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(rows[0])]
     stacked = [_stack(name, column) for name, *column in zip(names, leaves, *others, strict=True)]
@@ -55,10 +55,10 @@ def _stack(name: str, column: list[Any]) -> np.ndarray:
 
 
 def as_array(leaf: Any) -> np.ndarray | jax.Array:
-    """Returns a leaf of an element as an array: JAX arrays as they are, all else through NumPy.
+    """Returns a leaf of an element as an array. JAX arrays are unchanged; other values go through NumPy.
 
     Raises:
-      UnsupportedElementError: It is no array, or one that no device can hold.
+      UnsupportedElementError: The leaf is not an array, or no device can hold it.
     """
     if isinstance(leaf, jax.Array):
         if not isinstance(leaf.dtype, np.dtype):
@@ -69,8 +69,8 @@ def as_array(leaf: Any) -> np.ndarray | jax.Array:
         return leaf
     if isinstance(leaf, np.ma.MaskedArray):
         raise UnsupportedElementError(
-            f"Got a masked array of shape {leaf.shape}; no device knows masks. Fill it with .filled(value), and pass the "
-            "mask as an array of its own."
+            f"Got a masked array of shape {leaf.shape}; devices do not support masks. Fill it with .filled(value), and "
+            "pass the mask as a separate array."
         )
     if type(leaf).__module__.startswith("scipy.sparse"):
         raise UnsupportedElementError(
@@ -84,7 +84,7 @@ def as_array(leaf: Any) -> np.ndarray | jax.Array:
         raise UnsupportedElementError(
             f"Got dtype {array.dtype}, which no device can hold; convert it with .astype(np.float64 or np.complex128)."
         )
-    # Of another byte order: devices would take the bytes as they are.
+    # This array has another byte order, and devices would not swap its bytes.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -92,12 +92,12 @@ def common_num_rows(pytree: Any) -> int:
     """Returns the number of rows that all arrays ``[num_rows, ...]`` of a pytree have.
 
     Raises:
-      UnsupportedElementError: There is no array.
-      InconsistentRowsError: They differ.
+      UnsupportedElementError: The pytree has no arrays.
+      InconsistentRowsError: The numbers of rows differ.
     """
     sizes = {array.shape[0] for array in jax.tree.leaves(pytree)}
     if not sizes:
-        raise UnsupportedElementError(f"Got {pytree!r}, in which there is no array.")
+        raise UnsupportedElementError(f"Got {pytree!r}, which contains no arrays.")
     if len(sizes) > 1:
         raise InconsistentRowsError(
             "All arrays of a batch need the same number of rows (the size of the first dim), got "
@@ -116,13 +116,11 @@ def _unsupported_dtype_text(leaf: Any, array: np.ndarray) -> str:
     got = f"Got {type(leaf).__name__} with dtype {array.dtype}"
     if array.dtype.kind == "O" and array.size and isinstance(array.flat[0], str | bytes):
         kind = "text" if isinstance(array.flat[0], str) else "bytes"
-        return f"{got}, which holds {kind}; no device does. Turn it into numbers (token ids, categories, pixels) first."
+        return f"{got}, which holds {kind}; no device does. Convert it to numbers (token ids, categories, pixels) first."
     if array.dtype.kind == "O" and not array.ndim:
-        return (
-            f"Got {leaf!r} of type {type(leaf).__name__}, which is no array; elements are pytrees of arrays."
-        )
+        return f"Got {leaf!r} of type {type(leaf).__name__}, which is not an array; elements are pytrees of arrays."
     if array.dtype.kind == "O":
         return f"{got}, which holds Python objects (rows of different lengths?); pad them to one shape."
     if array.dtype.kind in "US":
-        return f"{got}; no device holds text. Turn it into numbers (token ids, categories) first."
+        return f"{got}; no device holds text. Convert it to numbers (token ids, categories) first."
     return f"{got}, which no device can hold; convert it to numbers first."

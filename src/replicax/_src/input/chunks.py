@@ -1,4 +1,4 @@
-"""Chunks: adjacent elements of a dataset, as a list or as the numbers of rows of arrays, and how they are joined."""
+"""Chunks: adjacent elements of a dataset, as a list or as row numbers of arrays, and how chunks are joined."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Functions = tuple[Callable[..., Any], ...]
 
 @final
 class ArrayRows:
-    """Rows of arrays, by their numbers. They are read, and the functions of maps called, when they are asked for.
+    """Rows of arrays, by number. They are read and mapped only when they are needed.
 
-    So to shuffle is to permute numbers, and no Python runs per row. Adjacent rows are a ``range``, which is read as a
-    slice. As a chunk it stands for its rows; as an element of a list it stands for one batch of them.
+    So a shuffle permutes numbers, and no Python runs per row. Adjacent rows are a ``range`` and are read as a slice. As
+    a chunk it stands for its rows. As an element of a list it stands for one batch of these rows.
 
     Args:
       arrays: The arrays ``[n, ...]``, which are the leaves of a pytree.
       tree: The structure of the pytree.
-      numbers: The rows.
-      of_rows: Called with each row, one after the other.
-      of_batches: Called with the batch.
+      numbers: The row numbers.
+      of_rows: The functions to call with each row, in order.
+      of_batches: The functions to call with the batch.
     """
 
     __slots__ = ("arrays", "numbers", "of_batches", "of_rows", "tree")
@@ -44,7 +44,7 @@ class ArrayRows:
 
     @classmethod
     def all_of(cls, pytree: Any, of_rows: Functions = ()) -> ArrayRows:
-        """All rows of a pytree of arrays."""
+        """Returns all rows of a pytree of arrays."""
         arrays, tree = jax.tree.flatten(pytree)
         return cls(arrays, tree, range(len(arrays[0])), of_rows)
 
@@ -52,18 +52,18 @@ class ArrayRows:
         return len(self.numbers)
 
     def __getitem__(self, places: slice | np.ndarray) -> ArrayRows:
-        """Some of the rows."""
+        """Returns some of the rows."""
         numbers = self.numbers
         if isinstance(places, slice):
             numbers = numbers[places]
         elif isinstance(numbers, range):
-            numbers = numbers.start + numbers.step * places  # NumPy reads a range one by one
+            numbers = numbers.start + numbers.step * places  # NumPy would read a range one by one
         else:
             numbers = numbers[places]
         return ArrayRows(self.arrays, self.tree, numbers, self.of_rows)
 
     def mapped(self, function: Callable[..., Any]) -> ArrayRows:
-        """The batch of these rows, with which a function is called too."""
+        """Returns the batch of these rows with one more function to call."""
         return ArrayRows(self.arrays, self.tree, self.numbers, self.of_rows, (*self.of_batches, function))
 
     def rows(self) -> Iterator[Any]:
@@ -72,7 +72,7 @@ class ArrayRows:
             yield _called(self.of_rows, self.tree.unflatten([array[number] for array in self.arrays]))
 
     def batch(self) -> Any:
-        """Returns all rows as one batch: views of adjacent ones, else copies."""
+        """Returns all rows as one batch: views for adjacent rows, otherwise copies."""
         numbers = self.numbers
         if self.of_rows:
             batch = batch_of_rows(list(self.rows()))
@@ -96,7 +96,7 @@ def elements_of(chunk: Chunk) -> list[Any]:
 
 
 def mapped(chunk: Chunk, function: Callable[..., Any]) -> Chunk:
-    """Returns a chunk whose elements are those of the function; of arrays it is called when they are asked for."""
+    """Returns a chunk of mapped elements. For arrays the function is called when the elements are read."""
     if isinstance(chunk, ArrayRows):
         return ArrayRows(chunk.arrays, chunk.tree, chunk.numbers, (*chunk.of_rows, function))
     return [
@@ -106,7 +106,7 @@ def mapped(chunk: Chunk, function: Callable[..., Any]) -> Chunk:
 
 
 def chosen(chunk: Chunk, predicate: Callable[..., Any]) -> Chunk:
-    """Returns the elements for which the predicate is true. Functions of maps are called once, for all of them."""
+    """Returns the elements for which the predicate is true. Calls the functions of maps once for all of them."""
     elements = elements_of(chunk)
     places = [place for place, element in enumerate(elements) if call_with(predicate, element)]
     if isinstance(chunk, ArrayRows) and not chunk.of_rows:
@@ -115,12 +115,12 @@ def chosen(chunk: Chunk, predicate: Callable[..., Any]) -> Chunk:
 
 
 def permuted(chunk: Chunk, places: np.ndarray) -> Chunk:
-    """Returns the elements at the given places."""
+    """Returns the elements at the given indices."""
     return chunk[places] if isinstance(chunk, ArrayRows) else [chunk[place] for place in places]
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """Returns chunks of one dataset one after the other; only rows of different arrays are copied."""
+    """Joins chunks of one dataset in order. Only rows of different arrays are copied."""
     filled = [chunk for chunk in chunks if len(chunk)]
     if len(filled) <= 1:
         return filled[0] if filled else []
@@ -136,10 +136,10 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def read_pieces(num_rows: int, read: Callable[[int], Chunk | None]) -> Chunk:
-    """Returns the next rows, in as few pieces as they come in.
+    """Returns the next rows, in as few chunks as possible.
 
     Args:
-      read: Returns at most so many rows, or None after the last.
+      read: Returns at most the given number of rows, or None after the last.
     """
     piece = read(num_rows) if num_rows else None
     if piece is None or len(piece) == num_rows:
@@ -153,7 +153,7 @@ def read_pieces(num_rows: int, read: Callable[[int], Chunk | None]) -> Chunk:
 
 
 def call_with(function: Callable[..., Any], element: Any) -> Any:
-    """Returns what the function of a ``map`` or ``filter`` gives for an element; a tuple is its arguments, as in
+    """Returns the result of a ``map`` or ``filter`` function for an element. A tuple becomes its arguments, as in
     tf.data.
     """
     return function(*element) if type(element) is tuple else function(element)

@@ -1,4 +1,4 @@
-"""Distributed datasets and their iterators. How steps are placed on devices is a Placer that they are given."""
+"""Distributed datasets and their iterators. A Placer decides how their steps are placed on devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from replicax._src.input.sources import Source
 from replicax._src.input.specs import INFINITE, Cardinality
 from replicax._src.tracing.capture import current_capture
 
-# Where steps are small and quickly read, waking a thread for each costs more than reading it (35 µs and 115 µs in a
-# loop of 1 ms steps): so it reads several at a time.
+# For small steps, waking a thread for each one costs more than reading it (35 µs and 115 µs in a loop of 1 ms steps).
+# So the thread reads several at a time.
 _MOST_AHEAD: Final = 16
 _BYTES_AHEAD: Final = 2**20
 
 
 class IteratedInTrace(BaseException):
-    """A distributed dataset was iterated while an ``rx.function`` was traced. Users' ``except`` must miss it."""
+    """A distributed dataset was iterated while an ``rx.function`` was traced. A BaseException, so that a user's
+    ``except Exception`` does not swallow it.
+    """
 
 
 def _check_may_iterate() -> None:
@@ -44,29 +46,29 @@ class ClosedIteratorError(ReplicaxError, RuntimeError):
 
 
 class EmptyOptionalError(InvalidArgumentError):
-    """The value of an Optional that has none was asked for."""
+    """The value of an empty Optional was requested."""
 
 
 class DistributedDataset:
     """A dataset whose elements are placed on the replicas of a strategy.
 
-    Make one with ``Strategy.experimental_distribute_dataset`` or ``distribute_datasets_from_function``.
-    Iterating it starts again from the first element each time. Call ``map``, ``batch`` and the like before
-    it is distributed; it has no transformations. ``print`` shows what it does.
+    Make one with ``Strategy.experimental_distribute_dataset`` or ``distribute_datasets_from_function``. Iterating it
+    starts again from the first element each time. Call ``map``, ``batch`` and similar methods before it is distributed;
+    it has no transformations. ``print`` shows its settings.
     """
 
     def __init__(self, source: Source, placer: Placer, *, buffer_size: int = 1, places_ahead: bool = True):
-        """Private: made by strategies.
+        """Private. Strategies make distributed datasets.
 
         Args:
-          source: The steps, as they come from the user's dataset.
-          placer: From what the source yields for one step to what one step of the loop gets.
-          buffer_size: How many elements wait, at least: small ones of arrays in memory are read further ahead.
-          places_ahead: They wait on the devices, else on the host.
+          source: The steps of the user's dataset.
+          placer: Converts a step of the source to the value that a step of the loop gets.
+          buffer_size: The least number of prefetched elements. More are prefetched if they are small and in memory.
+          places_ahead: True prefetches to the devices, False to the host.
         """
         self._source = source
         self._placer = placer
-        self._num_ahead = buffer_size + 1  # one more than may wait is being read
+        self._num_ahead = buffer_size + 1  # the thread is also reading one more element
         step_bytes = source.cheap_step_bytes
         if step_bytes is not None:
             self._num_ahead = max(self._num_ahead, min(_MOST_AHEAD, _BYTES_AHEAD // max(step_bytes, 1)))
@@ -74,20 +76,20 @@ class DistributedDataset:
 
     @property
     def num_replicas(self) -> int:
-        """R, the number of replicas that the elements are for."""
+        """R, the number of replicas that get an element."""
         return self._source.num_replicas
 
     @property
     def cardinality(self) -> Cardinality | None:
-        """The number of elements, ``math.inf`` if it never ends, None if it is not known beforehand."""
+        """The number of elements; ``math.inf`` if it never ends, None if the number is not known in advance."""
         return self._source.cardinality
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """The pytree of ``PerReplicaSpec`` that each element fits; looks at the first one if need be.
+        """The pytree of ``PerReplicaSpec`` that each element fits. Reads the first element if necessary.
 
         Raises:
-          EmptyDatasetError: There is no element to look at.
+          EmptyDatasetError: The dataset has no elements to derive it from.
         """
         return self._source.element_spec()
 
@@ -97,20 +99,20 @@ class DistributedDataset:
     def __len__(self) -> int:
         if self.cardinality is None:
             raise TypeError(
-                "This DistributedDataset has no len(): its source does not say how many batches it has."
+                "This DistributedDataset has no len(): the number of batches of its source is unknown."
             )
         if self.cardinality == INFINITE:
-            raise TypeError("This DistributedDataset repeats for ever and has no len().")
+            raise TypeError("This DistributedDataset is infinite and has no len().")
         return int(self.cardinality)
 
     def __bool__(self) -> bool:
-        return True  # a dataset is one whatever its len(), also where that raises
+        return True  # a dataset is true for every len(), also if that raises
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Goes through the dataset once and returns the last state.
 
         Args:
-          initial_state: The state before the first element; returned as it is if there is none.
+          initial_state: The state before the first element. It is returned if there are no elements.
           reduce_func: ``(state, element) -> state``, called in cross-replica context.
         """
         state = initial_state
@@ -120,23 +122,23 @@ class DistributedDataset:
 
     @property
     def source(self) -> Source:
-        """Its steps on the host."""
+        """The steps on the host."""
         return self._source
 
     @property
     def placer(self) -> Placer:
-        """What places its steps."""
+        """The placer of its steps."""
         return self._placer
 
     def start(self) -> Pass:
-        """A pass through its steps; in several processes all start it, and it ends for all at one step."""
+        """Starts a pass through its steps. All processes must start it, and it ends for all at the same step."""
         elements, peers = self._source.iterate(), self._placer.topology.peers
         return elements if peers is None else agreed(self._source, elements, peers)
 
     def reader_of(self, elements: Pass, *, places_ahead: bool | None = None) -> Reader:
-        """What reads a pass for one iterator.
+        """Returns the reader of a pass for one iterator.
 
-        Steps wait where those of the dataset do, unless ``places_ahead`` says.
+        Steps are prefetched to the place that the dataset uses, unless ``places_ahead`` overrides it.
         """
         places_ahead = self._places_ahead if places_ahead is None else places_ahead
         return Reader(elements, self._placer, num_ahead=self._num_ahead, places_ahead=places_ahead)
@@ -147,7 +149,7 @@ class DistributedDataset:
 
     def _repr_html_(self) -> str:
         title = f"DistributedDataset for {self.num_replicas} replica{'s' * (self.num_replicas != 1)}"
-        # Only if it is known: to look at the first element would read it.
+        # Only a declared spec is used, because reading the first element would have side effects.
         known = {"element_spec": vars(self)["element_spec"]} if "element_spec" in vars(self) else {}
         return html.page(title, html.facts({**self._described(), **known}))
 
@@ -170,7 +172,9 @@ _num_taken = 0
 
 
 def num_elements_taken() -> int:
-    """How often elements were taken, of all distributed iterators of this process: whether somebody has read since."""
+    """Returns the number of elements taken by all distributed iterators of this process. A change shows that something
+    was read.
+    """
     return _num_taken
 
 
@@ -180,11 +184,11 @@ def _count_taken() -> None:
 
 
 class DistributedIterator:
-    """Goes through a DistributedDataset once. Call it in cross-replica context only.
+    """A single pass through a DistributedDataset. Use it in cross-replica context only.
 
-    A thread reads the dataset ahead. It ends with the data, with ``close()`` (or the end of a ``with``), or
-    when the iterator is dropped. An error of the dataset is raised where its element would have come; the next
-    call goes on after it, if the dataset does (a generator has ended).
+    A thread prefetches the dataset. It ends with the data, with ``close()`` (or the end of a ``with``), or when the
+    iterator is dropped. An error of the dataset is raised in place of its element. The next call continues after it if
+    the dataset can (a generator has ended).
     """
 
     def __init__(self, dataset: DistributedDataset):
@@ -198,16 +202,16 @@ class DistributedIterator:
 
     @property
     def dataset(self) -> DistributedDataset:
-        """What it goes through."""
+        """The dataset of this iterator."""
         return self._dataset
 
     @property
     def element_spec(self) -> Any:
-        """As ``DistributedDataset.element_spec``."""
+        """The same as ``DistributedDataset.element_spec``."""
         return self._dataset.element_spec
 
     def initialize(self) -> None:
-        """Starts again from the first element."""
+        """Restarts from the first element."""
         self._check_may_read()
         self._reader.close()
         self._reader = self._start()
@@ -222,35 +226,34 @@ class DistributedIterator:
         return element
 
     def take_stacked(self, group_size: int, num_steps: int) -> StackedSteps:
-        """Takes several steps together: see ``Reader.take_group``. What ``Strategy.run_steps`` calls."""
+        """Takes several steps together for ``Strategy.run_steps``; see ``Reader.take_group``."""
         self._check_may_read()
         steps = self._explained(self._reader.take_group, group_size, num_steps)
         _count_taken()
         return steps
 
     def get_state(self) -> dict[str, Any]:
-        """Returns where the iterator is, as what can be written as JSON: give it to ``set_state``.
+        """Returns the position of the iterator as a JSON value for ``set_state``.
 
-        It is the position after the last element that was returned; what was read ahead does not count. With
-        it go the number of the epoch and the seeds of shuffles, so that later epochs are the same too.
+        It is the position after the last element that was returned, regardless of prefetched elements. It includes the
+        number of the epoch and the seeds of shuffles, so later epochs are the same too.
 
         Raises:
-          NotResumableError: The dataset cannot be continued from a position; the message says what can.
+          NotResumableError: The dataset cannot resume from a position. The message tells which datasets can.
         """
         self._check_may_read()
         return {"version": 1, "elements": self._reader.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position that ``get_state`` returned for an equal dataset, maybe in another process.
+        """Moves to a position that ``get_state`` returned for an equal dataset, also in another process.
 
         Raises:
-          NotResumableError: The dataset cannot be continued, or the state is of another dataset; the iterator
-            stays where it is.
+          NotResumableError: The dataset cannot resume, or the state is of another dataset. The iterator does not move.
         """
         self._check_may_read()
         if not isinstance(state, dict) or state.get("version") != 1 or "elements" not in state:
             raise NotResumableError(
-                f"set_state takes what get_state returned, a dict with version 1; got {state!r}."
+                f"set_state needs a result of get_state, a dict with version 1; got {state!r}."
             )
         new = self._dataset.start()
         new.set_state(state["elements"])
@@ -258,9 +261,9 @@ class DistributedIterator:
         self._reader = self._dataset.reader_of(new)
 
     def close(self) -> None:
-        """Ends the thread that reads ahead. Afterwards the iterator cannot be used. May be called twice.
+        """Ends the prefetching thread. Afterwards the iterator cannot be used. It may be called twice.
 
-        Waits for the element that is being read, but no longer than 5 s.
+        Waits at most 5 s for the element that is being read.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -297,18 +300,18 @@ class DistributedIterator:
         """Returns the next element.
 
         Raises:
-          OutOfRangeError: There is none.
+          OutOfRangeError: The data have ended.
         """
         optional = self.get_next_as_optional()
         if not optional.has_value():
             raise OutOfRangeError(
-                "get_next() was called after the last element. Loop with `for`, which ends by itself, or ask "
+                "get_next() was called after the last element. Loop with `for`, check "
                 "get_next_as_optional().has_value(), or start again with iter(dataset)."
             )
         return optional.get_value()
 
     def get_next_as_optional(self) -> Optional:
-        """Returns the next element, or at the end an Optional without a value."""
+        """Returns the next element, or an Optional without a value at the end."""
         try:
             return Optional(next(self))
         except StopIteration:
@@ -319,22 +322,22 @@ class Optional:
     """An element of a dataset, or its absence after the last one."""
 
     def __init__(self, *value: Any):
-        """Holds the value, if one is given."""
+        """Holds a value if one is given."""
         (self._value,) = value or (_NO_VALUE,)
 
     def has_value(self) -> bool:
-        """Whether there was an element."""
+        """True if there was an element."""
         return self._value is not _NO_VALUE
 
     def get_value(self) -> Any:
         """Returns the element.
 
         Raises:
-          EmptyOptionalError: There was none.
+          EmptyOptionalError: The data had ended.
         """
         if not self.has_value():
             raise EmptyOptionalError(
-                "This Optional has no value: the dataset had ended. Ask has_value() first."
+                "This Optional has no value: the dataset had ended. Check has_value() first."
             )
         return self._value
 

@@ -1,7 +1,7 @@
 """Elements: a dataset of any kind, read as pytrees of NumPy and JAX arrays.
 
-An opener says what is known of a dataset and how to start an iterator of it. All iterators that can be resumed speak
-one protocol, that of grain: ``get_state`` and ``set_state``.
+An opener returns the known facts of a dataset and a way to start an iterator. All resumable iterators have grain's
+protocol: ``get_state`` and ``set_state``.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ from replicax._src.input.specs import Cardinality, spec_of
 
 
 class UnsupportedSourceError(ReplicaxError, TypeError):
-    """Something was given as a dataset that is none."""
+    """A value given as a dataset is not a dataset."""
 
 
 class OneShotSourceError(ReplicaxError, RuntimeError):
-    """A generator or other iterator was to be iterated a second time."""
+    """A generator or other iterator was iterated a second time."""
 
 
 class DatasetLengthError(InvalidArgumentError):
-    """A dataset yields another number of elements than its ``len()`` says."""
+    """A dataset yields another number of elements than its ``len()``."""
 
 
 class EmptyDatasetError(InvalidArgumentError):
-    """A dataset without elements was asked what its elements look like."""
+    """The structure of a dataset without elements was requested."""
 
 
 class NotResumableError(ReplicaxError, RuntimeError):
-    """A position was asked of a dataset that cannot be continued from one, or a position of another dataset was
-    given.
-    """
+    """A dataset cannot resume from a position, or the position is of another dataset."""
 
 
 class Pass(abc.ABC):
@@ -57,43 +55,44 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def get_state(self) -> Any:
-        """Returns what can be written as JSON: where this pass is, after the element that it returned last.
+        """Returns the position after the last returned element as a JSON value.
 
         Raises:
-          NotResumableError: The dataset cannot be continued from a position.
+          NotResumableError: The dataset cannot resume from a position.
         """
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
-        """Continues where a pass through an equal dataset was, maybe in another process.
+        """Moves to the position of a pass through an equal dataset, also of another process.
 
         Raises:
-          NotResumableError: The dataset cannot be continued, or the state is of another dataset.
-          Exception: Of an adapter's pass any error says that this is no state of it.
+          NotResumableError: The dataset cannot resume, or the state is of another dataset.
+          Exception: In an adapter's pass, any error means that the state is invalid for it.
         """
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """The elements of one dataset, as pytrees of NumPy and JAX arrays, and what is known of the dataset.
+    """The elements of one dataset, as pytrees of NumPy and JAX arrays, and the known facts of the dataset.
 
     Attributes:
-      description: What it is, for people: ``"a grain.MapDataset"``.
-      start: Returns an iterator from the first element on: a Pass, or grain's own; any, if ``not_resumable`` says why.
-      count: Returns the number of elements, INFINITE, or None if it is not known beforehand.
-      is_count_promised: The dataset only says so, and its iterators may yield another number, which is an error.
+      description: The display text, such as ``"a grain.MapDataset"``.
+      start: Returns an iterator from the first element on: a Pass or grain's own; any iterator if ``not_resumable`` is
+        set.
+      count: Returns the number of elements, INFINITE, or None if it is not known in advance.
+      is_count_promised: True if iterators may yield another number of elements, which is an error.
       declared_spec: Returns the pytree of ArraySpecs that the dataset itself declares, or None.
-      look: Returns an iterator of which the first element is looked at; None is ``start``.
-      fingerprint: Returns what tells the dataset from others, as JSON.
-      not_resumable: Why it cannot be continued from a position, and what to use instead.
-      are_arrays: The elements are pytrees of arrays as they come.
-      is_batched: They are batches, not rows, as far as it can say.
-      batch_size: How many rows an element has (the last may have fewer), where that is known.
-      row_bytes: How large one row is, where all of them are in memory, so that reading costs no more than a copy.
-      is_immutable: Nobody writes into the arrays of an element after it was yielded. Else they are copied.
-      policy: The autoshard policy that the dataset itself carries.
-      count_files: Returns how many files it reads, or None if it cannot be divided by files.
+      look: Returns an iterator for reading the first element only; None means ``start``.
+      fingerprint: Returns JSON that tells the dataset from others.
+      not_resumable: The reason why it cannot resume from a position, and an alternative.
+      are_arrays: True if the elements are already pytrees of arrays.
+      is_batched: False if the elements are known to be rows, not batches.
+      batch_size: The number of rows of an element, if known. The last element may have fewer.
+      row_bytes: The size of one row if all rows are in memory, so that a read costs no more than a copy.
+      is_immutable: True if the arrays of a yielded element never change. Otherwise they are copied.
+      policy: The dataset's own autoshard policy.
+      count_files: Returns the number of files that it reads, or None if it cannot be sharded by file.
       of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
       of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
     """
@@ -118,32 +117,32 @@ class Elements:
 
     @property
     def cardinality(self) -> Cardinality | None:
-        """The number of elements, INFINITE, or None if it is not known beforehand."""
+        """The number of elements, INFINITE, or None if it is not known in advance."""
         return self.count()
 
     def iterate(self) -> Pass:
-        """Starts from the first element.
+        """Starts a pass from the first element.
 
         Raises:
-          OneShotSourceError: The dataset cannot start again.
+          OneShotSourceError: The dataset cannot be iterated again.
         """
         return _ElementsPass(self)
 
     def first(self) -> Any:
-        """Returns the first element; ``iterate`` yields it all the same.
+        """Returns the first element. ``iterate`` still yields it.
 
         Raises:
-          EmptyDatasetError: There is none.
+          EmptyDatasetError: The dataset has no elements.
         """
         element = next((self.look or self.start)(), END)
         if element is END:
-            raise EmptyDatasetError("The dataset has no elements, so what they look like is not known.")
+            raise EmptyDatasetError("The dataset has no elements, so their structure is unknown.")
         return as_arrays(element)
 
 
 @final
 class _ElementsPass(Pass):
-    """A pass through the elements of any dataset. Its state is that of the iterator, with the fingerprint."""
+    """A pass through the elements of any dataset. Its state is that of the iterator, together with the fingerprint."""
 
     def __init__(self, elements: Elements):
         self._are_arrays, self._not_resumable = elements.are_arrays, elements.not_resumable
@@ -161,7 +160,7 @@ class _ElementsPass(Pass):
                 raise _wrong_length(self._promised, f"ended after {self._num_elements}") from None
             raise
         if self._num_elements == self._promised:
-            raise _wrong_length(self._promised, "goes on after them")
+            raise _wrong_length(self._promised, "has more than these")
         self._num_elements += 1
         return element if self._are_arrays else as_arrays(element)
 
@@ -178,7 +177,7 @@ class _ElementsPass(Pass):
         if self._not_resumable:
             raise NotResumableError(self._not_resumable)
         _check_same_dataset(state, self._fingerprint)
-        before = self._iterator.get_state() if self._num_elements else None  # to ask begins some
+        before = self._iterator.get_state() if self._num_elements else None  # get_state starts some iterators
         try:
             if not 0 <= state["position"] <= (math.inf if self._promised is None else self._promised):
                 raise ValueError(f"position {state['position']}")
@@ -193,23 +192,21 @@ class _ElementsPass(Pass):
             else:
                 self._iterator.set_state(before)
             raise NotResumableError(
-                f"The dataset does not take the state ({type(error).__name__}: {error}). Give back what get_state returned "
-                "for a dataset that is made in the same way."
+                f"The dataset rejects the state ({type(error).__name__}: {error}). Pass the result of get_state from a "
+                "dataset that is made in the same way."
             ) from error
         self._num_elements = state["position"]
 
 
 def _check_same_dataset(state: Any, expected: Mapping[str, Any]) -> None:
-    """Raises NotResumableError unless a state has a ``position`` and says of the dataset what is expected."""
+    """Raises NotResumableError unless a state has a ``position`` and the expected facts of the dataset."""
     if not isinstance(state, dict) or not isinstance(state.get("position"), int):
-        raise NotResumableError(
-            f"The state is not one that get_state returned for such a dataset: {state!r:.200}."
-        )
+        raise NotResumableError(f"The state does not come from get_state of such a dataset: {state!r:.200}.")
     for name, value in expected.items():
         if state.get(name) != value:
             raise NotResumableError(
-                f"The state is not one of this dataset: its {name} is {state.get(name)!r:.200}, and that of the dataset "
-                f"{value!r:.200}. Make the dataset as it was made when the position was saved."
+                f"The state is of another dataset: its {name} is {state.get(name)!r:.200}, but that of this dataset is "
+                f"{value!r:.200}. Make the dataset as it was when the position was saved."
             )
 
 
@@ -221,7 +218,7 @@ def _wrong_length(length: Cardinality | None, what: str) -> DatasetLengthError:
 
 
 def element_spec(elements: Elements) -> Any:
-    """Returns the pytree of ArraySpecs that is declared, or else that of the first element."""
+    """Returns the declared pytree of ArraySpecs, or else that of the first element."""
     declared = elements.declared_spec()
     return spec_of(elements.first()) if declared is None else declared
 
@@ -231,11 +228,11 @@ def element_spec(elements: Elements) -> Any:
 
 @final
 class NumberedIterator(Pass):
-    """Goes through elements that have numbers; its position is the number of the next one.
+    """A pass through numbered elements. Its position is the number of the next element.
 
     Args:
-      at: Returns the element with a number, from 0.
-      length: How many elements there are.
+      at: Returns the element with the given number, from 0.
+      length: The number of elements.
     """
 
     def __init__(self, at: Callable[[int], Any], length: int):
@@ -259,7 +256,7 @@ class NumberedIterator(Pass):
 
 @final
 class OneShotIterator:
-    """The elements of an iterator, which can be gone through once."""
+    """The elements of an iterator, which can be iterated only once."""
 
     def __init__(self, iterator: Iterator[Any]):
         self._iterator = iterator
@@ -267,12 +264,12 @@ class OneShotIterator:
         self._is_spent = False
 
     def start(self) -> Iterator[Any]:
-        """Yields the elements, the one that was looked at too."""
+        """Yields the elements, including the one that ``look`` has read."""
         if self._is_spent:
             raise OneShotSourceError(
-                "This dataset is an iterator (a generator, or an object with __next__), and it has been "
-                "iterated: it cannot start again. For several epochs pass an object whose __iter__ starts "
-                "again: a list of batches, rx.data.from_arrays(...).batch(n), a grain dataset."
+                "This dataset is an iterator (a generator, or an object with __next__), and it has been iterated, so "
+                "it cannot start again. For several epochs pass an object whose __iter__ starts again: a list of "
+                "batches, rx.data.from_arrays(...).batch(n), a grain dataset."
             )
         self._is_spent = True
         return self._elements()
@@ -282,8 +279,8 @@ class OneShotIterator:
         if not self._looked_at:
             if self._is_spent:
                 raise OneShotSourceError(
-                    "This dataset is an iterator that has been iterated, so its first element is gone; ask "
-                    "for element_spec before."
+                    "This dataset is an iterator that has been iterated, so its first element is gone; read "
+                    "element_spec before you iterate."
                 )
             self._looked_at.extend(itertools.islice(self._iterator, 1))
         return iter(self._looked_at)
@@ -302,13 +299,13 @@ END: Final = object()
 def as_arrays(element: Any) -> Any:
     """Returns an element with all its leaves as arrays.
 
-    A dataclass among them becomes known to JAX as a pytree of its fields.
+    Registers a dataclass in the element with JAX as a pytree of its fields.
 
     Raises:
-      UnsupportedElementError: There is something in it that is no dense array.
+      UnsupportedElementError: A leaf is not a dense array.
     """
     sparse = sys.modules.get("jax.experimental.sparse")
-    if sparse is not None:  # JAX takes its sparse matrices apart, and their parts are no batches
+    if sparse is not None:  # JAX splits its sparse matrices into parts, which are not batches
         jax.tree.map(_refuse_sparse, element, is_leaf=lambda x: isinstance(x, sparse.JAXSparse))
     return jax.tree.map(_as_array_or_pytree, element)
 

@@ -1,4 +1,4 @@
-"""What may be given as a dataset: every kind, in one place."""
+"""Opens every kind of dataset that a user can pass."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _OPENERS: Final[list[Callable[[Any], Elements | None]]] = [
     open_grain,
     open_tensorflow,
     open_keras,
-    open_hugging_face,  # before torch, one of whose classes is the base of Hugging Face's IterableDataset
+    open_hugging_face,  # before torch, because Hugging Face's IterableDataset inherits from a class of torch
     open_torch,
 ]
 """Each returns None for what it does not know."""
 
 
 def open_elements(dataset: Any) -> Elements:
-    """Opens any dataset: arrays, files, another library's dataset, an iterable, or (once) an iterator.
+    """Opens any dataset: arrays, files, another library's dataset, an iterable, or once an iterator.
 
     Raises:
-      UnsupportedSourceError: It is none of these.
+      UnsupportedSourceError: The value is none of these.
     """
     if isinstance(dataset, Dataset):
         return _open_ours(dataset)
@@ -73,7 +73,7 @@ def open_elements(dataset: Any) -> Elements:
             not_resumable=reason,
         )
     raise UnsupportedSourceError(
-        f"Got {dataset!r} of type {type(dataset).__name__}, which is no dataset. Allowed are "
+        f"Got {dataset!r} of type {type(dataset).__name__}, which is not a dataset. Use "
         "rx.data.from_arrays(...).batch(n), grain datasets, tf.data.Dataset, torch's DataLoader, Hugging Face "
         "datasets, keras.utils.PyDataset, and iterables of batches (a list, a generator, an object with __iter__)."
     )
@@ -83,8 +83,8 @@ def _open_ours(dataset: Dataset) -> Elements:
     is_mapped, source = dataset.has(Map), dataset.source
     if not source.has_arrays and not is_mapped:
         raise UnsupportedElementError(
-            f"The elements of {dataset!r} are text or bytes, which no device holds. Call .map(parse), where parse "
-            "makes a pytree of arrays of one record, and then .batch(n)."
+            f"The elements of {dataset!r} are text or bytes, which devices cannot hold. Call .map(parse), where parse "
+            "converts one record to a pytree of arrays, and then .batch(n)."
         )
     of_hint = of_files = None
     if dataset.has_hint:
@@ -114,13 +114,13 @@ def _length(iterable: Iterable[Any]) -> int | None:
         return None
     try:
         return len(iterable)
-    except (TypeError, NotImplementedError):  # torch's and TensorFlow's way to say that it is not known
+    except (TypeError, NotImplementedError):  # torch and TensorFlow raise these if the length is unknown
         return None
 
 
 @runtime_checkable
 class _SupportsArray(Protocol):
-    """Arrays, tensors and tables of any library. They are iterable too, over their rows."""
+    """Arrays, tensors and tables of any library. They are also iterable over their rows."""
 
     def __array__(self) -> Any: ...
 
@@ -129,21 +129,21 @@ def _refuse_what_is_no_dataset(dataset: Any) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, _SupportsArray):
         raise UnsupportedSourceError(
-            f"Got {name}, an array and no dataset: arrays need a batch size: use "
+            f"Got {name}, an array and not a dataset. Arrays need a batch size; use "
             "rx.data.from_arrays(x).batch(n)."
         )
     if isinstance(dataset, tuple | Mapping):
         raise UnsupportedSourceError(
-            f"Got a {name}, which is a pytree and no dataset: arrays need a batch size: use "
-            "rx.data.from_arrays(x).batch(n). A series of batches is given as a list."
+            f"Got a {name}, a pytree and not a dataset. Arrays need a batch size; use rx.data.from_arrays(x).batch(n). "
+            "Pass a series of batches as a list."
         )
     if dataset is None or isinstance(dataset, str | bytes | bytearray | Set | int | float | complex):
         raise UnsupportedSourceError(
-            f"Got {dataset!r} of type {name}, which is no dataset: use rx.data.from_arrays(x).batch(n), a "
+            f"Got {dataset!r} of type {name}, which is not a dataset. Use rx.data.from_arrays(x).batch(n), a "
             "grain dataset, or an iterable of batches."
         )
     if callable(dataset) and not isinstance(dataset, Iterable):
         raise UnsupportedSourceError(
-            f"Got {dataset!r}, which can be called and is no dataset: call it and pass what it returns, or "
+            f"Got {dataset!r}, which is a callable and not a dataset. Call it and pass its result, or "
             "use strategy.distribute_datasets_from_function."
         )

@@ -1,4 +1,4 @@
-"""Datasets over the rows of arrays or files: a source of rows, and the steps that the methods added."""
+"""Datasets over the rows of arrays or files: a source of rows and the steps that the methods have added."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ SHARD_HINT: Final = -1
 @final
 @dataclass(frozen=True, eq=False)
 class RowSource:
-    """Where the rows of a dataset come from, before any step.
+    """The source of the rows of a dataset, before any step.
 
     Attributes:
-      description: Says what it is, for people.
-      open: Opens it at its first row.
-      length: Returns the number of rows, or None if files would have to be read to know it.
+      description: The display text.
+      open: Opens the source at its first row.
+      length: Returns the number of rows, or None if only a read of the files could tell.
       row_spec: Returns a pytree of ArraySpecs, or None if it is not known.
-      fingerprint: Returns JSON that differs between sources.
+      fingerprint: Returns JSON that tells the source from others.
       has_arrays: True if rows are numbers and arrays; False if they are text or bytes.
-      row_bytes: The size of one row if all of them are in memory, else None.
-      files: The paths that it reads, in order; empty for arrays.
+      row_bytes: The size of one row if all of them are in memory; otherwise None.
+      files: The paths of its files, in order; empty for arrays.
       of_files: Returns the same source over other files; None for arrays.
     """
 
@@ -73,12 +73,12 @@ class RowSource:
 
 @dataclass
 class PassCounter:
-    """Numbers the passes over a dataset, which may be in the hands of several who iterate it."""
+    """Numbers the passes over a dataset, which several callers may iterate."""
 
     num_begun: int = 0
 
     def begin(self) -> int:
-        """Returns the number of the pass that begins now."""
+        """Returns the number of the pass that starts now."""
         self.num_begun += 1
         return self.num_begun - 1
 
@@ -86,18 +86,18 @@ class PassCounter:
 class Dataset(abc.ABC):
     """A dataset over the rows of arrays in memory, or of files.
 
-    Every method returns a new dataset and leaves this one as it is. They apply in the order of the calls, as
-    those of tf.data: ``shuffle().batch(n)`` shuffles rows, ``batch(n).shuffle()`` whole batches; ``repeat().batch(n)``
-    lets a batch span two epochs, ``batch(n).repeat()`` ends each epoch with its partial batch.
+    Every method returns a new dataset and does not change this one. The steps apply in the order of the calls, as in
+    tf.data. ``shuffle().batch(n)`` shuffles rows, ``batch(n).shuffle()`` shuffles batches. With ``repeat().batch(n)`` a
+    batch can span two epochs; with ``batch(n).repeat()`` each epoch ends with its partial batch.
     """
 
     def __init__(self, source: RowSource, steps: Sequence[Step] = (), passes: PassCounter | None = None):
-        """Private: use ``from_arrays``, ``from_parquet`` and the like."""
+        """Private. Use ``from_arrays``, ``from_parquet`` and similar functions."""
         self.source, self.steps, self.passes = source, tuple(steps), passes or PassCounter()
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> ArrayDataset:
-        """TensorFlow's name for ``from_arrays``; a list is one array here, as in tf.data.
+        """TensorFlow's name for ``from_arrays``. A list becomes one array, as in tf.data.
 
         >>> [batch.tolist() for batch in Dataset.from_tensor_slices([1, 2, 3]).batch(2)]
         [[1, 2], [3]]
@@ -111,8 +111,8 @@ class Dataset(abc.ABC):
 
     @functools.cached_property
     def cardinality(self) -> Cardinality | None:
-        """The number of elements (rows, or batches after ``batch``), ``math.inf`` if it never ends, None if it is not
-        known before they are read.
+        """The number of elements (rows, or batches after ``batch``); ``math.inf`` if it never ends, None if only a read
+        can tell.
         """
         length: Cardinality | None = self.source.length()
         for step in self.steps:
@@ -121,8 +121,9 @@ class Dataset(abc.ABC):
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """A pytree of ArraySpecs (``shape``, ``dtype``), the size of a batch None if the last may differ. None if it is
-        not known: of records, and after ``map``.
+        """A pytree of ArraySpecs (``shape``, ``dtype``). The batch size is None if the last batch may differ.
+
+        It is None if it is not known, as for records and after ``map``.
         """
         if self.has(Map):
             return None
@@ -130,31 +131,33 @@ class Dataset(abc.ABC):
         return jax.tree.map(lambda spec: ArraySpec((*dims, *spec.shape), spec.dtype), self.source.row_spec())
 
     def map(self, function: Callable[..., Any], num_parallel_calls: int | None = None) -> Self:
-        """Replaces every element by ``function(element)``, or ``function(*element)`` of a tuple, as in tf.data.
+        """Replaces every element by ``function(element)``, or by ``function(*element)`` for a tuple, as in tf.data.
 
-        Before ``batch`` that is one row; the function returns a pytree of arrays or numbers, of the same shapes and
-        dtypes for every row. After ``batch`` it is a whole batch, which is much faster for arrays and columns. The
-        thread that reads ahead calls it. It returns new arrays, and leaves those that it is given as they are.
+        Before ``batch`` an element is one row, and the function returns a pytree of arrays or numbers with the same
+        shapes and dtypes for every row. After ``batch`` it is a full batch, which is much faster for arrays and
+        columns. The prefetching thread calls the function. It must return new arrays and not change its arguments.
 
         >>> dataset = from_arrays((np.arange(4), np.arange(4) ** 2)).batch(2)
         >>> [total.tolist() for total in dataset.map(lambda x, y: x + y)]
         [[0, 2], [6, 12]]
 
         Args:
-          function: Called once for each element, in each pass again. A row is ``bytes`` or ``str`` where a file has
-            records, and ``{column: value}`` where it has columns.
-          num_parallel_calls: Accepted for tf.data's sake: one thread calls it.
+          function: Called once for each element in each pass. A row is ``bytes`` or ``str`` in a file of records, and
+            ``{column: value}`` in a file of columns.
+          num_parallel_calls: Accepted as in tf.data, and ignored: one thread calls the function.
         """
         del num_parallel_calls
         return self._with(Map(function))
 
     def filter(self, predicate: Callable[..., Any]) -> Self:
-        """Keeps the elements for which ``predicate(element)`` is true; see ``map`` for what it is given."""
+        """Keeps the elements for which ``predicate(element)`` is true. It gets the same arguments as the function of
+        ``map``.
+        """
         return self._with(Filter(predicate))
 
     def prefetch(self, buffer_size: int | None = None) -> Self:
-        """Changes nothing, and is there as in tf.data: a dataset that is distributed, or given to ``fit``, is always
-        read ahead.
+        """Does nothing; it exists because tf.data has it. A distributed dataset, or one given to ``fit``, is always
+        prefetched.
         """
         del buffer_size
         return self._with()
@@ -166,26 +169,26 @@ class Dataset(abc.ABC):
         """Puts the elements in random order."""
 
     def repeat(self, count: int | None = None) -> Self:
-        """Goes through the elements ``count`` times; for ever if that is None or -1."""
+        """Repeats the elements ``count`` times, or without end if ``count`` is None or -1."""
         if count is not None:
             count = whole_number("count", count, least=-1, meaning="-1 or None is for ever")
         return self._with(Repeat(None if count == -1 else count))
 
     def take(self, count: int) -> Self:
-        """Keeps the first ``count`` elements: rows, or batches after ``batch``; all of them if it is -1."""
+        """Keeps the first ``count`` elements (rows, or batches after ``batch``), or all of them if ``count`` is -1."""
         count = whole_number("count", count, least=-1, meaning="-1 is all")
         return self._with() if count == -1 else self._with(Take(count))
 
     def shard(self, num_shards: int, index: int) -> Self:
-        """Keeps every ``num_shards``-th element from the element ``index`` on: rows, or batches after ``batch``.
+        """Keeps every ``num_shards``-th element, starting with the element ``index``: rows, or batches after ``batch``.
 
-        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(n)`` gives each worker rows
-        of its own. Shuffle with a seed, or after, or the shards overlap. All files are read; the policy FILE deals
-        out files.
+        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(n)`` gives each worker its own
+        rows. Shuffle with a seed, or after ``shard``; otherwise the shards overlap. Every worker reads all files; the
+        policy FILE distributes files over workers instead.
 
         Args:
-          num_shards: How many parts there are; or ``SHARD_HINT`` twice, for the policy HINT.
-          index: Which part to keep, from 0.
+          num_shards: The number of shards. For the policy HINT pass ``SHARD_HINT`` for both arguments.
+          index: The index of the shard to keep, from 0.
 
         Raises:
           InvalidArgumentError: ``index`` is not less than ``num_shards``, or negative.
@@ -198,8 +201,8 @@ class Dataset(abc.ABC):
         """Joins every ``batch_size`` rows into one element, also across files.
 
         Args:
-          batch_size: Rows per batch: the global batch size, where the dataset is distributed.
-          drop_remainder: Leave out a last batch with fewer rows. By default nothing is left out.
+          batch_size: The number of rows per batch; for a distributed dataset, the global batch size.
+          drop_remainder: True drops a last batch with fewer rows. By default all rows are kept.
 
         Raises:
           InvalidArgumentError: ``batch_size`` is less than 1, or the dataset has been batched.
@@ -212,18 +215,20 @@ class Dataset(abc.ABC):
         return self._with(Batch(batch_size, drop_remainder))
 
     def __iter__(self) -> DatasetIterator:
-        """Starts again from the first element."""
+        """Restarts from the first element."""
         return DatasetIterator(self)
 
     def __len__(self) -> int:
         if self.cardinality == INFINITE:
-            raise TypeError(f"This {type(self).__name__} repeats for ever, and has no len(); use take(n).")
+            raise TypeError(f"This {type(self).__name__} is infinite and has no len(); use take(n).")
         if self.cardinality is None:
-            raise TypeError(f"This {type(self).__name__} does not know its length before it is read.")
+            raise TypeError(
+                f"This {type(self).__name__} has no len(), because its length is unknown before it is read."
+            )
         return int(self.cardinality)
 
     def __bool__(self) -> bool:
-        return True  # a dataset is one whatever its len(), also where that raises
+        return True  # a dataset is true for every len(), also if that raises
 
     def __repr__(self) -> str:
         steps = "".join(f".{told_of(step)}" for step in self.steps)
@@ -233,24 +238,24 @@ class Dataset(abc.ABC):
 
     def open(self, path: Path) -> Cursor:
         """Opens the stream of its elements; see ``Opener``."""
-        opener: Opener = lambda path: self.source.open()  # noqa: E731 in the same order in every pass
+        opener: Opener = lambda path: self.source.open()  # noqa: E731 because every pass has the same order
         for step in self.steps:
             opener = functools.partial(step.open, opener)
         return opener(path)
 
     def has(self, *kinds: type[Step]) -> bool:
-        """True if one of its steps is of one of these kinds."""
+        """True if one of its steps has one of these types."""
         return any(isinstance(step, kinds) for step in self.steps)
 
     @property
     def is_mapped_in_batches(self) -> bool:
-        """True if the user's function made the elements; False if batches were joined here."""
+        """True if the user's function returns batches; False if ``batch`` joins rows."""
         kinds = [type(step) for step in self.steps]
         return Map in (kinds[kinds.index(Batch) :] if Batch in kinds else kinds)
 
     @property
     def batch_size(self) -> int | None:
-        """Rows per batch; None before ``batch``."""
+        """The number of rows per batch; None before ``batch``."""
         return next((step.batch_size for step in self.steps if isinstance(step, Batch)), None)
 
     @property
@@ -264,18 +269,18 @@ class Dataset(abc.ABC):
         return any(isinstance(step, Shard) and step.index is None for step in self.steps)
 
     def with_hint(self, num_shards: int, index: int) -> Self:
-        """Returns it with ``shard(num_shards, index)`` for each ``shard(SHARD_HINT, SHARD_HINT)``."""
+        """Returns the dataset with ``shard(num_shards, index)`` for each ``shard(SHARD_HINT, SHARD_HINT)``."""
         given = Shard(num_shards, index)
         steps = [given if isinstance(step, Shard) and step.index is None else step for step in self.steps]
         return type(self)(self.source, steps, self.passes)
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Returns JSON that differs between datasets of other rows or with other steps."""
+        """Returns JSON that tells the dataset from those with other rows or steps."""
         return {"steps": [told_of(step) for step in self.steps], **self.source.fingerprint()}
 
     def first(self) -> Iterator[Any]:
-        """Yields the first element, if there is one, without using up an order of its shuffles."""
+        """Yields the first element, if there is one, without using an order of its shuffles."""
         return iter(elements_of(self.open((self.passes.num_begun,)).read(1)))
 
     def _with(self, *steps: Step) -> Self:
@@ -289,9 +294,9 @@ class Dataset(abc.ABC):
 
 @final
 class DatasetIterator(Pass):
-    """Goes through a dataset once. The pass begins when the first element, or the position, is asked for.
+    """A single pass through a dataset. The pass starts when the first element or the position is requested.
 
-    Its position is (pass, cursor), with the number of passes begun and the seeds, so that later passes are alike too.
+    Its position is (pass, cursor), with the number of started passes and the seeds, so that later passes are equal too.
     """
 
     def __init__(self, dataset: Dataset):
@@ -306,12 +311,12 @@ class DatasetIterator(Pass):
         return elements_of(chunk)[0]
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position after the element that was returned last, as JSON."""
+        """Returns the position after the last returned element as JSON."""
         cursor = self._cursor or self._begin()
         return {"passes": self._dataset.passes.num_begun, **self._constant, "cursor": cursor.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position in an equal dataset, whose later passes go on as those of that one."""
+        """Moves to a position in an equal dataset. Later passes continue as those of that dataset."""
         dataset, steps, before = self._dataset, self._dataset.steps, (self._cursor, self._constant)
         try:
             dataset.steps = self._with_seeds(state["seeds"])
@@ -320,15 +325,15 @@ class DatasetIterator(Pass):
         except Exception as error:
             dataset.steps, (self._cursor, self._constant) = steps, before
             raise NotResumableError(
-                f"This position is none of {dataset!r}: {error}. Give it to a dataset of the same data and steps as that which "
-                "it was taken of."
+                f"This position does not belong to {dataset!r}: {error}. Use it with a dataset of the same data and "
+                "steps."
             ) from error
 
     def _with_seeds(self, seeds: Sequence[int]) -> tuple[Step, ...]:
-        """The steps of the dataset with the seeds of a position."""
+        """Returns the steps of the dataset with the seeds of a position."""
         shuffles = [step for step in self._dataset.steps if isinstance(step, Shuffle)]
         if len(seeds) != len(shuffles):
-            raise ValueError(f"it has {len(seeds)} shuffles, and the dataset {len(shuffles)}")
+            raise ValueError(f"it has {len(seeds)} shuffles, but the dataset has {len(shuffles)}")
         left = iter(seeds)
         return tuple(
             dataclasses.replace(step, seed=next(left)) if isinstance(step, Shuffle) else step
@@ -347,10 +352,10 @@ class DatasetIterator(Pass):
 
 
 def from_arrays(arrays: Any) -> ArrayDataset:
-    """Makes a dataset whose elements are the rows of arrays; call ``batch`` on it to get batches.
+    """Makes a dataset whose elements are the rows of arrays. Call ``batch`` on it to get batches.
 
-    The arrays are not copied (JAX arrays on accelerators are brought to the host once): do not change
-    them while the dataset is used.
+    The arrays are not copied, so do not change them while the dataset is used. JAX arrays on accelerators are copied to
+    the host once.
 
     >>> dataset = from_arrays((np.arange(5), np.arange(5) ** 2)).batch(2)
     >>> [labels.tolist() for features, labels in dataset]
@@ -361,13 +366,13 @@ def from_arrays(arrays: Any) -> ArrayDataset:
 
     Raises:
       InconsistentRowsError: The numbers of rows differ.
-      UnsupportedElementError: A leaf is no array, has no rows, or has a dtype that no device can hold.
+      UnsupportedElementError: A leaf is not an array, has no rows, or has a dtype that no device can hold.
     """
     hosted = jax.tree.map(lambda leaf: np.asarray(as_array(leaf)), arrays)
     if any(array.ndim == 0 for array in jax.tree.leaves(hosted)):
         raise UnsupportedElementError(
             f"from_arrays needs arrays [num_rows, ...], got a number: {describe_shapes(hosted)}. A Python "
-            "list is a pytree here; make it one array with np.asarray(...)."
+            "list is a pytree here; convert it with np.asarray(...)."
         )
     return ArrayDataset(_source_of(hosted, common_num_rows(hosted)))
 
@@ -387,7 +392,7 @@ def _source_of(arrays: Any, num_rows: int) -> RowSource:
 
 @final
 class ArrayDataset(Dataset):
-    """A dataset over arrays in memory; make one with ``from_arrays``. Batches are slices of the arrays."""
+    """A dataset over arrays in memory. Make one with ``from_arrays``. Batches are slices of the arrays."""
 
     def shuffle(
         self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
@@ -395,16 +400,16 @@ class ArrayDataset(Dataset):
         """Puts all elements in a uniformly random order.
 
         Args:
-          buffer_size: Accepted for tf.data's sake: all elements are shuffled, whatever it says.
-          seed: Equal seeds give equal orders. None draws one: then the processes of a cluster that each
-            hold the whole data would disagree, so give one there.
+          buffer_size: Accepted as in tf.data, and ignored: all elements are shuffled.
+          seed: Equal seeds give equal orders. None draws a random seed. In a cluster whose processes all hold the full
+            data, pass a seed, so that all use the same order.
           reshuffle_each_iteration: Take a new order each time the dataset is iterated or repeated.
 
         Raises:
-          InvalidArgumentError: The dataset never ends, the seed is negative, or the buffer size less than 1.
+          InvalidArgumentError: The dataset never ends, the seed is negative, or the buffer size is less than 1.
         """
         if buffer_size is not None:
-            meaning = "all elements are shuffled, whatever it is: write shuffle(), or shuffle(seed=0) for the same order in each run"
+            meaning = "all elements are shuffled for every value. Call shuffle(), or shuffle(seed=0) for equal orders"
             whole_number("buffer_size", buffer_size, least=1, meaning=meaning)
         if self.cardinality == INFINITE:
             raise InvalidArgumentError(
@@ -415,7 +420,7 @@ class ArrayDataset(Dataset):
 
 @final
 class _ArrayCursor(Cursor):
-    """The rows as they stand."""
+    """A cursor over the rows in their stored order."""
 
     def __init__(self, rows: ArrayRows):
         self._rows, self._next = rows, 0

@@ -1,4 +1,4 @@
-"""Prefetcher: what an iterator yields, produced ahead by a thread."""
+"""Prefetcher, which runs an iterator in a thread ahead of its consumer."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class _Failure:
 
 
 class Prefetcher:
-    """An iterator whose items are made ahead by one thread.
+    """An iterator whose items one thread prefetches.
 
-    An error of the source is raised where its item would have come, with the source's traceback; the next call
-    goes on, if the source does. The thread ends with the items, when this is closed, or when nobody holds this
-    any more; it may be in the middle of the source's ``next`` then, which it ends first. One thread takes at a time.
+    An error of the source is raised in place of its item, with the source's traceback. The next call continues if the
+    source can. The thread ends with the items, or when the Prefetcher is closed or garbage-collected. If it is then
+    inside the source's ``next``, it completes this call first. Only one thread may take items at a time.
 
     Args:
-      items: Read in the thread only.
-      limit: How many items may wait, at least 1; asked again whenever one is taken. The thread is woken when half of
-        them are gone, and makes several at a time: for items that are quickly made that is cheaper, for its
+      items: The source. Only the thread reads it.
+      limit: Returns the largest number of waiting items, at least 1. It is called whenever an item is taken. The thread
+        wakes when half of the items are gone and makes several at a time, which is cheaper for small items because its
         caches stay warm.
-      is_stopped: Set when the thread shall end, so that ``items`` may end early too.
-      scope: Entered in the thread.
+      is_stopped: Set when the thread must end, so that ``items`` can end early too.
+      scope: A context manager that the thread enters.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class Prefetcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``next`` need not wait: an item is there, or the end, or an error."""
+        """True if ``next`` returns or raises without a wait."""
         return self._is_over or not self._shared.ready.empty()
 
     def close(self) -> None:
-        """Ends the thread, and waits for it, at most 5 s; the items that nobody has taken are dropped."""
+        """Ends the thread and waits for it at most 5 s. Drops the items that were not taken."""
         self._stop()
         if not self._shared.has_ended.wait(_CLOSE_TIMEOUT_S):
             log.warning(
-                "Input: the dataset has not returned its next element within %.0f s, so the thread that reads it could not "
-                "be ended. It ends by itself when the dataset returns.",
+                "Input: the dataset has not returned its next element within %.0f s, so its prefetching thread is "
+                "still running. The thread ends when the dataset returns.",
                 _CLOSE_TIMEOUT_S,
             )
 
 
 @final
 class _Shared:
-    """What the thread and a Prefetcher share. It holds nothing of the Prefetcher itself, so that this can be
-    dropped.
+    """The state that the thread and a Prefetcher share. It has no reference to the Prefetcher, which can then be
+    garbage-collected.
     """
 
     def __init__(self, is_stopped: threading.Event):
@@ -114,17 +114,17 @@ class _Shared:
                             return
                         try:
                             item = next(items, _END)
-                        except BaseException as error:  # the consumer's to handle
+                        except BaseException as error:  # the consumer handles it
                             self.ready.put(_Failure(error))
-                            break  # go on when it has been taken
+                            break  # continues when the consumer has taken it
                         self.ready.put(item)
                         if item is _END:
                             return
-                        del item  # or the last one would stay in memory while waiting
+                        del item  # otherwise the last item would stay in memory during the wait
                     if self.is_stopped.is_set():
                         return
         finally:
-            self.ready.put(_END)  # whoever waits shall not wait for ever
+            self.ready.put(_END)  # so that no consumer waits without end
             self.has_ended.set()
 
     def stop(self, thread: threading.Thread, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Reader: the steps of one pass, read and placed ahead, one by one or several together.
+"""Reader: prefetches and places the steps of one pass, one by one or several together.
 
-A thread reads steps and places them in the form that the loop asked for last. What it has read in another form
-is placed anew when it is taken, so that no step is lost when single steps and groups take turns.
+A thread reads steps and places them in the form of the last request. A step in another form is placed again when it is
+taken, so no step is lost when single steps and groups alternate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replicax._src.input.prefetch import Prefetcher
 
 
 class Placer(Protocol):
-    """Puts what a source yields for one step on the devices of the replicas."""
+    """Puts the step of a source on the devices of the replicas."""
 
     @property
     def topology(self) -> Any:
@@ -30,22 +30,23 @@ class Placer(Protocol):
         ...
 
     def place(self, step: Any) -> Any:
-        """What one step of the loop gets."""
+        """Returns the value that one step of the loop gets."""
         ...
 
     def stack(self, steps: Sequence[Any], capacity: int) -> Any:
-        """Several steps of one signature, joined along a new dim of size ``capacity``, for one program that takes
-        one after the other."""
+        """Joins several steps of one signature along a new dim of size ``capacity``, for one program that runs them in
+        sequence.
+        """
         ...
 
     def signature(self, step: Any) -> Hashable:
-        """Equal for steps that can be stacked."""
+        """Returns a value that is equal for steps that can be stacked."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step that was read: as the source yielded it, and the position after it (None: not resumable)."""
+    """One step as the source yielded it, and the position after it (None: not resumable)."""
 
     on_host: Any
     state: Any
@@ -53,10 +54,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What the thread hands over: one step, or a group of them, and how it was placed.
+    """An item from the thread: one step or a group of steps, and its form.
 
     Attributes:
-      form: See ``_form``. The value is of use only to who asks for this form.
+      form: See ``_form``. Only a consumer that requests this form can use the value.
     """
 
     steps: list[_Step]
@@ -65,7 +66,7 @@ class _Item:
 
 
 def _form(group_size: int) -> Hashable:
-    """Groups of a size (0: single steps), in the mode of JAX in which they are placed."""
+    """Returns the form of groups of a size (0: single steps), in the current JAX mode, which placement depends on."""
     return group_size, jax.config.read("jax_enable_x64")
 
 
@@ -74,10 +75,10 @@ class StackedSteps:
     """Steps of one signature, joined for one program.
 
     Attributes:
-      value: As ``Placer.stack`` gave it.
+      value: The result of ``Placer.stack``.
       start: The first step that has not been taken.
       stop: The step after the last that may be taken now.
-      capacity: For how many steps there is room.
+      capacity: The number of steps that fit.
     """
 
     value: Any
@@ -87,15 +88,15 @@ class StackedSteps:
 
 
 class _Items:
-    """What the thread reads: items of the form that is asked for now. It goes on after an error, if the pass does."""
+    """The items that the thread reads, in the form of the latest request. It continues after an error if the pass can."""
 
     def __init__(self, elements: Pass, is_resumable: bool, placer: Placer, places_ahead: bool):
         self._elements, self._is_resumable = elements, is_resumable
         self._placer, self._places_ahead = placer, places_ahead
         self._unread: collections.deque[_Step] = collections.deque()
-        self._error: BaseException | None = None  # that came while a group was being read
+        self._error: BaseException | None = None  # an error while a group was being read
         self.is_stopped = threading.Event()
-        self.group_size = 0  # set by who takes the items
+        self.group_size = 0  # set by the consumer
 
     def __iter__(self) -> _Items:
         return self
@@ -115,13 +116,13 @@ class _Items:
                     break
                 steps.append(step)
         except StopIteration:
-            pass  # the next call meets it again
+            pass  # the next call raises it again
         except BaseException as error:
-            self._error = error  # after the steps before it
+            self._error = error  # raised after the steps before it
         return self.placed(steps, size)
 
     def placed(self, steps: list[_Step], size: int) -> _Item:
-        """Places steps of one signature in the form of groups of a size; several of them together."""
+        """Places steps of one signature as a group of the given size, or as a single step."""
         value = None
         if size:
             value = self._placer.stack([step.on_host for step in steps], _capacity(len(steps), size))
@@ -137,7 +138,9 @@ class _Items:
 
 
 def _capacity(num_steps: int, size: int) -> int:
-    """One program serves all numbers of steps, but for a single one, which needs no room for others."""
+    """Returns the capacity of the program. One program serves all numbers of steps, except that a single step needs
+    capacity 1.
+    """
     return size if num_steps > 1 else 1
 
 
@@ -146,29 +149,29 @@ class Reader:
 
     Args:
       elements: The pass.
-      num_ahead: How many single steps may be read ahead; of groups, one is.
-      places_ahead: Steps wait on the devices, else on the host.
+      num_ahead: The number of single steps to prefetch. Only one group is prefetched.
+      places_ahead: True prefetches steps to the devices, False to the host.
     """
 
     def __init__(self, elements: Pass, placer: Placer, *, num_ahead: int, places_ahead: bool):
         self._elements, self._placer = elements, placer
         self._num_ahead, self._places_ahead = num_ahead, places_ahead
-        self._state = _state_of(elements)  # after the step that was taken last
+        self._state = _state_of(elements)  # the position after the last taken step
         self._items = _Items(elements, self._state is not None, placer, places_ahead)
         if isinstance(elements, AgreedPass):
             elements.is_stopped = self._items.is_stopped
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
-        # Steps that were read in a form that is not asked for any more.
+        # Steps that were read in a form that is no longer requested.
         self._unread: collections.deque[_Step] = collections.deque()
-        self._item: _Item | None = None  # of which steps are left to take
+        self._item: _Item | None = None  # the item that still has steps to take
         self._num_taken = 0
 
     def take(self) -> Any:
-        """Takes the next step, placed.
+        """Takes the next step, placed on the devices.
 
         Raises:
-          StopIteration: There is none.
+          StopIteration: The pass has no further step.
         """
         with self._lock:
             item = self._item_of(0)
@@ -177,10 +180,10 @@ class Reader:
             return value
 
     def take_on_host(self) -> Any:
-        """Takes the next step as the source yielded it; of use to a reader that does not place ahead.
+        """Takes the next step as the source yielded it, for a reader that does not prefetch to devices.
 
         Raises:
-          StopIteration: There is none.
+          StopIteration: The pass has no further step.
         """
         with self._lock:
             on_host = self._item_of(0).steps[0].on_host
@@ -188,14 +191,14 @@ class Reader:
             return on_host
 
     def take_group(self, group_size: int, num_steps: int) -> StackedSteps:
-        """Takes at most ``num_steps`` of the next steps, fewer where the shapes change or the data ends.
+        """Takes at most ``num_steps`` of the next steps. Takes fewer if the shapes change or the data end.
 
         Args:
-          group_size: How many steps are read and placed together.
-          num_steps: At most ``group_size``.
+          group_size: The number of steps that are read and placed together.
+          num_steps: The maximal number of steps to take, at most ``group_size``.
 
         Raises:
-          StopIteration: There is no further step.
+          StopIteration: The pass has no further step.
         """
         with self._lock:
             item = self._item_of(group_size)
@@ -204,20 +207,22 @@ class Reader:
             return StackedSteps(item.value, start, stop, _capacity(len(item.steps), group_size))
 
     def get_state(self) -> Any:
-        """Returns the position after the step that was taken last.
+        """Returns the position after the last taken step.
 
         Raises:
-          NotResumableError: The pass has none.
+          NotResumableError: The pass has no position.
         """
-        return self._elements.get_state() if self._state is None else self._state  # the first says why
+        return (
+            self._elements.get_state() if self._state is None else self._state
+        )  # get_state raises the reason
 
     def close(self) -> None:
-        """Ends the thread; what it has read is dropped."""
+        """Ends the thread and drops the steps that it has read."""
         if self._prefetcher is not None:
             self._prefetcher.close()
 
     def _item_of(self, size: int) -> _Item:
-        """Returns the item with the next step, in groups of this size. The thread reads such from now on."""
+        """Returns the item with the next step, in groups of this size. The thread uses this size from now on."""
         self._items.group_size = size
         if self._item is not None and self._item.form != _form(size):
             self._unread.extendleft(reversed(self._item.steps[self._num_taken :]))
@@ -227,7 +232,7 @@ class Reader:
         return self._item
 
     def _go_on(self, num_taken: int) -> None:
-        """Notes how many steps of the item have been taken."""
+        """Records the number of steps taken from the item."""
         assert self._item is not None
         self._num_taken, self._state = num_taken, self._item.steps[num_taken - 1].state
         if num_taken == len(self._item.steps):
@@ -254,7 +259,7 @@ class Reader:
                 items,
                 lambda: 1 if items.group_size else num_ahead,
                 items.is_stopped,
-                # JAX's options of this thread (64-bit mode) hold in that one too.
+                # The prefetching thread inherits this thread's JAX options (64-bit mode).
                 jax_compat.with_thread_options(jax_compat.thread_options()),
             )
         return next(self._prefetcher)

@@ -1,6 +1,6 @@
-"""What one step of a loop takes from a dataset: rows of a global batch, or one element for each replica.
+"""Sources of steps from a dataset. A step is rows of a global batch, or one element for each replica.
 
-Nothing is placed on devices here, and no dataset is opened that ``opening.py`` does not know.
+Nothing is placed on devices here, and ``opening.py`` opens all datasets.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ log = logging.getLogger("replicax")
 
 
 class UnbatchedDatasetError(InvalidArgumentError):
-    """A dataset of single rows was given where global batches are needed."""
+    """A dataset of single rows was given, but global batches are needed."""
 
 
 def unbatched(num_replicas: int, element: Any = None) -> UnbatchedDatasetError:
-    """The error for a dataset whose elements, or this one, have no rows to cut."""
+    """Returns the error for a dataset, or for one element, that has no rows to split."""
     got = "" if element is None else f" Got {describe_shapes(element)}."
-    # TensorFlow's text. It promises a ValueError, and raises an IndexError.
+    # TensorFlow's text. Its documentation promises a ValueError, but it raises an IndexError.
     return UnbatchedDatasetError(
         "Call the `batch` method on the input Dataset in order to be able to split your input across "
         f"{num_replicas} replicas. Each element must consist of arrays [global_batch, ...], not of "
@@ -61,13 +61,13 @@ def unbatched(num_replicas: int, element: Any = None) -> UnbatchedDatasetError:
 
 @dataclass(frozen=True, slots=True)
 class LocalRows:
-    """What one step feeds to the replicas of this worker, on the host.
+    """The data of one step for the replicas of this worker, on the host.
 
     Attributes:
-      arrays: ``[num_rows, ...]``: the rows of all the worker's replicas, one after the other.
-      tree: The structure of the pytree that the arrays are the leaves of.
-      sizes: How many rows each replica of this worker gets.
-      all_sizes: The same of all R replicas; None where workers have batches of their own, and have not agreed yet.
+      arrays: ``[num_rows, ...]``, the rows of all the worker's replicas in order.
+      tree: The structure of the pytree whose leaves are the arrays.
+      sizes: The number of rows of each replica of this worker.
+      all_sizes: The number of rows of all R replicas; None until workers with their own batches have agreed.
     """
 
     arrays: list[Any]
@@ -77,34 +77,34 @@ class LocalRows:
 
 
 class Source(abc.ABC):
-    """The steps of a loop: what a strategy places on its replicas, one step at a time."""
+    """The source of the steps of a loop. A strategy places them on its replicas, one step at a time."""
 
     @property
     @abc.abstractmethod
     def num_replicas(self) -> int:
-        """R, over all workers."""
+        """R, the number of replicas of all workers."""
 
     @property
     @abc.abstractmethod
     def cardinality(self) -> Cardinality | None:
-        """The number of steps, INFINITE, or None if it is not known beforehand."""
+        """The number of steps, INFINITE, or None if it is not known in advance."""
 
     @abc.abstractmethod
     def iterate(self) -> Pass:
-        """Starts from the first step."""
+        """Starts a pass from the first step."""
 
     @abc.abstractmethod
     def element_spec(self) -> Any:
-        """A pytree of PerReplicaSpecs."""
+        """Returns a pytree of PerReplicaSpecs."""
 
     @property
     @abc.abstractmethod
     def cheap_step_bytes(self) -> int | None:
-        """How large a step is that costs no more than a copy of rows in memory; None of others."""
+        """The size of a step that costs no more than a copy of rows in memory; None for other sources."""
 
     @abc.abstractmethod
     def describe(self) -> dict[str, str]:
-        """What it is, for people: names and values, in order."""
+        """Returns the facts to display: names and values, in order."""
 
 
 def open_source(
@@ -117,22 +117,22 @@ def open_source(
     """Opens a dataset of global batches.
 
     Args:
-      dataset: What ``open_elements`` accepts, each element a pytree of arrays ``[global_batch, ...]``.
-      num_replicas: R, which the batches will be cut over, if there is one worker.
-      share: Which worker this is, if there are several.
-      policy: How workers share the dataset; None is what the dataset itself says, or AUTO.
+      dataset: A value that ``open_elements`` accepts. Each element is a pytree of arrays ``[global_batch, ...]``.
+      num_replicas: R, the number of replicas, if there is one worker.
+      share: The position of this worker, if there are several.
+      policy: How workers share the dataset. None uses the dataset's own policy, or AUTO.
 
     Raises:
-      UnbatchedDatasetError: It is a dataset of arrays or files without ``batch``.
-      UnsupportedSourceError: It is no dataset.
-      NotEnoughFilesError: The policy FILE, and there are fewer files than workers.
+      UnbatchedDatasetError: The dataset of arrays or files lacks a ``batch``.
+      UnsupportedSourceError: The value is not a dataset.
+      NotEnoughFilesError: The policy is FILE, and there are fewer files than workers.
     """
     share = share or WorkerShare(num_replicas=num_replicas)
     elements = open_elements(dataset)
     if not elements.is_batched:
         raise unbatched(share.num_replicas)
     wanted = policy or elements.policy or AutoShardPolicy.AUTO
-    num_files = elements.count_files() if share.num_workers > 1 else None  # to count may cost something
+    num_files = elements.count_files() if share.num_workers > 1 else None  # the count may be slow
     decision = choose_policy(
         wanted, share, num_files, has_hint=elements.of_hint is not None, source=elements.description
     )
@@ -158,16 +158,20 @@ def open_source(
 
 @functools.cache
 def _warn_of_fallback(description: str, reason: str) -> None:
-    """Once for each dataset: every worker reads more than it would with more files."""
-    log.warning("Input: %s, %s. Write the data in more files to have each read once.", description, reason)
+    """Warns once for each dataset. Every worker reads more than it would with more files."""
+    log.warning(
+        "Input: %s, %s. Write the data to more files, so that each file is read only once.",
+        description,
+        reason,
+    )
 
 
 @final
 class GlobalBatches(Source):
-    """Steps that are the worker's rows of batches ``[global_batch, ...]``, to be cut over its replicas.
+    """Steps from batches ``[global_batch, ...]``: the rows of this worker, to be split over its replicas.
 
     Attributes:
-      is_shared: All workers see the same batches.
+      is_shared: True if all workers see the same batches.
     """
 
     def __init__(self, elements: Elements, share: WorkerShare, decision: ShardingDecision):
@@ -187,9 +191,9 @@ class GlobalBatches(Source):
         """Yields LocalRows.
 
         Raises:
-          UnbatchedDatasetError: An element has a scalar in it.
+          UnbatchedDatasetError: An element contains a scalar.
           InconsistentRowsError: The arrays of an element have different numbers of rows.
-          UnsupportedElementError: An element has no array in it, or something that is none.
+          UnsupportedElementError: An element has no arrays, or a leaf is not an array.
         """
         elements = self._elements.iterate()
         is_immutable = self._elements.is_immutable
@@ -226,7 +230,7 @@ class GlobalBatches(Source):
 
 
 def _batch_text(batch_size: int | None, num_replicas: int) -> str:
-    """``9 rows, (3, 2, 2, 2) over 4 replicas``."""
+    """Returns text such as ``9 rows, (3, 2, 2, 2) over 4 replicas``."""
     if batch_size is None:
         return f"as they come, cut over {num_replicas} replicas (sizes differ by at most one)"
     sizes = split_sizes(batch_size, num_replicas)
@@ -236,7 +240,7 @@ def _batch_text(batch_size: int | None, num_replicas: int) -> str:
 
 @final
 class _SharedBatches(Pass):
-    """This worker's rows of each batch that all workers see."""
+    """A pass over this worker's rows of each batch, where all workers see the same batches."""
 
     def __init__(self, elements: Pass, share: WorkerShare, is_immutable: bool):
         self._elements, self._share, self._is_immutable = elements, share, is_immutable
@@ -255,7 +259,9 @@ class _SharedBatches(Pass):
 
 @final
 class _OwnBatches(Pass):
-    """The steps that each batch of this worker lasts for. Its state also says how many of them were taken."""
+    """A pass over this worker's own batches, each of which may last for several steps. Its state counts the taken
+    steps.
+    """
 
     def __init__(self, elements: Pass, share: WorkerShare, is_immutable: bool):
         self._elements, self._share, self._is_immutable = elements, share, is_immutable
@@ -278,7 +284,7 @@ class _OwnBatches(Pass):
         if not self._steps:
             return {"taken": 0, "elements": self._elements.get_state()}
         if self._before is None:
-            self._elements.get_state()  # says why it cannot
+            self._elements.get_state()  # raises the reason
         return {"taken": self._num_taken, "elements": self._before}
 
     def set_state(self, state: Any) -> None:
@@ -298,10 +304,10 @@ class _Batch:
             raise unbatched(num_replicas, element)
         self.num_rows = shapes[0][0] if shapes else 0
         if not shapes or any(shape[0] != self.num_rows for shape in shapes):
-            common_num_rows(element)  # says what is wrong
+            common_num_rows(element)  # raises the error
 
     def cut(self, rows: Rows, is_immutable: bool, all_sizes: tuple[int, ...] | None = None) -> LocalRows:
-        """Some of its rows."""
+        """Returns some of its rows."""
         arrays = self._arrays
         if rows.start != 0 or rows.stop != self.num_rows:
             arrays = [array[rows.start : rows.stop] for array in arrays]
@@ -311,26 +317,25 @@ class _Batch:
 
 
 def _kept(array: Any) -> Any:
-    """An array that stays as it is when the dataset goes on: many write all their batches into one."""
+    """Returns an array that stays unchanged when the dataset moves on, because many datasets reuse one buffer."""
     return memory.copy(array) if isinstance(array, np.ndarray) else array
 
 
 @final
 class PerReplicaPulls(Source):
-    """Steps that are lists of pytrees, one per replica of this worker, each an element as the dataset yields it.
+    """Steps that are lists of pytrees, one unchanged element of the dataset for each replica of this worker.
 
-    At the end of the data replicas for which there is no element get one with 0 rows, so that no row is
-    lost. Where elements have one fixed shape (``drop_remainder``, or single rows) a program may rely on
-    it, and an incomplete last step is left out instead, with a warning. Both are TensorFlow's rules, the
-    warning excepted.
+    At the end of the data, replicas without an element get one with 0 rows, so that no row is lost. If elements have
+    one fixed shape (``drop_remainder``, or single rows), a program may rely on it, so an incomplete last step is
+    dropped with a warning. TensorFlow has both rules, but gives no warning.
     """
 
     def __init__(self, elements_of_replicas: Sequence[Elements], num_replicas: int | None = None):
-        """Takes the elements of each replica; those that replicas share are dealt out in turn.
+        """Takes the elements of each replica. Elements that several replicas share are distributed in turn.
 
         Args:
-          elements_of_replicas: For each replica of this worker.
-          num_replicas: R, over all workers, if there are several.
+          elements_of_replicas: The elements for each replica of this worker.
+          num_replicas: R, the number of replicas of all workers, if there are several.
         """
         self._elements_of_replicas = tuple(elements_of_replicas)
         self._num_replicas = num_replicas or len(self._elements_of_replicas)
@@ -338,7 +343,7 @@ class PerReplicaPulls(Source):
 
     @classmethod
     def from_one(cls, dataset: Any, num_replicas: int) -> PerReplicaPulls:
-        """Deals the elements of one dataset out to the replicas, R to a step."""
+        """Distributes the elements of one dataset over the replicas, R to a step."""
         return cls([open_elements(dataset)] * num_replicas)
 
     @classmethod
@@ -365,7 +370,7 @@ class PerReplicaPulls(Source):
         return full + bool(remainder and not self._is_fixed())
 
     def iterate(self) -> Pass:
-        """Yields for each step the list of the replicas' elements."""
+        """Yields the list of the replicas' elements for each step."""
         distinct = self._distinct()
         passes = [elements.iterate() for elements in distinct]
         numbers = {id(elements): number for number, elements in enumerate(distinct)}
@@ -387,7 +392,7 @@ class PerReplicaPulls(Source):
         pulled = "its own dataset" if len(distinct) > 1 else "one dataset in turn"
         return {
             "source": f"{sources}, from a function",
-            "batch": f"each of {self.num_replicas} replicas takes one element of {pulled}, as it is",
+            "batch": f"each of {self.num_replicas} replicas takes one unchanged element of {pulled}",
             "policy": "OFF: the function makes the shards",
         }
 
@@ -403,15 +408,15 @@ class PerReplicaPulls(Source):
         self._has_warned = True
         num_replicas = len(self._elements_of_replicas)
         log.warning(
-            "Input: the last step has %s for %d replicas. They have one fixed shape, so the step was left out and they "
-            "are not seen. Make the number of elements a multiple of %d, or batch without drop_remainder.",
+            "Input: the last step has %s for %d replicas. Because elements have one fixed shape, this step was "
+            "dropped. Make the number of elements a multiple of %d, or batch without drop_remainder.",
             _count_of(present),
             num_replicas,
             num_replicas,
         )
 
     def _replica_spec(self) -> Any:
-        """The pytree of ArraySpecs of the first dataset that is not empty."""
+        """Returns the pytree of ArraySpecs of the first dataset that is not empty."""
         *others, last = self._distinct()
         for elements in others:
             with contextlib.suppress(EmptyDatasetError):
@@ -454,7 +459,7 @@ class _Pulls(Pass):
     def set_state(self, state: Any) -> None:
         if not isinstance(state, list) or len(state) != len(self._passes):
             raise NotResumableError(
-                f"The state is not one of this dataset, which is made of {len(self._passes)} datasets: got {state!r}."
+                f"The state is not of this dataset, which consists of {len(self._passes)} datasets; got {state!r}."
             )
         before = [one.get_state() for one in self._passes]
         try:
@@ -471,12 +476,12 @@ class _Pulls(Pass):
 
 
 def _count_of(elements: Sequence[Any]) -> str:
-    """``2 elements``, or ``2 elements (8 rows)`` of batches."""
+    """Returns ``2 elements``, or ``2 elements (8 rows)`` for batches."""
     firsts = [jax.tree.leaves(element)[0] for element in elements]
     count = f"{len(elements)} element" + "s" * (len(elements) > 1)
     return count if firsts[0].ndim == 0 else f"{count} ({sum(len(first) for first in firsts)} rows)"
 
 
 def without_rows(array: Any) -> Any:
-    """Returns an array of the same form with 0 rows; of a number, 0."""
+    """Returns an array of the same structure with 0 rows. For a number, returns 0."""
     return array[:0] if array.ndim else np.zeros((), array.dtype)

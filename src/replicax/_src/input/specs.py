@@ -1,4 +1,4 @@
-"""What the elements of a dataset look like: shapes, where None is a size that may vary, dtypes, and how many."""
+"""The structure of the elements of a dataset: shapes (None for a size that varies), dtypes and counts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ArraySpec:
     """One array in an element of a dataset, before it is distributed.
 
     Attributes:
-      shape: Its sizes; None where they vary from element to element.
-      dtype: As the dataset yields it, before JAX narrows it.
+      shape: The sizes of its dims; None for sizes that vary between elements.
+      dtype: The dataset's dtype, before JAX narrows it.
     """
 
     shape: Shape
@@ -31,18 +31,18 @@ class ArraySpec:
 
     @property
     def is_static(self) -> bool:
-        """Whether all sizes are known."""
+        """True if all sizes are known."""
         return None not in self.shape
 
 
 @dataclass(frozen=True)
 class PerReplicaSpec:
-    """One array in an element of a distributed dataset: what each replica gets.
+    """One array in an element of a distributed dataset, as each replica gets it.
 
     Attributes:
-      shape: The sizes on one replica; None where they vary over elements or replicas.
-      dtype: As it arrives on the devices.
-      num_replicas: R.
+      shape: The sizes on one replica; None for sizes that vary between elements or replicas.
+      dtype: The dtype on the devices.
+      num_replicas: R, the number of replicas.
     """
 
     shape: Shape
@@ -51,12 +51,12 @@ class PerReplicaSpec:
 
     @classmethod
     def of_replica(cls, spec: ArraySpec, num_replicas: int) -> PerReplicaSpec:
-        """The spec of arrays that each replica gets whole."""
+        """Returns the spec of arrays that each replica gets in full."""
         return cls(spec.shape, _on_device(spec.dtype), num_replicas)
 
     @classmethod
     def of_batch(cls, spec: ArraySpec, num_replicas: int) -> PerReplicaSpec:
-        """The spec of one array ``[global_batch, ...]``, cut over the replicas."""
+        """Returns the spec of one array ``[global_batch, ...]`` that is split over the replicas."""
         num_rows, *dims = spec.shape
         sizes = {None} if num_rows is None else set(split_sizes(num_rows, num_replicas))
         rows = sizes.pop() if len(sizes) == 1 else None
@@ -64,17 +64,17 @@ class PerReplicaSpec:
 
 
 def spec_of(element: Any) -> Any:
-    """Returns a pytree of ArraySpecs for one element, the sizes of whose first dims may vary."""
+    """Returns a pytree of ArraySpecs for one element. The sizes of the first dims may vary."""
     return jax.tree.map(_spec_of_array, element)
 
 
 def is_static(specs: Any) -> bool:
-    """Whether all elements that fit a pytree of ArraySpecs have the same shapes."""
+    """True if all elements that fit a pytree of ArraySpecs have the same shapes."""
     return all(spec.is_static for spec in jax.tree.leaves(specs))
 
 
 def _on_device(dtype: Any) -> Any:
-    """The dtype that JAX gives an array of ``dtype``: without x64, int64 becomes int32."""
+    """Returns the dtype that JAX gives an array of ``dtype``. Without x64, int64 becomes int32."""
     return jax.dtypes.canonicalize_dtype(dtype)
 
 

@@ -1,7 +1,8 @@
-"""The operations on a stream of rows: map, filter, shuffle, repeat, take, shard, batch. Neither arrays nor files here.
+"""The operations on a stream of rows: map, filter, shuffle, repeat, take, shard, batch. They do not know arrays or
+files.
 
-A cursor is read like a file: ``read(n)`` returns n rows, fewer only at the end. So no cursor reads more from
-the one below than it gives, and a few numbers say where it is. From ``Batch`` on rows are batches.
+A cursor is read like a file: ``read(n)`` returns n rows, and fewer only at the end. So no cursor reads more from its
+parent than it returns, and a few numbers describe its position. After ``Batch`` rows are batches.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _Function = Callable[..., Any]
 
 
 class Cursor(abc.ABC):
-    """A place in a stream of rows."""
+    """A position in a stream of rows."""
 
     @abc.abstractmethod
     def read(self, num_rows: int) -> Chunk:
-        """Returns the next rows: fewer only if these are the last, and none ever after."""
+        """Returns the next rows. Returns fewer only if these are the last, and none after that."""
 
     @abc.abstractmethod
     def get_state(self) -> Any:
-        """Returns where it is, as JSON."""
+        """Returns the position as JSON."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
-        """Goes where an equal cursor was."""
+        """Moves to the position of an equal cursor."""
 
 
 Opener = Callable[[Path], Cursor]
@@ -50,11 +51,11 @@ class Step(abc.ABC):
 
     @abc.abstractmethod
     def length(self, parent: Cardinality | None) -> Cardinality | None:
-        """The number of its rows if there are ``parent`` before it; None if that is not known."""
+        """Returns the number of its rows if its parent has ``parent`` rows; None if that is not known."""
 
     @abc.abstractmethod
     def open(self, parent: Opener, path: Path) -> Cursor:
-        """Opens the stream that it makes."""
+        """Opens its output stream."""
 
 
 # --- without a state of their own ---------------------------------------------------------------------
@@ -62,7 +63,7 @@ class Step(abc.ABC):
 
 @final
 class _StatelessCursor(Cursor):
-    """A cursor that is where its parent is."""
+    """A cursor whose position is that of its parent."""
 
     def __init__(self, parent: Cursor, read: Callable[[Cursor, int], Chunk]):
         self._parent, self._read = parent, read
@@ -80,7 +81,7 @@ class _StatelessCursor(Cursor):
 @final
 @dataclass(frozen=True)
 class Map(Step):
-    """``function`` of every row."""
+    """Applies ``function`` to every row."""
 
     function: _Function
 
@@ -94,7 +95,7 @@ class Map(Step):
 @final
 @dataclass(frozen=True)
 class Filter(Step):
-    """The rows for which ``predicate`` is true."""
+    """Keeps the rows for which ``predicate`` is true."""
 
     predicate: _Function
 
@@ -115,7 +116,7 @@ class Filter(Step):
 @final
 @dataclass(frozen=True)
 class Batch(Step):
-    """Every ``batch_size`` rows as one pytree of arrays; the last batch may be smaller, or is dropped."""
+    """Joins every ``batch_size`` rows into one pytree of arrays. The last batch may be smaller or dropped."""
 
     batch_size: int
     drop_remainder: bool
@@ -146,7 +147,7 @@ class Batch(Step):
 @final
 @dataclass(frozen=True)
 class Take(Step):
-    """The first ``count`` rows."""
+    """Keeps the first ``count`` rows."""
 
     count: int
 
@@ -162,7 +163,7 @@ class Take(Step):
 @final
 @dataclass(frozen=True)
 class Shard(Step):
-    """Every ``num_shards``-th row from the row ``index`` on; all if these are to be said later."""
+    """Keeps every ``num_shards``-th row, starting with the row ``index``; all rows while both are None."""
 
     num_shards: int | None
     index: int | None
@@ -178,7 +179,7 @@ class Shard(Step):
 
 @final
 class _SliceCursor(Cursor):
-    """Every ``step``-th row, after ``skip`` rows that are left out, and at most ``left`` rows."""
+    """Yields every ``step``-th row after ``skip`` skipped rows, at most ``left`` rows."""
 
     def __init__(self, parent: Cursor, *, skip: int = 0, step: int = 1, left: int = sys.maxsize):
         self._parent, self._skip, self._step, self._left = parent, skip, step, left
@@ -196,7 +197,9 @@ class _SliceCursor(Cursor):
         return {"skip": self._skip, "left": self._left, "of": self._parent.get_state()}
 
     def set_state(self, state: Any) -> None:
-        self._skip = int(state.get("skip", self._skip))  # older positions have one of the two
+        self._skip = int(
+            state.get("skip", self._skip)
+        )  # positions of older versions have only one of the two
         self._left = int(state.get("left", self._left))
         self._parent.set_state(state["of"])
 
@@ -207,8 +210,8 @@ class _SliceCursor(Cursor):
 @final
 @dataclass(frozen=True)
 class Shuffle(Step):
-    """Each window of ``buffer_size`` adjacent rows, or all rows, in random order: a new one for each path if
-    ``reshuffle``.
+    """Puts each window of ``buffer_size`` adjacent rows, or all rows, in random order. With ``reshuffle`` each path has
+    a new order.
     """
 
     buffer_size: int | None
@@ -225,14 +228,16 @@ class Shuffle(Step):
 
 @final
 class _ShuffleCursor(Cursor):
-    """Its state is that of the stream before the window, the window's number, and how many rows of it were given:
-    the order of a window follows from the seed, the path and its number.
+    """A cursor over shuffled windows. Its state is that of the stream before the window, the number of the window, and
+    the number of its rows already read.
+
+    The seed, the path and the number of a window determine its order.
     """
 
     def __init__(self, parent: Cursor, buffer_size: int, seeds: tuple[int, ...]):
         self._parent, self._buffer_size, self._seeds = parent, buffer_size, seeds
         self._window: Chunk = []
-        self._number = -1  # of the window that is being given
+        self._number = -1  # the number of the current window
         self._given = 0
         self._before: Any = None
 
@@ -259,7 +264,7 @@ class _ShuffleCursor(Cursor):
             self._given = int(state["given"])
             if self._given > len(self._window):
                 raise ValueError(
-                    f"row {self._given} of a shuffled window was next, and the window has {len(self._window)}"
+                    f"row {self._given} of a shuffled window was next, but the window has {len(self._window)} rows"
                 )
 
     def _fill(self) -> bool:
@@ -280,13 +285,13 @@ class _ShuffleCursor(Cursor):
 @final
 @dataclass(frozen=True)
 class Repeat(Step):
-    """All rows ``count`` times over, or for ever if that is None."""
+    """Repeats all rows ``count`` times, or without end if ``count`` is None."""
 
     count: int | None
 
     def length(self, parent: Cardinality | None) -> Cardinality | None:
         if parent == 0 or self.count == 0:
-            return 0  # never INFINITE * 0
+            return 0  # avoids INFINITE * 0
         if self.count is None:
             return INFINITE
         return None if parent is None else parent * self.count
@@ -322,7 +327,7 @@ class _RepeatCursor(Cursor):
         self._rows.set_state(state["of"])
 
     def _go_on(self) -> bool:
-        """Starts again; not after the last time, nor if there was no row: for ever would never end."""
+        """Starts again, unless this was the last time or there was no row, which would loop without end."""
         if not self._has_rows or self._repetition + 1 == self._count:
             return False
         self._start(self._repetition + 1)
@@ -334,8 +339,8 @@ class _RepeatCursor(Cursor):
 
 
 def told_of(step: Step) -> str:
-    """Returns ``shuffle(buffer_size=10, reshuffle=True)``: what tells a step from others, without functions and
-    seed.
+    """Returns a description such as ``shuffle(buffer_size=10, reshuffle=True)`` that tells steps apart, without
+    functions and seed.
     """
     fields = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}  # type: ignore[arg-type]
     told = ["..." if callable(v) else f"{k}={v}" for k, v in fields.items() if k != "seed"]

@@ -1,10 +1,11 @@
-"""Installs and removes what makes Keras work in traced functions, through public names of Keras where it has them.
+"""Installs and removes the changes that let Keras work in traced functions, with public names of Keras where they
+exist.
 
-A class of ours goes before the others among the bases of ``keras.Variable``, ``keras.optimizers.Optimizer`` and
-``keras.Model``, and overrides their methods. Where Keras defines a method in the class itself, or in each subclass, the
-method is replaced (``_REPLACED``, and ``Metric.result``). Nothing changes before the first scope is entered or ``run``
-is called (``framework.py``). From then on it stays: ``fit`` runs after the ``with`` block of its scope has
-ended. Outside of functions that replicax traces, and of scopes, everything behaves as before.
+For ``keras.Variable``, ``keras.optimizers.Optimizer`` and ``keras.Model``, a class of replicax is put first among the
+bases and overrides their methods. Where Keras defines a method in the class itself or in each subclass, the method is
+replaced (``_REPLACED`` and ``Metric.result``). Nothing changes before the first scope is entered or ``run`` is called
+(``framework.py``). After that the changes stay, because ``fit`` runs after the ``with`` block of its scope has ended.
+Outside of scopes and of functions that replicax traces, Keras behaves as before.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from replicax._src.tracing.capture import current_capture, planning
 
 
 def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What the method makes is kept: it is made as if no function were traced, as TensorFlow does in
+    """Runs the method as if no function were being traced, because its result is kept. TensorFlow does this with
     ``tf.init_scope``.
     """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A plan needs no values.
+        # A plan does not need values.
         if current_capture() is None or planning.get() or getattr(self, "built", False):
             return original(self, *args, **kwargs)
         with keras_capture.outside_functions():
@@ -48,17 +49,18 @@ _BASES: Final = (
     (keras.Model, PlacedModel),
 )
 
-# Methods that a base class cannot override: the class itself has them, and each reason why they have to be replaced.
+# Methods that a base class cannot override, because the class itself defines them. Each has the reason for replacing
+# it.
 _REPLACED: Final = (
-    # It assigns in the branches of a condition, which JAX cannot trace. Its class has it, not that of all optimizers.
+    # It assigns in the branches of a condition, which JAX cannot trace. LossScaleOptimizer defines it, not Optimizer.
     (keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply),
-    # A mean that would be differentiated on several replicas is refused. The class of all losses has it.
+    # Differentiating a mean on several replicas raises an error. The base class of all losses defines this method.
     (keras.losses.Loss, "__call__", losses.wrapped_call),
-    # Losses in layers are those of the whole batch. The class of all layers has it, and not only models have losses.
+    # The losses of layers are of the global batch. keras.Layer defines this, and layers have losses as models do.
     (keras.Layer, "losses", losses.wrapped_losses),
-    # The arrays that ``build`` computes are kept. No public name comes before the ``build`` of a subclass (Keras 3.15).
+    # Layers keep the arrays that ``build`` computes. No public hook runs before a subclass's ``build`` (Keras 3.15).
     (keras.Layer, "_maybe_build", _outside_functions),
-    # So are the factors of these two regularizers, which they make arrays of (Keras 3.12 to 3.15).
+    # These two regularizers turn their factors into arrays and keep them (Keras 3.12 to 3.15).
     (keras.regularizers.L1, "__init__", _outside_functions),
     (keras.regularizers.OrthogonalRegularizer, "__init__", _outside_functions),
 )
@@ -67,10 +69,10 @@ _originals: list[tuple[type, str, Any]] = []
 
 
 def install() -> None:
-    """Makes Keras work in traced functions. Does nothing if it has been done.
+    """Makes Keras work in traced functions. Does nothing the second time.
 
     Raises:
-      KerasBackendError: Keras runs on another backend than JAX.
+      KerasBackendError: Keras does not run on the JAX backend.
     """
     check_keras("replicax")
     if _originals:
@@ -87,7 +89,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts everything back as it was."""
+    """Restores everything that ``install`` changed."""
     for owner, base in _BASES:
         owner.__bases__ = tuple(kept for kept in owner.__bases__ if kept is not base)
     while _originals:
@@ -111,9 +113,9 @@ def _scope(capture: Any) -> Any:
 
 
 def _wrap_results() -> None:
-    """``metric.result()`` in a replica function is over all replicas.
+    """Makes ``metric.result()`` in a replica function cover all replicas.
 
-    Each class of metrics has its own: it is replaced in every class that there is by now.
+    Each class of metrics defines its own ``result``, so it is replaced in every class that exists by now.
     """
     for cls in _metric_classes(keras.metrics.Metric):
         if "result" in cls.__dict__ and not getattr(cls.__dict__["result"], "_replicax_wrapped", False):

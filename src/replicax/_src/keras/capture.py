@@ -1,4 +1,4 @@
-"""How programs see Keras variables: bindings for them, and the scope in which reads and writes are captured."""
+"""Bindings of Keras variables for programs, and the scope in which reads and writes are captured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from replicax._src.tracing.capture import Capture, current_capture, planning, re
 class _KerasAccessor:
     """Reads and writes the values of Keras variables.
 
-    ``value`` and ``assign`` cost 4 µs a variable and step, ``_value`` 0.04 (Keras 3.12 to 3.15): no public name reads
-    a value as it lies.
+    ``value`` and ``assign`` cost 4 µs per variable and step, ``_value`` costs 0.04 µs (Keras 3.12 to 3.15). No public
+    name reads the stored value without conversion.
     """
 
     def get(self, holders: Sequence[Any]) -> list[Any]:
@@ -34,7 +34,7 @@ class _KerasAccessor:
             variable._value = value
 
     def is_built(self, variable: Any) -> bool:
-        """True if the variable has a value: those made in a ``keras.StatelessScope`` get it afterwards."""
+        """True if the variable has a value. Variables made in a ``keras.StatelessScope`` get theirs afterwards."""
         return variable._value is not None
 
 
@@ -42,14 +42,16 @@ accessor = _KerasAccessor()
 
 
 def make_binding(variable: Any, num_replicas: int) -> Binding:
-    """The binding of a Keras variable."""
+    """Returns the binding of a Keras variable."""
     dtype = jnp.dtype(getattr(variable, "_dtype", None) or variable.dtype)
     sync_policy = _sync_policy(variable, dtype) if num_replicas > 1 else SyncPolicy.MIRRORED
     return Binding(variable, accessor, variable.path, tuple(variable.shape), dtype, sync_policy)
 
 
 def _sync_policy(variable: Any, dtype: np.dtype) -> SyncPolicy:
-    """Keras declares aggregation "none" for almost everything; what decides is what the variable is for."""
+    """Returns the sync policy of a variable from its purpose, since Keras declares aggregation "none" for almost
+    everything.
+    """
     if dtype == jnp.uint32 and variable.name == "seed_generator_state":
         return SyncPolicy.SEED
     if variable.synchronization == "on_read" and variable.aggregation == "sum":
@@ -62,7 +64,7 @@ def _sync_policy(variable: Any, dtype: np.dtype) -> SyncPolicy:
 
 
 def read(capture: Capture, variable: Any) -> Any:
-    """The value of a Keras variable in a traced function."""
+    """Returns the value of a Keras variable in a traced function."""
     _give_value(variable)
     context.check_strategy_of(context.owners.get(id(variable)), f"variable {variable.path!r}")
     raw = capture.read(variable)
@@ -101,19 +103,17 @@ def _communicator() -> Any:
 
 
 def stateless_scope() -> Any:
-    """The innermost ``keras.StatelessScope``; None outside of all. No public name gives it (Keras 3.15)."""
+    """Returns the innermost ``keras.StatelessScope``, or None outside of all. No public name returns it (Keras 3.15)."""
     return get_stateless_scope()
 
 
 @contextmanager
 def outside_functions() -> Iterator[None]:
-    """Inside, a variable that a traced function creates gets its first value: at once, and as if there were no
-    function.
-    """
+    """Gives a variable that a traced function creates its first value at once, as if no function were being traced."""
     scope = keras.StatelessScope(initialize_variables=False)
     scope.__enter__()
     current, scope.original_scope = scope.original_scope, None
-    scope.__exit__()  # no scope is open now
+    scope.__exit__()  # no scope is open any more
     try:
         with jax_compat.as_if_untraced(), replaced_capture(None):
             yield
@@ -123,14 +123,16 @@ def outside_functions() -> Iterator[None]:
 
 
 def _give_value(variable: Any) -> None:
-    """Gives a variable its first value that was created in a scope of Keras's own, which would do so on leaving it."""
+    """Gives a variable that was created in a Keras scope its first value, which that scope would otherwise give on
+    exit.
+    """
     if not accessor.is_built(variable) and not planning.get():
         with outside_functions():
             variable._deferred_initialize()
 
 
 class CaptureScope(keras.StatelessScope):
-    """Sends reads and writes of Keras variables to the capture that is current; collects ``model.losses``."""
+    """Sends reads and writes of Keras variables to the current capture, and collects ``model.losses``."""
 
     def __init__(self) -> None:
         super().__init__(collect_losses=True, initialize_variables=not planning.get())
@@ -153,19 +155,19 @@ class CaptureScope(keras.StatelessScope):
 
 @contextmanager
 def capture_scope(capture: Capture) -> Iterator[None]:
-    """Entered around each trace."""
+    """Returns the scope that is entered around each trace."""
     del capture
     give_values()
     with CaptureScope():
         yield
 
 
-# Variables that Keras would have given values while a plan was made, which needs none.
+# Variables that stayed without values while a plan was made. Keras would have given them values.
 without_values: list[Any] = []
 
 
 def give_values() -> None:
-    """Gives variables their first values that a plan left without; inside of a plan it does nothing."""
+    """Gives the variables that a plan left without values their first values. Inside of a plan it does nothing."""
     while without_values and not planning.get():
         variable = without_values.pop()
         if not accessor.is_built(variable):

@@ -1,7 +1,7 @@
-"""``rx.keras.callbacks.CheckpointCallback``: ``fit`` saves, and goes on where it was, in the middle of an epoch too.
+"""``rx.keras.callbacks.CheckpointCallback``: ``fit`` saves and resumes, also in the middle of an epoch.
 
-``loop_callbacks.py`` has ``fit`` run in its ``in_fit``, so that it comes after the other callbacks, and is closed
-whatever happens.
+``loop_callbacks.py`` runs ``fit`` inside of ``in_fit``, so that this callback comes after the others and is always
+closed.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ _GROWING: Final = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r
 
 @final
 class CheckpointCallback(keras.callbacks.Callback):
-    """Saves while ``fit`` runs, and restores the newest checkpoint when it begins: ``fit`` goes on with the next batch.
+    """Saves while ``fit`` runs. When ``fit`` starts, it restores the newest checkpoint and resumes with the next batch.
 
-    ``model.fit(x, y, epochs=10, callbacks=[rx.keras.callbacks.CheckpointCallback("training")])``, the same call each
-    time the program is started: weights, optimizer, seeds, logs and history are bit by bit those of a training that was
-    never interrupted, from the middle of an epoch too. When SIGTERM tells a process to end, all save after the same
-    batch and exit with code 42. In a cluster every process gives one to its ``fit``; the chief writes. It is called
-    after the other callbacks.
+    ``model.fit(x, y, epochs=10, callbacks=[rx.keras.callbacks.CheckpointCallback("training")])`` is the same call each
+    time the program starts. Weights, optimizer, seeds, logs and history are bit-identical to those of a training
+    without interruption, also from the middle of an epoch. On SIGTERM to any process, all processes save after the same
+    batch and exit with code 42. In a cluster every process passes one to its ``fit``, and the chief writes. Keras calls
+    it after the other callbacks.
 
     Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart:
     ``EarlyStopping`` and ``ReduceLROnPlateau`` with their patience, ``ModelCheckpoint(save_best_only=True)`` without
     its best value, Keras's ``TensorBoard`` with batch 0, ``CSVLogger`` with a new file unless ``append=True``.
-    ``LearningRateScheduler`` and ``SwapEMAWeights()`` lose nothing; ``BackupAndRestore`` is overridden. The whole list
-    is on the page Checkpoints of the reference.
+    ``LearningRateScheduler`` and ``SwapEMAWeights()`` need no state; ``BackupAndRestore`` is overridden. The reference
+    page Checkpoints has the full list.
 
     Args:
-      directory: Of the checkpoints, which all processes share; or an ``rx.CheckpointManager``, whose checkpoint then
-        has ``fit`` too.
-      save_freq: "epoch", at the end of each, or a number of batches. The end of the last epoch is saved always.
-        Training waits for a copy on the host; a thread writes it.
-      max_to_keep: How many of the newest are kept; None: all. 3 by default.
-      monitor: A name in the logs of epochs: the ``keep_best`` best by it are kept too, and the end of each epoch is
-        saved.
-      mode: "min", "max", or "auto": "max" where the name has "acc", "auc" or the like in it.
-      keep_best: How many of the best.
-      termination_config: What is done otherwise when the process is to end: grace period, exit, who says so.
+      directory: The directory of the checkpoints, which all processes share; or an ``rx.CheckpointManager``, whose
+        checkpoint then also contains the state of ``fit``.
+      save_freq: "epoch" saves at the end of each epoch; a number saves after so many batches. The end of the last epoch
+        is always saved. Training waits for a copy on the host; a thread writes it.
+      max_to_keep: The number of newest checkpoints that are kept, 3 by default. None keeps all.
+      monitor: A name in the logs of epochs. The ``keep_best`` best checkpoints by it are kept too, and the end of each
+        epoch is saved.
+      mode: "min", "max" or "auto". "auto" means "max" for names that contain "acc", "auc" and similar words.
+      keep_best: The number of best checkpoints that are kept.
+      termination_config: How the process ends on preemption: grace period, exit, the source of the signal.
 
     Raises:
-      InvalidArgumentError: A value that has no meaning, or one that the given manager decides. In ``fit``: other data,
-        ``initial_epoch`` or ``steps_per_execution`` than when it was saved.
-      UnsupportedError: In ``fit``: ``save_freq`` is a number, with parameter servers; or beside
+      InvalidArgumentError: An argument is invalid, or the given manager decides it. In ``fit``: the data,
+        ``initial_epoch`` or ``steps_per_execution`` differ from those of the checkpoint.
+      UnsupportedError: In ``fit``: ``save_freq`` is a number with parameter servers, or the callbacks include
         ``SwapEMAWeights(swap_on_epoch=True)``.
     """
 
@@ -86,8 +86,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         if isinstance(directory, CheckpointManager):
             if monitor is not None or max_to_keep != _MAX_TO_KEEP:
                 raise InvalidArgumentError(
-                    "CheckpointCallback was given a CheckpointManager, which decides what is kept: give max_to_keep, best_fn and "
-                    "keep_best to that one, and leave max_to_keep and monitor out here."
+                    "CheckpointCallback was given a CheckpointManager, which decides the checkpoints to keep. Pass "
+                    "max_to_keep, best_fn and keep_best to the manager, and leave max_to_keep and monitor out here."
                 )
             self._manager = directory
         else:
@@ -99,38 +99,39 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "best_fn": lambda metrics: metrics[monitor],
                 "best_mode": _mode_of(monitor) if mode == "auto" else mode,
             }
-        self._begin: Callable[..., ResumableFit] | None = None  # set while a fit runs
+        self._begin: Callable[..., ResumableFit] | None = None  # set during a fit
         self._run: ResumableFit | None = None
         self._restored_from: str | None = None
         use_imported()
 
     @property
     def manager(self) -> CheckpointManager | None:
-        """Of the checkpoints: ``callback.manager.best_checkpoint``, say.
+        """The manager of the checkpoints, for example for ``callback.manager.best_checkpoint``.
 
-        None before the first ``fit``, if a directory was given.
+        It is None before the first ``fit`` if a directory was given.
         """
         return self._manager
 
     @property
     def restored_from(self) -> str | None:
-        """The path of the checkpoint from which the last ``fit`` went on; None if there was none."""
+        """The path of the checkpoint from which the last ``fit`` resumed, or None."""
         return self._restored_from
 
     @contextlib.contextmanager
     def in_fit(
         self, model: Any, strategy: Strategy | None, given: Mapping[str, Any], others: list[Any]
     ) -> Iterator[None]:
-        """Around a ``fit`` of a model with these arguments and other callbacks. Private."""
+        """Surrounds a ``fit`` of a model with these arguments and other callbacks. Private."""
         if self._begin is not None:
             raise ContextError(
-                "This CheckpointCallback is in a fit that has not ended. Make another one, with another directory."
+                "This CheckpointCallback is used by a fit that has not ended. Make another one with another directory."
             )
         has_servers = strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
         if has_servers and self._saving.every is not None:
             raise UnsupportedError(
-                f"CheckpointCallback(save_freq={self._saving.every}): with parameter servers workers take batches at the same time, and no "
-                "moment is between two of them. Save at the ends of epochs, with save_freq='epoch'; steps_per_epoch makes them shorter."
+                f"CheckpointCallback(save_freq={self._saving.every}): with parameter servers, workers run batches at "
+                "the same time, so training cannot be saved between two batches. Use save_freq='epoch'; "
+                "steps_per_epoch makes epochs shorter."
             )
         loop = LoopOfFit()
         self._begin = functools.partial(
@@ -152,7 +153,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         """Restores the newest checkpoint, if there is one."""
         if self._begin is None:
             raise ContextError(
-                "CheckpointCallback works in fit(), which it has to know from its beginning on. In loops of your own use "
+                "CheckpointCallback works only as a callback passed to fit(). In your own loops use "
                 "rx.CheckpointManager and rx.experimental.PreemptionCheckpointHandler."
             )
         if self._directory is not None:
@@ -162,22 +163,22 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._restored_from = self._run.restored_from
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Goes to where the checkpoint is in this epoch."""
+        """Moves to the checkpoint's position in this epoch."""
         if self._run is not None:
             self._run.begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves, if it is time, or if a process is to end."""
+        """Saves if a checkpoint is due, or if a process is told to end."""
         if self._run is not None:
             self._run.end_batch(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Saves, if it is time, or if a process is to end."""
+        """Saves if a checkpoint is due, or if a process is told to end."""
         if self._run is not None:
             self._run.end_epoch(epoch, logs or {})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Waits until all is on the disk."""
+        """Waits until all checkpoints are on disk."""
         if self._run is not None:
             self._run.end()
 
@@ -204,14 +205,15 @@ def _mode_of(monitor: str) -> str:
 def in_fit(
     model: Any, strategy: Strategy | None, given: Mapping[str, Any], callbacks: list[Any]
 ) -> Iterator[list[Any]]:
-    """Inside ``fit`` runs, with the callbacks that it is to be given: that of this kind comes last."""
+    """Yields the callbacks for the ``fit`` that runs inside the block. A ``CheckpointCallback`` comes last."""
     ours = [one for one in callbacks if isinstance(one, CheckpointCallback)]
     if not ours:
         yield callbacks
         return
     if len(ours) > 1:
         raise InvalidArgumentError(
-            f"fit() was given {len(ours)} CheckpointCallbacks, and it can go on from one checkpoint. Give one; monitor= keeps the best too."
+            f"fit() was given {len(ours)} CheckpointCallbacks, and can resume from one checkpoint only. Give one; "
+            "monitor= also keeps the best checkpoints."
         )
     others = [one for one in callbacks if one is not ours[0]]
     with ours[0].in_fit(model, strategy, given, others):

@@ -1,7 +1,8 @@
-"""What a checkpoint saves of Keras objects, by structure: attributes, positions of layers, positions in lists.
+"""The parts of Keras objects that a checkpoint saves, matched by structure: attributes, positions of layers and in
+lists.
 
-Keras's own names count what was made in a process: the second model of one is called otherwise than the first of the
-next.
+Keras's own names count the objects of a process, so the second model of a process has another name than the first model
+of the next process.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from replicax._src.framework import Tracking
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 
-# Of the loop of fit, which begins each epoch anew; to keep them, track model.metrics. The last one shows layers again.
+# State of the fit loop, which restarts each epoch; to keep it, track model.metrics. The last attribute repeats layers.
 _OF_LOOPS = {"_loss_tracker", "_compile_metrics", "_compile_loss", "_functional"}
 _OF_TRACKERS = {"_variables", "_trainable_variables", "_non_trainable_variables", "_layers", "_metrics"}
 
 
 def _kind_of(tracked: Any) -> str:
-    """Of an optimizer Keras's class that inherits from no other optimizer: Adam for AdamW, and for a user's own Adam.
+    """Returns the kind of a tracked object. For an optimizer it is the Keras class at its base: Adam for AdamW and for
+    a user's own Adam.
 
-    Those that inherit from none of Keras's are known by the names of their slots alone.
+    An optimizer that does not inherit from any Keras optimizer is known only by the names of its optimizer slots.
     """
     base = keras.optimizers.Optimizer
     classes = type(tracked).__mro__ if isinstance(tracked, base) else ()
@@ -53,7 +55,7 @@ def _parts_of(tracked: Any) -> Parts:
 
 
 def _found(name: str, value: Any, own: set[int]) -> Iterator[tuple[str, Any]]:
-    """What an attribute has that is saved, by name; pytrees too."""
+    """Yields the saved parts of an attribute by name, also those in pytrees."""
     if isinstance(value, keras.Variable):
         if id(value) in own:
             yield name, value
@@ -75,7 +77,7 @@ def _variables_of(tracked: Any) -> list[Any]:
 
 @functools.cache
 def _internal_names() -> set[str]:
-    """Attributes that every layer has: they repeat what others hold."""
+    """Returns the names of attributes that every layer has. They repeat what other attributes hold."""
     return {*vars(keras.layers.Layer(name="any")), *_OF_LOOPS, *_OF_TRACKERS}
 
 
@@ -87,7 +89,7 @@ def _functional_class() -> type:
 
 
 def _bring_state(tracked: Any) -> None:
-    """Inside ``fit`` the values are in its loop; then the variables get them."""
+    """Gives the variables their values, which are in Keras's loop while ``fit`` runs."""
     if isinstance(tracked, keras.Model):
         sync = getattr(tracked, "jax_state_sync", None)
         if sync is not None:
@@ -95,8 +97,8 @@ def _bring_state(tracked: Any) -> None:
 
 
 def _finish(tracked: Any) -> None:
-    """Its mean and variance are constants that it makes of its variables, when it is built and when Keras loads
-    them.
+    """Recomputes the mean and variance of a ``Normalization`` layer. Keras derives these constants from its variables
+    only when it builds or loads the layer.
     """
     if isinstance(tracked, keras.layers.Normalization) and tracked.built:
         tracked.finalize_state()
@@ -107,7 +109,7 @@ def _is_unbuilt(tracked: Any) -> bool:
 
 
 def _watch(tracked: Any, restoration: Restoration) -> None:
-    """Has it advance when a layer, or an optimizer, has been built."""
+    """Advances the restoration when a layer or an optimizer has been built."""
     if _is_unbuilt(tracked):
         _watch_build(tracked, restoration)
 
@@ -131,7 +133,7 @@ def _watch_build(tracked: Any, restoration: Restoration) -> None:
 
 
 class _Grown(threading.local):
-    """What is to advance when the outermost object that this thread builds has been built."""
+    """The restorations to advance when the outermost object that this thread builds is complete."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -143,9 +145,9 @@ _grown = _Grown()
 
 @contextlib.contextmanager
 def _growing(restoration: Restoration) -> Iterator[None]:
-    """Around a build.
+    """Wraps the build of an object.
 
-    A model builds its layers: it is matched once, not after each of them, and after what its own build assigns.
+    A model builds its layers. It is matched once, after its own build has assigned values, not after each layer.
     """
     _grown.depth += 1
     _grown.waiting.add(restoration)

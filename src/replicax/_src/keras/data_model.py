@@ -1,4 +1,4 @@
-"""``rx.keras.DataModel``: a functional model of Keras that runs in a dataset of tf.data, on texts too."""
+"""``rx.keras.DataModel``: a functional Keras model that runs in a tf.data dataset, also on strings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import keras
 @final
 @keras.saving.register_keras_serializable("replicax")
 class DataModel(keras.Model):
-    """A functional model that functions of ``dataset.map`` call: TensorFlow runs it, on texts too.
+    """A functional model for calls in ``dataset.map``. TensorFlow runs it, also on strings.
 
-    Keras on JAX makes arrays of JAX of what a functional model gets. Tensors of a dataset's graph and texts cannot
-    become such. This model gives its layers TensorFlow's tensors as they are. Its layers are those that Keras runs
-    in tf.data: ``StringLookup``, ``TextVectorization``, ``Normalization`` and other preprocessing. For such layers
-    one after the other Keras has ``keras.layers.Pipeline``.
+    Keras on JAX converts the inputs of a functional model to JAX arrays, which fails for strings and for tensors of a
+    dataset's graph. This model passes TensorFlow's tensors to its layers unchanged. It takes the layers that Keras can
+    run in tf.data: ``StringLookup``, ``TextVectorization``, ``Normalization`` and other preprocessing. For a sequence
+    of such layers use ``keras.layers.Pipeline``.
 
     Args:
-      inputs, outputs: Of a functional ``keras.Model``.
+      inputs, outputs: The inputs and outputs of a functional ``keras.Model``.
 
     >>> import keras, replicax as rx                                           # doctest: +SKIP
     >>> words = keras.Input((3,), dtype="string")                              # doctest: +SKIP
@@ -28,7 +28,7 @@ class DataModel(keras.Model):
     """
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Runs the layers on a batch, [rows, ...], or on one row, [...], which a dataset has before ``batch``."""
+        """Runs the layers on a batch, [rows, ...], or on one row, [...], as a dataset yields before ``batch``."""
         del training, mask
         given = keras.tree.flatten(inputs)
         graph = keras.Function(self.inputs, self.output)

@@ -1,4 +1,4 @@
-"""Distributed datasets as what Keras takes for ``x``: adapters that give its loops whole batches, on the host."""
+"""Adapters that pass distributed datasets to Keras as ``x``. They give Keras's loops full batches on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 import numpy as np
 
-# Keras takes an adapter that is not its own for ``x``, but no public name is that of its class (Keras 3.12 to 3.15).
+# Keras accepts a custom adapter as ``x``, but the base class has no public name (Keras 3.12 to 3.15).
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
@@ -37,10 +37,10 @@ _NUM_POSITIONS: Final = 4
 
 
 def check_not_per_replica(method: str, argument: str, value: Any) -> None:
-    """Raises if what Keras is to take as arrays has parts for replicas.
+    """Raises if a value that Keras would take as arrays is a per-replica value.
 
     Raises:
-      InvalidArgumentError: It is, or has in it, a PerReplica.
+      InvalidArgumentError: The value is or contains a PerReplica.
     """
     pytree = value if isinstance(value, (tuple, list, dict)) else [value]
     if any(
@@ -48,26 +48,27 @@ def check_not_per_replica(method: str, argument: str, value: Any) -> None:
         for leaf in (pytree.values() if isinstance(pytree, dict) else pytree)
     ):
         raise InvalidArgumentError(
-            f"{method}(): `{argument}` is a per-replica value, an element of a distributed dataset, and Keras takes whole "
-            f"batches. Pass the DistributedDataset to fit, evaluate or predict; or the batch before it is distributed."
+            f"{method}(): `{argument}` is a per-replica value, an element of a distributed dataset, and Keras takes "
+            "full batches. Pass the DistributedDataset to fit, evaluate or predict, or pass the batch before it is "
+            "distributed."
         )
 
 
 def as_keras_input(data: Any, strategy: Strategy, argument: str, given: Mapping[str, Any], steps: str) -> Any:
-    """What Keras understands in place of a dataset of ours; anything else as it is.
+    """Returns the adapter for a distributed dataset. Returns any other value unchanged.
 
     Args:
-      data: What was given for ``argument``.
-      strategy: Of the model.
+      data: The value given for ``argument``.
+      strategy: The model's strategy.
       argument: ``"x"`` or ``"validation_data"``.
       given: All arguments, by name.
-      steps: The name of the one that says how many batches to take.
+      steps: The name of the argument that gives the number of batches.
 
     Raises:
-      MixedStrategiesError: It was distributed by another strategy.
-      KerasScopeError: It was distributed, and the model was made outside of every scope.
-      InvalidArgumentError: It is an iterator, or never ends, or arguments are given that it leaves no room for.
-      EmptyDatasetError: It has no batch.
+      MixedStrategiesError: Another strategy distributed the dataset.
+      KerasScopeError: The dataset is distributed, and the model was made outside of every scope.
+      InvalidArgumentError: ``data`` is an iterator or never ends, or an argument conflicts with it.
+      EmptyDatasetError: The dataset has no batch.
     """
     if isinstance(data, (tuple, list)) and len(data) == 1:
         return as_keras_input(data[0], strategy, argument, given, steps) if _is_ours(data[0]) else data
@@ -76,7 +77,7 @@ def as_keras_input(data: Any, strategy: Strategy, argument: str, given: Mapping[
     name = type(data).__name__
     if isinstance(data, DistributedIterator):
         raise InvalidArgumentError(
-            f"Keras goes through its data once per epoch, and `{argument}` is a DistributedIterator, which ends. Pass the "
+            f"Keras reads its data once per epoch, and `{argument}` is a DistributedIterator, which ends. Pass the "
             "DistributedDataset that it was made from."
         )
     if not isinstance(data, DistributedDataset):
@@ -90,15 +91,15 @@ def as_keras_input(data: Any, strategy: Strategy, argument: str, given: Mapping[
         raise _empty()
     if cardinality == INFINITE and given.get(steps) is None:
         raise InvalidArgumentError(
-            f"`{argument}` is a {name} without end, and Keras would go on for ever: say how many batches to take, with "
-            f"`{steps}`, or leave `repeat` out."
+            f"`{argument}` is an infinite {name}, so Keras would never stop. Give the number of batches as `{steps}`, "
+            "or leave `repeat` out."
         )
     class_weight = given.get("class_weight") if argument == "x" else None
     return DistributedInput(data, cardinality, class_weight, ends_by_itself=given.get(steps) is None)
 
 
 def _agreed_cardinality(data: DistributedDataset) -> Cardinality | None:
-    """How many steps all processes take: as many as the one with the most."""
+    """Returns the number of steps that all processes take: that of the process with the most."""
     here, peers = data.cardinality, data.placer.topology.peers
     if peers is None:
         return here
@@ -113,11 +114,11 @@ def _is_ours(data: Any) -> bool:
 
 
 def check_alone(name: str, given: Mapping[str, Any]) -> None:
-    """Raises if rows are given beside a dataset, which holds everything."""
+    """Raises if other data are given beside a dataset, whose elements contain everything."""
     for other in ("y", "sample_weight"):
         if given.get(other) is not None:
             raise InvalidArgumentError(
-                f"`{other}` was given beside a {name}, whose elements hold everything: (x,), (x, y) or "
+                f"`{other}` was given beside a {name}, whose elements must contain everything: (x,), (x, y) or "
                 f"(x, y, sample_weight). Leave `{other}` out."
             )
     if given.get("validation_split"):
@@ -145,10 +146,10 @@ def _empty() -> EmptyDatasetError:
 
 @final
 class RowsOfWorker:
-    """A batch of the rows of one process, which Keras passes on as it is.
+    """The rows of one process in a batch. Keras passes it on without change.
 
-    Keras puts what it takes ahead on a device (3.15: on GPUs and TPUs), where rows would lose the sizes of all
-    replicas. JAX puts nothing there of an object without arrays.
+    Keras prefetches batches to a device (3.15: to GPUs and TPUs), and rows there would lose the sizes of all replicas.
+    JAX does not move this object, because it has no array leaves.
 
     Attributes:
       batch: The arrays.
@@ -163,11 +164,11 @@ jax.tree_util.register_pytree_node(RowsOfWorker, lambda rows: ((), rows), lambda
 
 @final
 class DistributedInput(DataAdapter):
-    """The batches of a DistributedDataset, whole; a thread reads them ahead.
+    """The full batches of a DistributedDataset, which a thread prefetches.
 
-    Keras may take the first ones beforehand, to build the model: then, and always before the first epoch of ``fit`` and
-    ``evaluate``, it calls ``on_epoch_end``. What it has taken belongs to the first epoch: the dataset is not started
-    again for it.
+    Keras may take the first batches early, to build the model. After that, and always before the first epoch of ``fit``
+    and ``evaluate``, it calls ``on_epoch_end``. The first epoch gets these batches again, without a restart of the
+    dataset.
     """
 
     def __init__(
@@ -179,24 +180,25 @@ class DistributedInput(DataAdapter):
         ends_by_itself: bool,
     ):
         self._dataset, self._cardinality, self._class_weight = dataset, cardinality, class_weight
-        self._ends_by_itself = ends_by_itself  # nobody asked for a number of batches
+        self._ends_by_itself = ends_by_itself  # no number of batches was given
         self._reader: Reader | None = None
         self._looked_at: list[Any] | None = []  # until the first epoch begins
         self._again: list[Any] = []
-        self._is_begun = False  # what Keras takes next continues a pass
+        self._is_begun = False  # the next batch continues a pass
         self._num_taken = 0  # in this pass
         self._positions: collections.deque[tuple[int, Any]] = collections.deque(maxlen=_NUM_POSITIONS)
 
     @property
     def num_batches(self) -> int | None:
-        """None for a dataset without end, and for one whose end is not known."""
+        """The number of batches; None if the dataset is infinite or its length is unknown."""
         return None if self._cardinality in (None, INFINITE) else int(self._cardinality)
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """The batches of a pass. Keras makes iterators that it does not use: a pass begins with the first batch.
+        """Yields the batches of a pass. Keras makes iterators that it never uses, so a pass starts with its first
+        batch.
 
         Raises:
-          EmptyDatasetError: There is none at all.
+          EmptyDatasetError: The dataset has no batch.
         """
         if not self._is_begun:
             self._read(self._dataset.start(), 0)
@@ -221,26 +223,26 @@ class DistributedInput(DataAdapter):
             yield self._for_loop(batch)
 
     def _for_loop(self, batch: Any) -> Any:
-        """What a step takes. To build a model Keras looks into it."""
+        """Returns the batch in the form that a step takes. Keras looks into it only to build a model."""
         is_looked_at = self._looked_at is not None or self._dataset.placer.topology.peers is None
         return batch if is_looked_at else RowsOfWorker(batch)
 
     def position(self, num_batches: int | None) -> Any:
-        """What can be written as JSON: where the pass is after so many of its batches (None: all); None if it cannot be
-        continued.
+        """Returns the position after the given number of batches of the pass (None: all) as a JSON value; None if the
+        pass cannot be resumed there.
         """
         states = [state for taken, state in self._positions if num_batches is None or taken <= num_batches]
         return states[-1] if states else None
 
     def resume(self, position: Any, num_batches: int) -> bool:
-        """Goes to a position, maybe of another process.
+        """Moves to a position, which may come from another process.
 
         Args:
-          position: As ``position`` gave it.
-          num_batches: How many are before it; 0: what begins next is the pass after it.
+          position: The result of ``position``.
+          num_batches: The number of batches before it. 0 means that the next pass starts there.
 
         Returns:
-          Whether it can; else it is to be read up to there.
+          True on success. Otherwise the caller must read the data up to that position.
         """
         if position is None:
             return False
@@ -265,37 +267,37 @@ class DistributedInput(DataAdapter):
             self._positions.append((self._num_taken, self._reader.get_state()))
 
     def on_epoch_end(self) -> None:
-        """Before the first epoch: what was looked at will be asked for again."""
+        """Makes the first epoch start with the batches that Keras has already looked at."""
         if self._looked_at:
             self._again, self._is_begun = self._looked_at, True
         self._looked_at = None
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around the call that takes the batches. Afterwards the thread that reads ahead has ended."""
+        """Surrounds the call that takes the batches. On exit the prefetching thread has ended."""
         try:
             with warnings.catch_warnings():
                 if self.num_batches is None and self._ends_by_itself:
-                    # Keras takes the end for an interruption.
+                    # Keras reports the normal end of the data as an interruption.
                     warnings.filterwarnings("ignore", message=r"\s*Your input ran out of data")
                 yield
         finally:
             self.close()
 
     def close(self) -> None:
-        """Ends the thread that reads ahead."""
+        """Ends the prefetching thread."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
 
 def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
-    """The rows of all replicas of this process together: a pytree of arrays ``[num_rows, ...]``, a tuple or dict.
+    """Returns the rows of all replicas of this process: a pytree of arrays ``[num_rows, ...]``, a tuple or dict.
 
-    Of several processes each has its own rows, as ``WorkerRows``.
+    With several processes each has its own rows, as ``WorkerRows``.
     """
     if isinstance(step, LocalRows):
-        arrays = narrowed(step.arrays, step.tree, "batch")  # Keras puts it on a device as it is
+        arrays = narrowed(step.arrays, step.tree, "batch")  # Keras moves it to a device unchanged
         batch, sizes = step.tree.unflatten(arrays), step.all_sizes
     else:
         batch = narrowed_pytree(jax.tree_util.tree_map(_joined, *step), "batch")
@@ -308,17 +310,17 @@ def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
 
 
 def _weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
-    """A batch with the weights of its rows, as Keras makes them of the weights of classes."""
+    """Adds row weights to a batch, computed from the class weights as in Keras."""
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise InvalidArgumentError(
-            "`class_weight` was given beside a dataset whose elements are not (x, y). Let them be (x, y, sample_weight), "
+            "`class_weight` was given beside a dataset whose elements are not (x, y). Make them (x, y, sample_weight), "
             "and leave class_weight out."
         )
     return (*batch, class_weight_to_sample_weights(batch[1], class_weight))
 
 
 def _agreed_sizes(step: AgreedParts) -> tuple[int, ...]:
-    """The rows of each replica; an element that is a number is a row."""
+    """Returns the number of rows of each replica. A scalar element counts as one row."""
     return tuple(shape[0] if shape else 1 for shape in step.shapes[0])
 
 

@@ -1,4 +1,4 @@
-"""Names of the files that Keras writes: their ending tells Keras what is in them. Does not import Keras."""
+"""File names with the extensions that tell Keras the kind of content. Does not import Keras."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _WEIGHTS: Final = (".weights.h5", ".keras")
 
 
 def model_path(path: str | os.PathLike[str]) -> str:
-    """The path with the ending that Keras 3 asks of a whole model's file: ``.keras`` where it has none of Keras's.
+    """Returns the path with Keras 3's extension for a full model, ``.keras``, unless it already has a Keras extension.
 
-    For a path that is known only at run time. Keras 2 took any, and ``replicax migrate`` writes this call around it.
+    It is for paths that are known only at run time. Keras 2 accepted any path, so ``replicax migrate`` wraps paths in
+    this call.
 
     Raises:
-      InvalidArgumentError: It is no path.
+      InvalidArgumentError: The value is not a path.
 
     >>> import replicax as rx
     >>> rx.keras.model_path("saved/model"), rx.keras.model_path("model.h5")
@@ -28,10 +29,10 @@ def model_path(path: str | os.PathLike[str]) -> str:
 
 
 def weights_path(path: str | os.PathLike[str]) -> str:
-    """The path with the ending that Keras 3 asks of a file of weights: ``.weights.h5`` where it has none of Keras's.
+    """Returns the path with Keras 3's extension for weights, ``.weights.h5``, unless it already has a Keras extension.
 
     Raises:
-      InvalidArgumentError: It is no path.
+      InvalidArgumentError: The value is not a path.
 
     >>> import replicax as rx
     >>> rx.keras.weights_path("ckpt-{epoch}"), rx.keras.weights_path("old.h5")

@@ -1,4 +1,4 @@
-"""The position of a ``fit`` in a checkpoint: epoch, batch, history, the position in its data, states of callbacks."""
+"""The position of a ``fit`` in a checkpoint: epoch, batch, history, position in the data, states of callbacks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Progress:
     """The epoch and batch of a ``fit``, and its history.
 
     Attributes:
-      epoch: The epoch that has begun, or would be the next.
-      batch: The number of batches of this epoch that have been trained with.
+      epoch: The current epoch, or the next one between two epochs.
+      batch: The number of batches of this epoch that have been trained on.
       num_batches: The number of batches in all epochs.
       logs: The logs of the last batch.
-      epochs, history: As ``model.history`` has them.
-      has_stopped: A callback has ended the training before its last epoch.
+      epochs, history: The values in ``model.history``.
+      has_stopped: True if a callback has ended the training before its last epoch.
     """
 
     epoch: int = 0
@@ -46,24 +46,24 @@ class Progress:
     has_stopped: bool = False
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], *, has_stopped: bool) -> None:
-        """Notes that an epoch has ended, and its logs."""
+        """Records the end of an epoch and its logs."""
         self.epoch, self.batch, self.logs, self.has_stopped = epoch + 1, 0, {}, has_stopped
         self.epochs.append(epoch)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
 
     def get_state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Returns the state for the checkpoint."""
         return {**asdict(self), "logs": _plain(self.logs), "history": _plain(self.history)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint."""
+        """Restores the state from the checkpoint."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 def _plain(logs: Any) -> Any:
-    """Numbers, in place of arrays."""
+    """Returns the logs as plain numbers in place of arrays."""
     return jax.tree_util.tree_map(
         lambda leaf: (
             np.asarray(leaf).tolist() if isinstance(leaf, (np.generic, np.ndarray, jax.Array)) else leaf
@@ -79,8 +79,8 @@ class DataOfFit:
     Keras reads the data in passes; with ``steps_per_epoch`` one pass serves several epochs.
 
     Keras shuffles arrays and PyDatasets with the random states at the beginning of a pass, so these are saved. Datasets
-    of replicax know their position. A PyDataset with ``get_state`` and ``set_state`` is asked at the beginning of a
-    pass. All other data are read again.
+    of replicax know their position. The state of a PyDataset with ``get_state`` and ``set_state`` is taken at the
+    beginning of a pass. All other data are read again.
 
     Args:
       x: The argument ``x`` of ``fit``.
@@ -88,7 +88,7 @@ class DataOfFit:
       progress: The epoch and batch.
 
     Attributes:
-      is_there: The data continue where the checkpoint is: no batch is to be read again.
+      is_there: True if the data are at the checkpoint's position, so that no batch must be read again.
     """
 
     def __init__(self, x: Any, loop: LoopOfFit, progress: Progress):
@@ -100,7 +100,7 @@ class DataOfFit:
         self.is_there = False
 
     def begin_epoch(self) -> None:
-        """Notes that an epoch begins, and perhaps a pass with it."""
+        """Records that an epoch begins, and possibly a pass with it."""
         if not self._num_taken:
             self._at_pass = {"random": self._random.get_state(), "dataset": self._state_of_x()}
 
@@ -109,7 +109,7 @@ class DataOfFit:
         return self._loop.num_taken(is_in_epoch=self._progress.batch > 0)
 
     def get_state(self) -> dict[str, Any]:
-        """For the checkpoint, of this process."""
+        """Returns the state of this process for the checkpoint."""
         taken = self._num_taken
         position = self._x.position(taken or None) if isinstance(self._x, DistributedInput) else None
         return {
@@ -121,14 +121,14 @@ class DataOfFit:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint; ``resume`` goes there."""
+        """Takes the state from the checkpoint. ``resume`` moves to its position."""
         self._restored = state
 
     def resume(self) -> int:
-        """Goes to the restored position; called in place of ``begin_epoch``.
+        """Moves to the restored position. Called in place of ``begin_epoch``.
 
         Returns:
-          The number of batches of the pass that have been trained with.
+          The number of batches of the pass that have been trained on.
         """
         state = self._restored
         taken = state["taken"] or 0
@@ -142,7 +142,7 @@ class DataOfFit:
         return taken
 
     def end_replay(self) -> None:
-        """Notes that all batches that had been trained with have been read again."""
+        """Records that all batches that were trained on before have been read again."""
         self._random.set_state(self._restored["random"])
 
     def _state_of_x(self) -> Any:
@@ -153,10 +153,10 @@ class DataOfFit:
 class CallbackStates:
     """The states of the callbacks that have ``get_state`` and ``set_state``, by class and number.
 
-    The other callbacks restart, Keras's own among them.
+    The other callbacks restart, including Keras's own.
 
     Raises:
-      UnsupportedError: A callback that restarts would train on from the wrong weights.
+      UnsupportedError: A callback that restarts would continue training from the wrong weights.
     """
 
     def __init__(self, callbacks: Sequence[Any]):
@@ -175,11 +175,11 @@ class CallbackStates:
             counts[name] += 1
 
     def get_state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Returns the states for the checkpoint."""
         return {name: one.get_state() for name, one in self._callbacks.items()}
 
     def set_state(self, states: Mapping[str, Any]) -> None:
-        """From the checkpoint. Callbacks without a state in it restart."""
+        """Restores the states from the checkpoint. Callbacks that have no state in it restart."""
         for name in states.keys() & self._callbacks.keys():
             self._callbacks[name].set_state(states[name])
 
@@ -192,14 +192,14 @@ def _has_state(given: Any) -> bool:
 class ReplayedSteps:
     """Stands in for ``model.train_function`` in a resumed epoch.
 
-    It reads the batches that had been trained with, and trains nothing. Meanwhile the other callbacks are not told of
-    batches.
+    It reads the batches that were trained on before the checkpoint and does not train. Meanwhile the other callbacks do
+    not get batch events.
 
     Args:
-      num_taken: The number of batches to read. Those of earlier epochs come first, and one call reads all of them. Of
-        this epoch each call reads as many as ``steps_per_execution``.
+      num_taken: The number of batches to read. The first call reads all batches of earlier epochs. After that, each
+        call reads ``steps_per_execution`` batches of this epoch.
       progress: The batch of the epoch that has been reached, and its logs.
-      data: Told when all have been read.
+      data: The data, which are notified when all batches have been read.
       callbacks: The other callbacks.
     """
 
@@ -220,8 +220,8 @@ class ReplayedSteps:
         if self._num_batches % self._steps:
             raise InvalidArgumentError(
                 f"The checkpoint was saved after batch {self._num_batches} of an epoch, and the model now takes "
-                f"steps_per_execution={self._steps} batches at a time, which do not end there. Compile it with the "
-                "steps_per_execution that it had."
+                f"steps_per_execution={self._steps} batches at a time, which does not divide that number. Compile it "
+                "with the steps_per_execution of the checkpoint."
             )
         self._is_reading = self._num_batches > 0
         self._muted = contextlib.ExitStack()
@@ -231,11 +231,11 @@ class ReplayedSteps:
 
     @property
     def has_ended(self) -> bool:
-        """True if training has begun again, or does so with the next batch."""
+        """True if training has resumed, or resumes with the next batch."""
         return not self._num_before and not self._num_left
 
     def end_batch(self) -> bool:
-        """Notes that callbacks have been told of a batch; True if it was only read."""
+        """Records that callbacks have been told of a batch. True if the batch was only read."""
         was_read = self._is_reading
         if was_read and self.has_ended:
             self._is_reading = False
@@ -261,7 +261,7 @@ class ReplayedSteps:
             raise self.too_few()
 
     def too_few(self) -> InvalidArgumentError:
-        """The error for data that end before all has been read again."""
+        """Returns the error for data that end before all batches have been read again."""
         return InvalidArgumentError(
             f"The data have ended before batch {self._num_batches} of the epoch, after which the checkpoint was saved: they are not "
             "the data of then. Give fit the data, batch_size and steps_per_epoch that it had."
@@ -269,7 +269,7 @@ class ReplayedSteps:
 
     def _finish(self) -> None:
         self._data.end_replay()
-        if isinstance(self._function, StepFunction):  # Keras's own, outside of every scope
+        if isinstance(self._function, StepFunction):  # otherwise Keras's own function, outside of every scope
             self._function.note_batches()
         self._give_back()
 
@@ -278,6 +278,6 @@ class ReplayedSteps:
             self._model.train_function = self._function
 
     def close(self) -> None:
-        """Gives the model and the callbacks their methods back."""
+        """Restores the original methods of the model and the callbacks."""
         self._muted.close()
         self._give_back()

@@ -1,5 +1,5 @@
-"""The first values of Keras variables on parameter servers: made here and sent, or made there, in blocks, by a
-program.
+"""The first values of Keras variables on parameter servers. They are made here and sent, or a program makes them there
+in blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Draw = Callable[[Any, tuple[int, ...]], Any]
 
 @final
 class InitialValue:
-    """What an initializer gives for a variable.
+    """The value that an initializer gives a variable.
 
-    A large one is drawn in blocks of rows, from other random numbers than on one device.
+    A large value is drawn in blocks of rows, with other random numbers than on one device.
 
     Args:
       initializer: A Keras initializer, or a function of a shape and a dtype.
@@ -41,7 +41,9 @@ class InitialValue:
             return np.asarray(self._initializer(self._shape, dtype=str(self._dtype)))
 
     def program(self, start: int, stop: int, platforms: Sequence[str]) -> UpdateProgram | None:
-        """What makes rows ``start`` to ``stop`` on a server; None if they cannot be made apart from others."""
+        """Returns the program that makes rows ``start`` to ``stop`` on a server, or None if rows cannot be made
+        independently.
+        """
         draw = _draw(self._initializer, self._shape)
         if draw is None:
             return None
@@ -58,7 +60,7 @@ class InitialValue:
             rows = jnp.zeros((stop - start, *row_shape), dtype)
 
             def fill(number: Any, rows: Any) -> Any:
-                at = jnp.minimum(number * block, stop - start - block)  # the last one covers some rows again
+                at = jnp.minimum(number * block, stop - start - block)  # the last block may overlap
                 values = draw(jax.random.fold_in(jax.random.fold_in(key, start), number), (block, *row_shape))
                 return jax.lax.dynamic_update_slice(
                     rows, values.astype(dtype), (at, *(jnp.zeros((), at.dtype) for _ in row_shape))
@@ -70,7 +72,7 @@ class InitialValue:
 
 
 def _draw(initializer: Any, shape: tuple[int, ...]) -> Draw | None:
-    """How an initializer of which each element is drawn by itself draws some rows; None for any other."""
+    """Returns the function that draws some rows, if the initializer draws each element independently; otherwise None."""
     kinds = keras.initializers
     kind = type(initializer)
     if kind is kinds.Zeros:

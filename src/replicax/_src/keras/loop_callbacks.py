@@ -1,4 +1,4 @@
-"""The callbacks of Keras's loops: in which order they are called, and which process writes their files."""
+"""The callbacks of Keras's loops: the order of their calls, and the process that writes their files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str, Any]) -> Iterator[None]:
-    """Inside, Keras runs a loop of a model.
+    """Prepares the callbacks for one of Keras's loops, which runs inside the block.
 
     Args:
-      given: The arguments of the loop, by name. It gets the callbacks that Keras is to call.
+      given: The arguments of the loop, by name. Its callbacks are replaced by those that Keras must call.
     """
     callbacks = given.get("callbacks")
     is_ordered = isinstance(callbacks, keras.callbacks.CallbackList)
@@ -44,7 +44,7 @@ def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str,
 
 
 def _check_has_tensorflow(callbacks: Sequence[Any]) -> None:
-    """Raises if Keras's own TensorBoard callback would fail, which needs TensorFlow.
+    """Raises if Keras's own TensorBoard callback would fail because TensorFlow is missing.
 
     Raises:
       MissingExtraError: TensorFlow is not installed.
@@ -52,14 +52,14 @@ def _check_has_tensorflow(callbacks: Sequence[Any]) -> None:
     is_needed = any(isinstance(one, keras.callbacks.TensorBoard) for one in callbacks)
     if is_needed and importlib.util.find_spec("tensorflow") is None:
         raise MissingExtraError(
-            "keras.callbacks.TensorBoard needs TensorFlow, which is not installed. Use rx.keras.callbacks.TensorBoard in its "
-            "place: it takes the same arguments, writes the same, and needs pip install tensorboardX pillow."
+            "keras.callbacks.TensorBoard needs TensorFlow, which is not installed. Use rx.keras.callbacks.TensorBoard "
+            "instead: it takes the same arguments, writes the same data, and needs pip install tensorboardX pillow."
         )
 
 
 @contextlib.contextmanager
 def _written_by_chief(strategy: Strategy | None, callbacks: Sequence[Any]) -> Iterator[None]:
-    """Inside, of several processes only the first writes the files of Keras's own callbacks; all read them."""
+    """Makes only the first of several processes write the files of Keras's own callbacks. All processes read them."""
     peers = None if strategy is None else strategy.topology.peers
     if peers is None:
         yield
@@ -69,7 +69,7 @@ def _written_by_chief(strategy: Strategy | None, callbacks: Sequence[Any]) -> It
             is_backup = isinstance(one, keras.callbacks.BackupAndRestore)
             if not is_backup and not isinstance(one, keras.callbacks.ModelCheckpoint):
                 continue
-            # No public name tells when they save (Keras 3.12 to 3.15).
+            # No public name tells when these callbacks save (Keras 3.12 to 3.15).
             due = functools.partial(_is_due, one, one._should_save_on_batch)
             stack.enter_context(overridden(one, _should_save_on_batch=due))
             if not peers.is_leader:
@@ -79,7 +79,9 @@ def _written_by_chief(strategy: Strategy | None, callbacks: Sequence[Any]) -> It
 
 
 def _is_due(callback: Any, is_due: Any, batch: int) -> bool:
-    """Every process gives the model its state where one saves it between two batches: saving communicates."""
+    """Gives the model its state in every process when one process saves between two batches, because saving
+    communicates.
+    """
     due = is_due(batch)
     if due:
         callback.model.jax_state_sync()

@@ -1,8 +1,8 @@
-"""Keras losses in replica functions: refused where they would be wrong, those of the whole batch in a model's own
-steps.
+"""Keras losses in replica functions.
 
-In a step in TensorFlow's style what the model's ``compute_loss`` and ``losses`` give is, on every replica, the loss of
-the whole batch as one device computes it; its gradient is the replica's share, and the optimizer sums the shares.
+A mean loss that would give wrong gradients raises an error. In a model's own step, losses are those of the global
+batch. In a step in TensorFlow's style, ``compute_loss`` and ``losses`` of the model give, on every replica, the loss of
+the global batch as one device computes it. Its gradient is the replica's share, and the optimizer sums the shares.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _ROW_BY_ROW: Final = ("sum_over_batch_size", "mean", "sum")
 
 
 def wrapped_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses a mean loss that is differentiated on several replicas: under a tape at once, otherwise when it is."""
+    """Raises if a mean loss is differentiated on several replicas: under a tape at once, otherwise at its
+    differentiation.
+    """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         capture = current_capture()
@@ -59,7 +61,7 @@ def _mean_loss_error(loss: Any, num_replicas: int) -> KerasLossError:
 
 
 def _not_differentiable(value: Any, error: Exception) -> Any:
-    """``value``, whose derivative raises ``error``: in jax.grad, however deep in scans and jits it stands."""
+    """Returns ``value`` with a derivative that raises ``error``, also when scans or jits inside of jax.grad contain it."""
 
     @jax.custom_jvp
     def unchanged(value: Any) -> Any:
@@ -76,13 +78,13 @@ def _not_differentiable(value: Any, error: Exception) -> Any:
 
 
 class _Local(threading.local):
-    """Where this thread is in a model's step.
+    """The state of this thread in a model's step.
 
     Attributes:
-      rows: Of this replica; None outside of such a step.
-      is_in_compute_loss: Whether ``Model.compute_loss`` is running.
-      is_gathered: What it was given has the rows of all replicas.
-      summed: Losses that are sums over the rows of this replica, not means.
+      rows: The number of rows of this replica; None outside of such a step.
+      is_in_compute_loss: True while ``Model.compute_loss`` runs.
+      is_gathered: True if ``compute_loss`` was given the rows of all replicas.
+      summed: The losses that are sums over the rows of this replica, not means.
     """
 
     rows: int | None = None
@@ -95,29 +97,29 @@ _local = _Local()
 
 
 def in_replica_step(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Inside, a model's own step runs on a replica that has ``rows`` rows."""
+    """Marks the block as a model's own step on a replica that has ``rows`` rows."""
     return overridden(_local, rows=rows, summed=())
 
 
 def rows_of_replica_step() -> int | None:
-    """The number of rows that this replica has, in a model's own step; None elsewhere."""
+    """Returns the number of rows of this replica in a model's own step, or None elsewhere."""
     return _local.rows
 
 
 def _is_shared() -> bool:
-    """Whether the caller is in a step that several replicas run."""
+    """True if the caller is in a step that several replicas run."""
     capture = current_capture()
     return _local.rows is not None and capture is not None and (capture.num_replicas or 1) > 1
 
 
 def in_compute_loss() -> contextlib.AbstractContextManager[None]:
-    """Inside ``Model.compute_loss`` runs, whose losses are those of the whole batch."""
+    """Marks the block as a run of ``Model.compute_loss``, whose losses are those of the global batch."""
     return overridden(_local, is_in_compute_loss=True)
 
 
 @contextlib.contextmanager
 def own_compute_loss_gathered(model: Any) -> Iterator[None]:
-    """Inside, a ``compute_loss`` of the user's is given the rows of all replicas: nobody knows what it computes."""
+    """Gives a user's own ``compute_loss`` the rows of all replicas, because its formula is unknown."""
     own = type(model).compute_loss
     if own is keras.Model.compute_loss:
         yield
@@ -144,12 +146,12 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
 
 
 _SOURCE_OF_LAYER: Final = inspect.getfile(keras.Layer)
-# Whether the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15).
+# True if the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15).
 _ADDS_SUMS: Final = "divide_no_nan" not in inspect.unwrap(keras.Layer.__call__).__code__.co_names
 
 
 def note_added(loss: Any, caller: Any) -> None:
-    """Notes a loss that Keras itself adds for an activity regulariser.
+    """Records a loss that Keras itself adds for an activity regulariser.
 
     Args:
       caller: The frame of ``Layer.add_loss``.
@@ -161,7 +163,7 @@ def note_added(loss: Any, caller: Any) -> None:
 
 
 def wrapped_losses(original: property) -> property:
-    """``Layer.losses``, of which each is that of the whole batch: a mean over rows, or the same on all replicas."""
+    """Makes ``Layer.losses`` give losses of the global batch: means over all rows, or values that all replicas share."""
 
     def losses(self: Any) -> list[Any]:
         if not _is_shared():
@@ -183,10 +185,10 @@ def _is_summed(loss: Any) -> bool:
 def _of_whole_batch(
     loss: Any, call: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
-    """A ``keras.losses.Loss`` of the rows of all replicas.
+    """Computes a ``keras.losses.Loss`` over the rows of all replicas.
 
-    Where it is a mean or sum over rows each replica computes its share; any other (one of a masked prediction, one that
-    is not defined row by row) is computed from the predictions of all, which then travel.
+    For a mean or sum over rows each replica computes its share. Any other loss (of a masked prediction, or not defined
+    row by row) is computed from the gathered predictions of all replicas.
     """
     rows = _num_rows(y_pred)
     if loss.reduction in (None, "none"):
@@ -211,7 +213,7 @@ def _num_rows(y_pred: Any) -> int:
 
 
 def _nothing(y_pred: Any) -> jax.Array:
-    """0, for a replica without rows: its gradients are zero, and it has as many of them as the others."""
+    """Returns 0 for a replica without rows. Its gradients are zero, with the same structure as on the other replicas."""
     return jnp.stack([jnp.sum(leaf) for leaf in keras.tree.flatten(y_pred)]).sum()
 
 
@@ -225,13 +227,13 @@ def _is_row_by_row(loss: Any, y_true: Any, y_pred: Any, rows: int) -> bool:
 
 
 def _weight(rows: int) -> jax.Array:
-    """The replica's part of all rows."""
+    """Returns this replica's fraction of all rows."""
     return jnp.float32(rows) / jnp.maximum(jnp.asarray(size_of_global_batch(rows), jnp.float32), 1)
 
 
 def _shared_value(local: jax.Array, weight: jax.Array) -> jax.Array:
-    """The sum over replicas of ``weight * local``, whose gradient is that of this replica's term."""
-    local = jnp.where(weight > 0, local, 0)  # of no rows the mean is nan
+    """Returns the sum over replicas of ``weight * local``. Its gradient is that of this replica's term."""
+    local = jnp.where(weight > 0, local, 0)  # the mean of no rows is nan
     share = local * weight.astype(local.dtype)
     fixed = jax.lax.stop_gradient(share)
     total = _replica().all_reduce("SUM", fixed)
@@ -240,10 +242,10 @@ def _shared_value(local: jax.Array, weight: jax.Array) -> jax.Array:
 
 @final
 class _Gather:
-    """Gathers the rows of all replicas, this one's differentiably.
+    """Gathers the rows of all replicas. The rows of this replica stay differentiable.
 
     Attributes:
-      num_rows: How many this replica has.
+      num_rows: The number of rows of this replica.
     """
 
     def __init__(self, rows: int):
@@ -252,7 +254,7 @@ class _Gather:
         self._start = jnp.cumsum(sizes)[_replica().replica_id_in_sync_group] - rows
 
     def fixed(self, value: Any) -> Any:
-        """The rows of all replicas."""
+        """Returns the rows of all replicas."""
         return (
             value
             if value is None
@@ -260,7 +262,7 @@ class _Gather:
         )
 
     def differentiable(self, value: Any) -> Any:
-        """The same, and differentiable with respect to those of this replica."""
+        """Returns the same rows, differentiable with respect to those of this replica."""
         everything = self.fixed(value)
         if self.num_rows:
             everything = jax.lax.dynamic_update_slice_in_dim(everything, value, self._start, 0)
@@ -269,7 +271,7 @@ class _Gather:
 
 
 class _Masked(keras.Layer):
-    """Keras shows the mask of a tensor to layers only, and takes masks from them."""
+    """A layer that carries a mask, because Keras passes masks of tensors only between layers."""
 
     def __init__(self, mask: Any = None):
         super().__init__(autocast=False, name="mask")

@@ -1,4 +1,4 @@
-"""Which of the values that a model's step returns are results of metrics: after other steps these have changed."""
+"""Finds the values returned by a model's step that are results of metrics. Later steps change these."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _local = _Local()
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[tuple[Any, Any]]]:
-    """Inside, the results of metrics are noted: (metric, result)."""
+    """Collects the results of metrics, as (metric, result), until the block ends."""
     results: list[tuple[Any, Any]] = []
     with overridden(_local, results=results):
         yield results
 
 
 def noted(metric: Any, result: Any) -> Any:
-    """Notes a result, and returns it."""
+    """Records a result and returns it."""
     if _local.results is not None:
         _local.results.append((metric, result))
     return result
 
 
 def metrics_of(logs: Mapping[str, Any], results: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """For each of the logs that is the result of a metric, the metric."""
+    """Returns the metric of each log that is the result of a metric."""
     by_id = {id(result): metric for metric, result in results}
     return {name: by_id[id(value)] for name, value in logs.items() if id(value) in by_id}

@@ -1,7 +1,7 @@
-"""Keras models made in a strategy's scope: ``fit`` and its kin run their steps on the replicas.
+"""Keras models made in a strategy's scope. ``fit`` and its sister methods run their steps on the replicas.
 
-``PlacedModel`` stands before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there.
-Models made outside of every scope are left to Keras.
+``PlacedModel`` comes before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there. Models
+made outside of every scope are left to Keras.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ STEPS_OF_DATA = {
 
 
 def _placed(name: str) -> Method:
-    """``fit``, ``evaluate``, ... in the scope of the model's strategy, with placed steps."""
+    """Returns a ``fit``, ``evaluate``, ... that enters the scope of the model's strategy and runs the strategy's steps."""
     original = getattr(keras.Model, name)
     signature = inspect.signature(original)
 
@@ -80,7 +80,7 @@ def _placed(name: str) -> Method:
         give_values()
         strategy = _strategy_of(self, name)
         if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
-            strategy = context.get_strategy()  # Keras on JAX cannot run it
+            strategy = context.get_strategy()  # Keras on JAX cannot run its step
         with contextlib.ExitStack() as stack:
             stack.enter_context(tensorflow_code.explained(is_in_trace=False))
             if strategy is not None:
@@ -89,13 +89,13 @@ def _placed(name: str) -> Method:
             try:
                 call = signature.bind(self, *args, **kwargs)
             except TypeError:
-                return original(self, *args, **kwargs)  # Keras says what is wrong
+                return original(self, *args, **kwargs)  # Keras raises the error
             given = call.arguments
             inputs = _take_datasets(name, given, context.get_strategy(), narrows=strategy is not None)
             for made in inputs:
                 stack.enter_context(made.in_use())
             if strategy is None and inputs:
-                strategy = context.get_strategy()  # Keras's own steps would not see where the data end
+                strategy = context.get_strategy()  # Keras's own steps would miss the end of the data
             if strategy is not None:
                 if is_loop:
                     _begin_loop(self, name, strategy, given)
@@ -108,7 +108,7 @@ def _placed(name: str) -> Method:
 
 
 def _begin_loop(model: Any, method: str, strategy: Strategy, given: dict[str, Any]) -> None:
-    """Compares what several processes are given, of which the first shows Keras's progress with ``verbose="auto"``."""
+    """Checks that all processes give equal arguments. With ``verbose="auto"`` only the first process shows progress."""
     peers = strategy.topology.peers
     if peers is not None:
         if not peers.is_leader and given.get("verbose", "auto") == "auto":
@@ -118,7 +118,7 @@ def _begin_loop(model: Any, method: str, strategy: Strategy, given: dict[str, An
 
 
 def _is_of_keras(error: BaseException) -> bool:
-    """Whether Keras has raised it, and not what it has called."""
+    """True if Keras itself raised the error, not code that it called."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -126,7 +126,9 @@ def _is_of_keras(error: BaseException) -> bool:
 
 
 def _check_has_rows(model: Any, method: str, given: Mapping[str, Any]) -> None:
-    """Where a model is built Keras begins no step, and ends as if there had been one."""
+    """Raises for arrays without rows. If Keras must still build the model, it runs no step on them and ends without an
+    error.
+    """
     for name in ("x", "validation_data"):
         leaves = keras.tree.flatten(given[name]) if name in given else []
         if any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves):
@@ -144,8 +146,8 @@ def _without_batch(model: Any, method: str, data: str = "x") -> EmptyDatasetErro
 def _check_has_steps(strategy: Strategy, method: str) -> None:
     if strategy.worker_of_own is not None:
         raise UnsupportedError(
-            f"{method}() is not supported where every worker runs the program by itself, on shared parameter servers. Write the "
-            "loop, with strategy.run and rx.GradientTape; or let a chief coordinate the workers: "
+            f"{method}() is not supported where every worker runs its own copy of the program on shared parameter "
+            "servers. Write the loop with strategy.run and rx.GradientTape, or let a chief coordinate the workers: "
             "rx.ParameterServerStrategy(is_coordinator=True) there, and `replicax server` in them."
         )
 
@@ -156,22 +158,22 @@ def _check_not_in_a_function(model: Any, method: str) -> None:
     where = "a function that strategy.run runs" if context.in_replica_function() else "an rx.function"
     kind = CrossReplicaContextError if context.in_replica_function() else ContextError
     raise kind(
-        f"{method}() of model {model.name!r} was called inside {where}: it is a loop over data, which makes programs of its "
-        f"own. Call it outside; inside call the model, a loss and an optimizer."
+        f"{method}() of model {model.name!r} was called inside {where}: it loops over data and compiles its own "
+        "programs. Call it outside; inside, call the model, a loss and an optimizer."
     )
 
 
 def _strategy_of(model: Any, method: str) -> Any:
-    """The strategy in whose scope a model was made; None for a model of Keras's own.
+    """Returns the strategy in whose scope a model was made, or None for a model outside of all scopes.
 
     Raises:
-      KerasScopeError: The model was made outside, and is to be trained inside a scope.
+      KerasScopeError: The model was made outside of the scope in which it is trained.
     """
     strategy = context.owners.get(id(model))
     if strategy is None and context.has_strategy() and method in ("compile", "fit", "train_on_batch"):
         raise KerasScopeError(
             f"Model {model.name!r} was made outside the scope of {context.get_strategy()!r}, and {method}() was called "
-            f"inside it: it would be trained on one device. Make the model, its optimizer and its metrics inside:\n"
+            "inside it, so it would be trained on one device. Make the model, its optimizer and its metrics inside:\n"
             f"    with strategy.scope():\n"
             f"        model = ...\n"
             f"        model.compile(...)"
@@ -188,8 +190,9 @@ def _check_metrics(metrics: Any, strategy: Strategy, model: Any) -> None:
             continue
         if any(owner is not None and owner is not strategy for owner in owners):
             raise MixedStrategiesError(
-                f"Mixing different tf.distribute.Strategy objects: metric {metric.name!r} was made in the scope of another "
-                f"strategy than model {model.name!r}, which belongs to {strategy!r}. Make it in that one's scope."
+                f"Mixing different tf.distribute.Strategy objects: metric {metric.name!r} was made in the scope of "
+                f"another strategy than model {model.name!r}, which belongs to {strategy!r}. Make the metric in that "
+                "scope."
             )
         raise KerasScopeError(
             f"Metric {metric.name!r}, given to compile() of model {model.name!r}, was made outside the scope of "
@@ -204,7 +207,7 @@ def _check_metrics(metrics: Any, strategy: Strategy, model: Any) -> None:
 def _placed_steps(
     model: Any, method: str, strategy: Strategy, given: Mapping[str, Any], *, is_loop: bool
 ) -> Iterator[None]:
-    """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
+    """Gives Keras's loop a step function of replicax. On exit the variables have the state again."""
     phase = PHASES[method]
     function = _step_function(model, phase, strategy)
     with contextlib.ExitStack() as stack:
@@ -214,7 +217,7 @@ def _placed_steps(
         try:
             yield
         except (StopIteration, UnboundLocalError, TypeError) as error:
-            # Keras lets out what its loops run into: no batch to build a model of, or no logs of a step.
+            # Keras's loops raise one of these if they have no batch to build a model with, or no logs of a step.
             is_for_building = isinstance(error, StopIteration) and _is_of_keras(error)
             if is_loop and (is_for_building or function.has_met_no_batch):
                 raise _without_batch(model, method) from error
@@ -227,14 +230,14 @@ def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction
     maker = f"make_{phase.function_name}"
     if getattr(type(model), maker) is not getattr(keras.Model, maker):
         raise UnsupportedError(
-            f"{type(model).__name__} overrides {maker}, which makes the function that replicax has to place. Override "
+            f"{type(model).__name__} overrides {maker}, which makes the function that replicax must replace. Override "
             f"{phase.step_name} instead."
         )
     if keras.distribution.distribution() is not None:
         raise UnsupportedError(
             f"keras.distribution is set ({type(keras.distribution.distribution()).__name__}), and model {model.name!r} was "
-            f"made in the scope of {strategy!r}: both say where it runs. Take one away; "
-            f"keras.distribution.set_distribution(None) takes away Keras's."
+            f"made in the scope of {strategy!r}: both decide where it runs. Remove one of them; "
+            "keras.distribution.set_distribution(None) removes Keras's."
         )
     function: Any = getattr(model, phase.function_name, None)
     make: Callable[..., StepFunction] = GlobalStepFunction
@@ -247,7 +250,7 @@ def _step_function(model: Any, phase: Phase, strategy: Strategy) -> StepFunction
     is_ours = isinstance(function, StepFunction) and function.strategy is strategy
     if not is_ours or isinstance(function, GlobalStepFunction) is not (make is GlobalStepFunction):
         function = make(model, phase, strategy)
-        setattr(model, phase.function_name, function)  # compile() takes it away again
+        setattr(model, phase.function_name, function)  # compile() removes it
     return function
 
 
@@ -258,14 +261,14 @@ def _has_servers(strategy: Strategy) -> TypeGuard[ParameterServerStrategy]:
 def _take_datasets(
     method: str, given: dict[str, Any], strategy: Strategy, *, narrows: bool
 ) -> list[DistributedInput | WorkerInput]:
-    """Replaces datasets of ours among the arguments of a method by what Keras takes for them.
+    """Replaces replicax's datasets among the arguments of a method by adapters for Keras.
 
     Args:
-      narrows: Arrays of 64 bits become what JAX makes of them, or are refused. Keras casts floats here too, without a
+      narrows: True converts 64-bit arrays as JAX does, or raises an error. Keras also casts floats here, without a
         check.
 
     Returns:
-      What replaces them.
+      The adapters.
     """
     for argument in ("x", "y", "sample_weight"):
         check_not_per_replica(method, argument, given.get(argument))
@@ -282,12 +285,12 @@ def _take_datasets(
             given[argument] = data
             made.append(data)
             if method == "predict" and all(layer.built for layer in given["self"]._flatten_layers()):
-                data.on_epoch_end()  # Keras takes no batch beforehand, as it says in fit and evaluate
+                data.on_epoch_end()  # predict takes no batch early, unlike fit and evaluate
     return made
 
 
 def _narrowed(data: Any, argument: str) -> Any:
-    """Returns the arguments for Keras, arrays in memory narrowed as JAX has them.
+    """Returns the arguments for Keras. Arrays in memory are narrowed to JAX's dtypes.
 
     Memory-mapped files are read batch by batch.
     """
@@ -305,7 +308,9 @@ def _narrowed(data: Any, argument: str) -> Any:
 
 
 def _placed_step(phase: Phase) -> Method:
-    """``super().train_step(data)`` in a step in TensorFlow's style; with the state too it is Keras's own."""
+    """Returns ``super().train_step(data)`` for a step in TensorFlow's style. If it also takes the state, it is Keras's
+    own.
+    """
     of_variables = keras_step(phase, forgets_masks=False)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +325,7 @@ def _placed_step(phase: Phase) -> Method:
 class PlacedModel(_Keras):
     """A Keras model of the strategy in whose scope it is made.
 
-    It stands before Keras's own classes among the bases of ``keras.Model``.
+    It comes before Keras's own classes among the bases of ``keras.Model``.
     """
 
     fit, train_on_batch = _placed("fit"), _placed("train_on_batch")
@@ -339,7 +344,7 @@ class PlacedModel(_Keras):
         strategy = _strategy_of(self, "compile")
         if strategy is None:
             return super().compile(*args, **kwargs)
-        with strategy.scope():  # so that what is made is made there
+        with strategy.scope():  # new variables belong to this scope
             given = _SIGNATURE_OF_COMPILE.bind(self, *args, **kwargs).arguments
             for name in ("metrics", "weighted_metrics"):
                 _check_metrics(given.get(name), strategy, self)
@@ -350,7 +355,7 @@ class PlacedModel(_Keras):
     @functools.wraps(keras.Model.compile_from_config)
     def compile_from_config(self, config: Any) -> None:
         if type(self).compile is not keras.Model.compile:
-            super().compile_from_config(config)  # says that a user's own is not called
+            super().compile_from_config(config)  # warns that a user's own compile is not called
             return
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
@@ -363,7 +368,7 @@ class PlacedModel(_Keras):
             return super().compute_loss(*args, **kwargs)
 
     def _get_jax_state(self, *args: Any, **kwargs: Any) -> Any:
-        with shared_reads.shards():  # Keras's loops begin with values as they lie
+        with shared_reads.shards():  # Keras's loops start with the stored shards
             return super()._get_jax_state(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Keras optimizers in replica functions: gradients are summed over replicas before they are applied."""
+"""Keras optimizers in replica functions. Gradients are summed over replicas before they are applied."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _Keras: Any = keras.optimizers.Optimizer if TYPE_CHECKING else object
 
 
 class PlacedOptimizer(_Keras):
-    """A Keras optimizer that keeps its variables where those are that it updates, and sums gradients over replicas.
+    """A Keras optimizer that keeps its variables beside the variables that it updates, and sums gradients over
+    replicas.
 
-    It stands before Keras's own classes among the bases of ``keras.optimizers.Optimizer``.
+    It comes before Keras's own classes among the bases of ``keras.optimizers.Optimizer``.
     """
 
     @functools.wraps(keras.optimizers.Optimizer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # One of the base class itself is not for training: Keras makes it, to see its attributes, where a model is
-        # saved. One worker may save alone, so the others are not asked for the values of its variables.
+        # An instance of the base class itself does not train. Keras makes it to list its attributes when a model is
+        # saved. One worker may save alone, so the other workers do not take part in making its variables.
         with sharded_state.made_alone(type(self) is keras.optimizers.Optimizer):
             super().__init__(*args, **kwargs)
 
@@ -66,7 +67,7 @@ def _own_apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any) -
 
 
 def wrapped_loss_scale_apply(original: Apply) -> Apply:
-    """``LossScaleOptimizer.apply``, which JAX cannot trace: it assigns in the branches of a condition."""
+    """Wraps ``LossScaleOptimizer.apply``. JAX cannot trace it, because it assigns in the branches of a condition."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         _check(self, grads, trainable_variables)
@@ -77,7 +78,7 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
             self.build(trainable_variables)
         variables = list(trainable_variables or self._trainable_variables)
         if capture.is_replica:
-            # Before the finite check, so that all replicas decide alike.
+            # The sum comes before the finite check, so that all replicas take the same decision.
             grads = aggregated(capture, grads, variables)
         if isinstance(capture.observer, Events):
             return servers.apply(_apply_as_values, self, grads, variables, capture.observer)
@@ -90,9 +91,10 @@ def _check(optimizer: Any, gradients: Any, variables: Any) -> None:
     for gradient in gradients if isinstance(gradients, list | tuple) else ():
         if isinstance(gradient, PerReplica) and not gradient.is_equal:
             raise PerReplicaUseError(
-                f"{optimizer.name}, an optimizer of Keras, was given {gradient.description} for a gradient at {user_line()}, outside of "
-                "strategy.run: one for each replica. Call the optimizer in the step, the function that strategy.run runs. There it sums "
-                "the gradients over the replicas:\n"
+                f"{optimizer.name}, an optimizer of Keras, was given {gradient.description} for a gradient at "
+                f"{user_line()}, outside of strategy.run. A per-replica value has one gradient for each replica. Call "
+                "the optimizer in the step function that strategy.run runs, where it sums the gradients over the "
+                "replicas:\n"
                 f"    def step(batch):\n"
                 f"        ...\n"
                 f"        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))\n"
@@ -101,9 +103,10 @@ def _check(optimizer: Any, gradients: Any, variables: Any) -> None:
     for variable in variables if isinstance(variables, list | tuple) else ():
         if isinstance(variable, Variable | ShardedVariable):
             raise VariableError(
-                f"{optimizer.name}, an optimizer of Keras, was given variable {variable.name!r}, which is an rx.Variable: it needs what "
-                "only Keras's own have. Make it in strategy.scope() with keras.Variable(initial_value), which may be used wherever an "
-                "rx.Variable may; or update it yourself, v.assign_sub(rate * gradient)."
+                f"{optimizer.name}, an optimizer of Keras, was given variable {variable.name!r}, which is an "
+                "rx.Variable, but it needs a Keras variable. Make the variable in strategy.scope() with "
+                "keras.Variable(initial_value), which works wherever an rx.Variable does; or update it yourself with "
+                "v.assign_sub(rate * gradient)."
             )
 
 
@@ -117,12 +120,12 @@ def _apply_as_values(optimizer: Any, gradients: Sequence[Any], variables: Sequen
 
 
 def aggregated(capture: Capture, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """The gradients (by ``variables``), those that are there summed over replicas."""
+    """Returns the gradients, in the order of ``variables``. Those that are not None are summed over replicas."""
     gradients = list(gradients)
     names = [v.path for v in variables]
     present = [i for i, g in enumerate(gradients) if g is not None]
     given = [gradients[i] for i in present]
-    # The original complains if there are not as many variables as gradients.
+    # The original raises if the numbers of variables and gradients differ.
     known = [names[i] if i < len(names) else f"gradient {i}" for i in present]
     for i, total in zip(present, capture.aggregate(given, known), strict=True):
         gradients[i] = total

@@ -1,4 +1,4 @@
-"""Attributes that an object has for a while, in place of those of its class; ``threading.local`` objects too."""
+"""Temporary attributes of an object that hide those of its class, also on ``threading.local`` objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def overridden(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Inside, ``owner`` has these attributes. Keras, which tracks what is set, sees none of it."""
+    """Gives ``owner`` these attributes inside the block. Keras, which tracks attribute assignments, does not see them."""
     own: dict[str, Any] = owner.__dict__
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
@@ -22,9 +22,9 @@ def overridden(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def muted(owner: Any, *names: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, these methods of ``owner`` do nothing."""
+    """Makes these methods of ``owner`` do nothing inside the block."""
     return overridden(owner, **dict.fromkeys(names, _nothing))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a method."""
+    """Replaces a muted method."""

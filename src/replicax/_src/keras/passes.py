@@ -1,4 +1,4 @@
-"""The position of Keras's loop in a pass through its data. The loop counts it, and nothing public tells it."""
+"""The position of Keras's loop in a pass through its data. Keras counts it in private fields only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from replicax._src.keras.overriding import overridden
 
 @final
 class LoopOfFit:
-    """Keras's own count of the batches that it has taken in a pass, of the ``fit`` that runs inside of ``watched``.
+    """Keras's count of the batches that it has taken in a pass, for the ``fit`` that runs inside of ``watched``.
 
-    With ``steps_per_epoch`` a pass has several epochs, and Keras begins another one where this count reaches the end.
+    With ``steps_per_epoch`` a pass has several epochs. Keras starts another pass when this count reaches the end.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,13 @@ class LoopOfFit:
 
     @contextlib.contextmanager
     def watched(self, model: Any) -> Iterator[None]:
-        """Inside, ``fit`` of this model is one. Its loop is seen where Keras gives it to the model, to build that."""
-        original = model._symbolic_build  # Keras 3.12 to 3.15: there is no public way to the loop
+        """Watches a ``fit`` of this model inside the block. Keras passes its loop to the model when it builds the
+        model.
+        """
+        original = model._symbolic_build  # Keras 3.12 to 3.15 have no public name for the loop
 
         def build(*args: Any, **kwargs: Any) -> Any:
-            if self._loop is None:  # the next ones are of evaluations
+            if self._loop is None:  # later loops are of evaluations
                 self._loop = kwargs.get("iterator", args[0] if args else None)
             return original(*args, **kwargs)
 
@@ -33,11 +35,11 @@ class LoopOfFit:
             yield
 
     def num_taken(self, *, is_in_epoch: bool) -> int:
-        """How many batches of its pass it has taken; 0: the next batch begins another pass."""
+        """Returns the number of batches taken in this pass. 0 means that the next batch starts another pass."""
         loop = self._loop
         goes_on = is_in_epoch or (loop.steps_per_epoch is not None and loop._current_iterator is not None)
         return loop._steps_seen if goes_on else 0
 
     def skip(self, num_batches: int) -> None:
-        """Counts batches that were taken in its place."""
+        """Counts batches that other code took in place of the loop."""
         self._loop._steps_seen += num_batches

@@ -1,7 +1,7 @@
-"""Puts Keras variables made in a scope on the devices of its strategy: their first value, and each that is assigned.
+"""Puts Keras variables made in a scope on the devices of its strategy: their first value and each assigned value.
 
-Programs find them there. Variables that replicas or logical devices divide, those of parameter servers and those that
-several processes have are placed elsewhere.
+Programs find them there. Other modules place variables that are sharded over replicas or logical devices, variables on
+parameter servers and variables of several processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def place(variable: Any) -> None:
 
 
 def beside(variable: Any, value: Any) -> Any:
-    """A value that is assigned outside of functions, where the variable is."""
+    """Returns a value, assigned outside of functions, moved to the devices of the variable."""
     placement = _placement_of(variable) if current_capture() is None else None
     if placement is None or not accessor.is_built(variable):
         return value
@@ -45,7 +45,7 @@ def beside(variable: Any, value: Any) -> Any:
         return value
     (stored,) = accessor.get([variable])
     if isinstance(value, jax.Array) and value.sharding.device_set == stored.sharding.device_set:
-        return value  # whole or in shards, as it lies
+        return value  # keeps its sharding
     return placement.moved(value, stored)
 
 

@@ -1,5 +1,5 @@
-"""The steps of ``fit`` and its kin for ``Strategy.lower``: Keras's loop runs up to its first batch, and the step is
-placed, not run.
+"""Lowers the steps of ``fit`` and its sister methods for ``Strategy.lower``. Keras's loop runs up to its first batch,
+and the step is lowered, not run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _asked: contextvars.ContextVar[Step] = contextvars.ContextVar("replicax_step_to_
 
 
 class _StepPlaced(BaseException):
-    """The first step of a loop has been placed: the loop is left. Users' ``except`` must miss it."""
+    """Raised to leave a loop when its first step has been lowered. A BaseException, so that a user's ``except
+    Exception`` does not swallow it.
+    """
 
     def __init__(self, program: StepProgram):
         self.program = program
@@ -40,10 +42,10 @@ class _StepPlaced(BaseException):
 
 @contextlib.contextmanager
 def placed_and_left(step: StepFunction) -> Iterator[None]:
-    """Inside, Keras's loop places the step for its first batch, and is left.
+    """Makes Keras's loop lower the step for its first batch, and then stop.
 
-    Keras finds descriptions of the model's variables for their values: no variable is read, those without values stay
-    so.
+    Keras gets descriptions in place of the values of the model's variables. No variable is read, and variables without
+    values stay without.
     """
     described = _described(step)
 
@@ -60,7 +62,7 @@ def placed_and_left(step: StepFunction) -> Iterator[None]:
 
 
 def _described(step: StepFunction) -> list[list[jax.ShapeDtypeStruct]]:
-    """The variables of a step, by their lists, without values."""
+    """Returns the variables of a step by group, as shapes without values."""
     return [[_description(step, v) for v in group] for group in step.phase.variables_of(step.model)]
 
 
@@ -83,7 +85,7 @@ def _placed(step: StepFunction, here: Batch) -> StepProgram:
 
 
 def _of_each_replica(step: ReplicaStepFunction, here: Batch, rows: int) -> StepProgram:
-    """A step in TensorFlow's style, as ``strategy.run`` runs it."""
+    """Lowers a step in TensorFlow's style, as ``strategy.run`` runs it."""
     leaves = [_with_rows(leaf, here.num_rows, rows) for leaf in here.leaves]
     leaves = [jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves]
     data = without_nones(here.tree.unflatten(leaves))
@@ -92,7 +94,7 @@ def _of_each_replica(step: ReplicaStepFunction, here: Batch, rows: int) -> StepP
 
 
 def _of_all_replicas(step: GlobalStepFunction, here: Batch, rows: int) -> StepProgram:
-    """The model's own step, in the global view."""
+    """Lowers the model's own step in the global view."""
     num_rows = rows * step.strategy.topology.num_replicas
     leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
     batch = Batch(here.tree.unflatten(leaves))
@@ -107,7 +109,7 @@ def _of_all_replicas(step: GlobalStepFunction, here: Batch, rows: int) -> StepPr
 
 
 def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:
-    """An array of another number of rows, without memory behind it."""
+    """Returns an array with another number of rows, without memory for its elements."""
     shape = tuple(leaf.shape)
     if shape and shape[0] == have:
         shape = (wanted, *shape[1:])
@@ -115,7 +117,7 @@ def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:
 
 
 def placer(phases: dict[str, Phase]) -> Callable[[Any], Placer | None]:
-    """Returns what finds the placer of ``model.fit`` and its kin."""
+    """Returns a function that finds how to lower ``model.fit`` and its sister methods."""
 
     def find(fn: Any) -> Placer | None:
         model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
@@ -139,11 +141,11 @@ def _place(model: Any, method: str, phase: Phase, strategy: Strategy, step: Step
 
 
 def _check_scope(model: Any, method: str, phase: Phase, strategy: Strategy) -> None:
-    """Raises for a model whose loop would be Keras's own: it would be run, not planned."""
+    """Raises for a model whose loop would be Keras's own, because that loop would run and not be lowered."""
     if context.owners.get(id(model)) is None and not is_replica_style(model, phase):
         raise KerasScopeError(
-            f"A step of {method}() of model {model.name!r} is to be lowered, which was made outside the scope of {strategy!r}: it is "
-            f"trained on one device, by Keras alone. Make it inside:\n"
+            f"Cannot lower a step of {method}() of model {model.name!r}, which was made outside the scope of "
+            f"{strategy!r}: Keras trains it on one device. Make it inside:\n"
             f"    with strategy.scope():\n"
             f"        model = ...\n"
             f"        model.compile(...)"
@@ -151,7 +153,7 @@ def _check_scope(model: Any, method: str, phase: Phase, strategy: Strategy) -> N
 
 
 def _standing_for(leaf: Any) -> Any:
-    """An array without memory behind it for one that is only described."""
+    """Returns an array without memory for its elements in place of a description."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return leaf

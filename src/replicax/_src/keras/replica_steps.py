@@ -1,7 +1,8 @@
-"""Steps in TensorFlow's style, ``train_step(self, data)``, and Keras's own in terms of variables: replica functions.
+"""Replica functions for steps: those in TensorFlow's style, ``train_step(self, data)``, and Keras's own in terms of
+variables.
 
-A replica sees its own rows; ``losses.py`` says what its losses are. Steps run with ``strategy.run`` here, or on the
-workers of parameter servers (``server_steps.py``).
+A replica sees its own rows; ``losses.py`` defines its losses. Steps run with ``strategy.run`` in this process, or on
+the workers of parameter servers (``server_steps.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def is_replica_style(model: Any, phase: Phase) -> bool:
-    """Whether the model's own step takes the data alone; Keras's on JAX takes the state too."""
+    """True if the model's own step takes only the data. Keras's step on JAX also takes the state."""
     parameters = inspect.signature(getattr(model, phase.step_name)).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return False
@@ -48,14 +49,14 @@ def is_replica_style(model: Any, phase: Phase) -> bool:
 
 @final
 class ReplicaStep:
-    """A model's step as a replica function: its own in TensorFlow's style, or Keras's in terms of the variables.
+    """A model's step as a replica function: the user's in TensorFlow's style, or Keras's in terms of variables.
 
     Attributes:
       model: The model.
-      phase: Which of its steps it is.
-      name: For people: ``"Classifier.train_step"``.
-      is_own: It is in TensorFlow's style.
-      metrics: Of the logs of the step that was traced last: for each one that is the result of a metric, the metric.
+      phase: The phase of the step: training, testing or predicting.
+      name: The display name, such as ``"Classifier.train_step"``.
+      is_own: True if it is in TensorFlow's style.
+      metrics: The metric of each log that is the result of a metric, for the step that was traced last.
     """
 
     def __init__(self, model: Any, phase: Phase, strategy: Strategy, name: str):
@@ -73,7 +74,8 @@ class ReplicaStep:
                 return result
             if not isinstance(result, dict):
                 raise InvalidArgumentError(
-                    f"{name} returned {type(result).__name__}. It must return a dict of logs: self.get_metrics_result(), say."
+                    f"{name} returned {type(result).__name__}. It must return a dict of logs, for example "
+                    "self.get_metrics_result()."
                 )
             self.metrics = metric_results.metrics_of(result, results)
             return result
@@ -81,13 +83,13 @@ class ReplicaStep:
         self.function = named(step, name)
 
     def run(self, data: Any, sizes: Any, mean: Callable[[Any, Any], Any], options: Any = None) -> Any:
-        """Runs it on all replicas.
+        """Runs the step on all replicas.
 
         Args:
-          data: What each of them has of a batch.
-          sizes: [R] how many rows each has.
+          data: The part of the batch of each replica.
+          sizes: [R] the number of rows of each replica.
           mean: ``weighted_mean``.
-          options: Of ``strategy.run``.
+          options: The options of ``strategy.run``.
 
         Returns:
           The logs, or the predictions for all rows.
@@ -101,19 +103,19 @@ class ReplicaStep:
 
 
 def named(function: Any, name: str) -> Any:
-    """The function, under a name for people."""
+    """Gives the function a display name and returns it."""
     function.__name__ = function.__qualname__ = name
-    # What another model's step is traced for is no reason to warn of this one.
+    # Retraces of another model's step must not count towards a warning about this step.
     function.replicax_family = object()
     return function
 
 
 @final
 class ReplicaStepFunction(StepFunction):
-    """Runs a step as a replica function. The state is where such functions look for it: in the variables.
+    """Runs a step as a replica function. Replica functions find the state in the variables.
 
     Args:
-      make_workers: Makes what runs the steps on the workers of parameter servers; None: they run here.
+      make_workers: Makes the runner of steps on the workers of parameter servers. With None they run in this process.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class ReplicaStepFunction(StepFunction):
 
     @property
     def replica_step(self) -> Callable[[Any], Any]:
-        """The model's step as a replica function: what each replica does with its rows."""
+        """The model's step as a replica function, which runs on the rows of each replica."""
         return self._step.function
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
@@ -145,7 +147,7 @@ class ReplicaStepFunction(StepFunction):
         outputs = [run(batch) for batch in self._take(iterator, is_kept=True)]
         if not outputs:
             raise StopIteration
-        # No state: it is in the variables, and what Keras holds too would be copied in each step.
+        # The returned state is empty. The variables hold the state; if Keras held it too, each step would copy it.
         empty = tuple([] for _ in state)
         if not self.phase.is_predict:
             return outputs[-1], empty
@@ -155,7 +157,7 @@ class ReplicaStepFunction(StepFunction):
         return without_nones(data)
 
     def _around(self, given: Mapping[str, Any], *, is_loop: bool) -> contextlib.AbstractContextManager[None]:
-        if self._workers is None:  # the variables have their values all along
+        if self._workers is None:  # the variables keep their values during the loop
             return contextlib.nullcontext()
         return self._workers.in_call(given, is_loop=is_loop)
 
@@ -168,7 +170,7 @@ class ReplicaStepFunction(StepFunction):
 
 
 def _rows_here(batch: Batch, topology: Topology) -> LocalRows:
-    """The rows of a batch that the replicas of this process take."""
+    """Returns the rows of a batch for the replicas of this process."""
     if batch.worker_sizes is not None:
         here = topology.local_replicas
         return LocalRows(
@@ -180,7 +182,7 @@ def _rows_here(batch: Batch, topology: Topology) -> LocalRows:
 
 
 def without_nones(data: Any) -> Any:
-    """``(x, y)`` for ``(x, y, None)``, which only some of Keras's methods give."""
+    """Returns ``(x, y)`` for ``(x, y, None)``, which only some of Keras's methods give."""
     if isinstance(data, tuple):
         while len(data) > 1 and data[-1] is None:
             data = data[:-1]
@@ -188,10 +190,10 @@ def without_nones(data: Any) -> Any:
 
 
 def of_all_rows(logs: Any, weights: Any, mean: Callable[[Any, Any], Any]) -> Any:
-    """Logs of one value each: the mean over the rows, where replicas return different ones.
+    """Returns one value per log: the mean over the rows, where replicas return different values.
 
     Args:
-      weights: How many rows each replica has.
+      weights: The number of rows of each replica.
     """
 
     def of_leaf(value: Any) -> Any:
@@ -214,10 +216,10 @@ def weighted_mean(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def keras_step(phase: Phase, *, forgets_masks: bool = True) -> Callable[[Any, Any], Any]:
-    """Keras's own step of a model, in terms of variables.
+    """Returns Keras's own step of a model in terms of variables.
 
     Args:
-      forgets_masks: As on JAX, where metrics see no mask in training.
+      forgets_masks: True hides masks from metrics in training, as Keras on JAX does.
     """
     return {
         "train": functools.partial(_train_step, forgets_masks=forgets_masks),

@@ -1,4 +1,4 @@
-"""One ``fit`` that saves, and resumes from the newest checkpoint: the work of ``CheckpointCallback``."""
+"""One ``fit`` that saves and resumes from the newest checkpoint. ``CheckpointCallback`` uses it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ log = logging.getLogger("replicax")
 @final
 @dataclass(frozen=True)
 class SavingRules:
-    """When a ``fit`` saves.
+    """The rules for when a ``fit`` saves.
 
     Attributes:
-      every: The number of batches between two checkpoints; None: one at the end of each epoch.
+      every: The number of batches between two checkpoints. None saves at the end of each epoch.
       monitor: The name in the logs by which epochs are judged.
-      termination: What to do when the process is told to end.
+      termination: The actions when the process is told to end.
     """
 
     every: int | None
@@ -43,7 +43,7 @@ class SavingRules:
 
 @final
 class ResumableFit:
-    """Its methods are called where a callback's are, after the other callbacks.
+    """A saving and resuming ``fit``. Its methods are called where a callback's are, after the other callbacks.
 
     Args:
       model: The model, built, with its optimizer and metrics.
@@ -52,7 +52,7 @@ class ResumableFit:
       given: The arguments of ``fit``, by name.
       others: The other callbacks.
       rules: When it saves.
-      only_epochs: True if it can end only after an epoch, since workers take batches at the same time.
+      only_epochs: True if it can end only after an epoch, because workers run batches at the same time.
       manager: Writes and reads the checkpoints.
       num_epochs: The number of the last epoch, as Keras counts.
     """
@@ -81,21 +81,22 @@ class ResumableFit:
         self._saved_at: tuple[int, int, int] | None = None
         self._replay: ReplayedSteps | None = None
         self._is_to_resume = False
-        # In the middle of an epoch: the variables, and their values in the checkpoint.
+        # The variables and their values in the checkpoint, when it resumes in the middle of an epoch.
         self._restored: tuple[list[Any], list[Any]] = ([], [])
         self._initial_epoch = model._initial_epoch
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
 
     def _guard(self, peers: Any) -> GuardedSteps | None:
-        """Watches for the end of the process; only the main thread can."""
+        """Watches for the end of the process, which only the main thread can do."""
         if (
             threading.current_thread() is not threading.main_thread()
             and self._rules.termination.termination_watcher_fn is None
         ):
             log.warning(
-                "fit runs outside of the main thread, so CheckpointCallback does not see SIGTERM: what was done since the last "
-                "checkpoint is lost then. TerminationConfig(termination_watcher_fn=...) may say when to end."
+                "fit runs outside of the main thread, so CheckpointCallback cannot handle SIGTERM, and the work since "
+                "the last checkpoint would be lost. Use TerminationConfig(termination_watcher_fn=...) to tell when to "
+                "save and exit."
             )
             return None
         return GuardedSteps(peers, self._rules.termination)
@@ -122,21 +123,21 @@ class ResumableFit:
             variables = [*model.variables, *model.metrics_variables, *optimizer]
             self._restored = variables, accessor.get(variables)
         is_over = progress.has_stopped or progress.epoch >= self._num_epochs
-        # As Keras's BackupAndRestore does.
+        # This follows Keras's BackupAndRestore.
         self._model._initial_epoch = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
         if is_over:
             log.warning(
-                "The training in %s has ended, after %d epoch(s): nothing is left to do. A larger `epochs` goes on with it; another "
-                "training needs a directory of its own.",
+                "The training in %s has ended after %d epoch(s). To continue it, pass a larger `epochs`; for "
+                "a new training, use another directory.",
                 self._manager.directory,
                 progress.epoch,
             )
             return path
-        log.info("Restored %s: goes on in epoch %d, after batch %d.", path, progress.epoch, progress.batch)
+        log.info("Restored %s; resuming in epoch %d after batch %d.", path, progress.epoch, progress.batch)
         return path
 
     def begin_epoch(self, epoch: int) -> None:
-        """Before the first batch of an epoch; the metrics have been reset."""
+        """Prepares the first batch of an epoch, after Keras has reset the metrics."""
         if self._is_to_resume:
             self._resume(epoch)
         else:
@@ -148,12 +149,13 @@ class ResumableFit:
         progress = self._progress
         if epoch != progress.epoch:
             raise InvalidArgumentError(
-                f"fit() was given initial_epoch={epoch}, and the checkpoint {os.fspath(self.restored_from or '')!r} is of epoch "
-                f"{progress.epoch}. Leave initial_epoch out; or give CheckpointCallback another directory."
+                f"fit() was given initial_epoch={epoch}, and the checkpoint {os.fspath(self.restored_from or '')!r} is "
+                f"of epoch {progress.epoch}. Leave initial_epoch out, or give CheckpointCallback another directory."
             )
         self._give_history()
         num_taken = self._data.resume()
-        # The epoch has begun before: Keras has reset its metrics, a LearningRateScheduler has set its rate.
+        # The epoch began before the checkpoint. Now Keras has reset its metrics, and a LearningRateScheduler has set
+        # its rate.
         accessor.set(*self._restored)
         self._restored = [], []
         if num_taken:
@@ -170,7 +172,7 @@ class ResumableFit:
     # --- saving ---------------------------------------------------------------------------------------------
 
     def end_batch(self, batch: int, logs: Any) -> None:
-        """After a call of the model's step, whose last batch this is."""
+        """Handles the end of a call of the model's step, which ends with this batch."""
         if self._replay is not None and self._replay.end_batch():
             return
         progress, every, before = self._progress, self._rules.every, self._progress.num_batches
@@ -182,7 +184,7 @@ class ResumableFit:
             self._guarded.end_and_save(self._save_now)
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """After an epoch, its validation and the other callbacks."""
+        """Handles the end of an epoch, after its validation and the other callbacks."""
         if self._replay is not None and not self._replay.has_ended:
             raise self._replay.too_few()
         progress, has_stopped = self._progress, bool(self._model.stop_training)
@@ -204,8 +206,8 @@ class ResumableFit:
                 metrics = {monitor: logs[monitor]}
             elif not self._is_unjudged(monitor, logs):
                 raise InvalidArgumentError(
-                    f"CheckpointCallback(monitor={monitor!r}): the logs of an epoch have no such name, but {sorted(logs)}. Names that "
-                    "begin with val_ need validation_data."
+                    f"CheckpointCallback(monitor={monitor!r}): the logs of an epoch have no such name; they have "
+                    f"{sorted(logs)}. Names that start with val_ need validation_data."
                 )
         self._manager.save(metrics=metrics)
         self._saved_at = self._now
@@ -228,13 +230,13 @@ class ResumableFit:
     # --- the end --------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Waits, at the end of ``fit``, until all is on the disk."""
-        if self._is_to_resume:  # nothing was left to train
+        """Waits at the end of ``fit`` until all checkpoints are on disk."""
+        if self._is_to_resume:  # the training was already complete
             self._give_history()
         self._manager.wait()
 
     def close(self, *, is_failing: bool) -> None:
-        """Leaves everything as it was before, also after an error."""
+        """Restores everything that this object changed, also after an error."""
         self._model._initial_epoch = self._initial_epoch
         if self._replay is not None:
             self._replay.close()

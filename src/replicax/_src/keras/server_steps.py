@@ -1,7 +1,8 @@
-"""The steps of models whose variables are on parameter servers: each runs on whichever worker is free.
+"""The steps of models whose variables are on parameter servers. Each step runs on any free worker.
 
-Keras keeps its loops. What it calls schedules a step and goes on: some steps are always in flight, and what Keras is
-given for its logs is of a step that has ended. Where Keras asks for the model's state, all have ended.
+Keras keeps its loops. The step function that Keras calls schedules a step and returns at once, so several steps are
+always in flight. The logs that Keras gets are those of a completed step. When Keras asks for the model's state, it
+waits for all steps.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ logs.
 
 @final
 class WorkerSteps:
-    """Schedules a model's steps on the workers; those of ``run_eagerly=True`` run in this process, one by one.
+    """Schedules a model's steps on the workers. With ``run_eagerly=True`` steps run in this process, one after another.
 
     Raises:
-      UnsupportedError: The model's own step is one of arrays, Keras's style on JAX, which has nothing to push.
+      UnsupportedError: The model's own step works on arrays, in Keras's style on JAX, so it has no gradients to push.
     """
 
     def __init__(self, step: ReplicaStep, strategy: ParameterServerStrategy):
@@ -54,7 +55,7 @@ class WorkerSteps:
         self._pending: deque[RemoteValue] = deque()
         self._logs: dict[str, Any] | None = None
         self._num_ahead = 0
-        self._has_failed = False  # and what is raised says why
+        self._has_failed = False  # and the raised error has the reason
         self._has_started = False
         self._iterator: PerWorkerIterator | None = None
         self._step = named(lambda data: self._run_on_worker(data), self._name)
@@ -74,13 +75,14 @@ class WorkerSteps:
 
     @contextlib.contextmanager
     def in_call(self, given: Mapping[str, Any], *, is_loop: bool) -> Iterator[None]:
-        """Inside, Keras finds the model's state empty: it is on the servers; and asking for it waits for the steps.
+        """Makes Keras find an empty state of the model, because the servers hold it. A request for the state waits for
+        all steps.
 
-        Afterwards nothing that was scheduled goes on.
+        On exit no scheduled step is still running.
         """
         x, before = given.get("x"), (self._num_ahead, self._iterator)
         if is_loop:
-            # Callbacks look at the predictions of a step before the next one is taken.
+            # Callbacks read the predictions of a step before the next step is taken.
             is_watched = self._phase.is_predict and bool(given.get("callbacks"))
             self._num_ahead = 0 if is_watched else _AHEAD_PER_WORKER * self._servers.session.num_workers
             self._iterator = self._iterator_of(x) if isinstance(x, WorkerInput) else None
@@ -90,37 +92,38 @@ class WorkerSteps:
         finally:
             self._num_ahead, self._iterator = before
             if self._pending:
-                with contextlib.suppress(Exception):  # another one is being raised
+                with contextlib.suppress(Exception):  # another error is being raised
                     self._join()
             self._logs = self._coordinator = None
             self._has_failed = False
 
     def _iterator_of(self, x: WorkerInput) -> PerWorkerIterator:
-        """Each worker takes its data from its own dataset."""
+        """Returns the iterator with which each worker reads its own dataset."""
         if self._model.run_eagerly:
             raise UnsupportedError(
-                f"Model {self._model.name!r} was compiled with run_eagerly=True, which runs its steps in this process, and the "
-                "elements of a per-worker dataset are on the workers. Pass arrays or a dataset, or leave run_eagerly out."
+                f"Model {self._model.name!r} was compiled with run_eagerly=True, which runs its steps in this process, "
+                "but the elements of a per-worker dataset are on the workers. Pass arrays or a dataset, or leave "
+                "run_eagerly out."
             )
         return iter(x.dataset)
 
     # --- steps -----------------------------------------------------------------------------------------
 
     def run(self, batch: Batch) -> Any:
-        """Returns the logs of a step that has ended, or the predictions that the step will have made."""
+        """Returns the logs of a completed step, or the pending predictions of this step."""
         value = self._start(self._iterator or batch.tree.unflatten(batch.leaves))
         return value if self._phase.is_predict else self._logs
 
     def joined(self, outputs: Sequence[Any]) -> Any:
-        """The predictions of several steps as those for one batch."""
+        """Returns the predictions of several steps as those for one batch."""
         if self._num_ahead and all(isinstance(value, RemoteValue) for value in outputs):
             return _outputs_to_come(outputs)
         return joined([self._result(value) for value in outputs])
 
     def _start(self, data: Any) -> Any:
-        """Has a worker run a step.
+        """Schedules a step on a worker.
 
-        Waits for older ones if there are many, and of the first one until it has compiled it.
+        Waits for older steps if there are many, and waits for the first step until the worker has compiled it.
         """
         if self._has_started or self._model.run_eagerly:
             return self._started(data)
@@ -139,7 +142,7 @@ class WorkerSteps:
         function = self._step if data is not self._iterator else self._step_of_worker
         try:
             value = self._coordinator.schedule(function, args=(data,))
-        except BaseException:  # of an older step, say
+        except BaseException:  # for example of an older step
             self._has_failed = True
             raise
         self._pending.append(value)
@@ -150,10 +153,10 @@ class WorkerSteps:
         return value
 
     def _result(self, value: Any) -> Any:
-        """What a step has returned, or will have.
+        """Returns the result of a step, or its future.
 
         Raises:
-          Exception: What it raised; or what another one raised, if it was cancelled for that.
+          Exception: The error of this step, or the error of another step that cancelled it.
         """
         if not isinstance(value, RemoteValue):
             return value
@@ -169,9 +172,10 @@ class WorkerSteps:
         self._coordinator.join()
 
     def _sync(self) -> None:
-        """All steps end.
+        """Waits for all steps.
 
-        The logs that Keras was given last are those of the last step then, and of metrics after all steps.
+        The logs that Keras got last then become those of the last step, and those of metrics the values after all
+        steps.
         """
         if not self._pending or self._has_failed:
             return
@@ -184,7 +188,7 @@ class WorkerSteps:
 
 
 def _in_rows(data: Any, num_replicas: int) -> Any:
-    """A batch as the replicas of a worker share it, if it is not what each of them has."""
+    """Splits a batch over the replicas of a worker, unless it already has a part for each replica."""
     leaves = jax.tree_util.tree_leaves(data, is_leaf=is_value)
     return data if any(isinstance(leaf, PerReplica) for leaf in leaves) else cut_rows(data, num_replicas)
 
@@ -204,8 +208,9 @@ def _check_style(step: ReplicaStep) -> None:
     if step.is_own or getattr(kind, name) is getattr(keras.Model, name):
         return
     raise UnsupportedError(
-        f"{step.name}(self, state, data) computes new values of all variables, and with parameter servers no worker has these: it "
-        f"sends what is to be done to them. Write it in TensorFlow's style, {name}(self, data): a rx.GradientTape, "
+        f"{step.name}(self, state, data) computes new values of all variables, but with parameter servers a worker "
+        f"does not hold them; it sends updates. Write the step in TensorFlow's style, {name}(self, data), with an "
+        "rx.GradientTape, "
         "self.optimizer.apply_gradients, and metrics with update_state."
     )
 
@@ -214,7 +219,7 @@ def _check_style(step: ReplicaStep) -> None:
 
 
 class _ToCome:
-    """An array of rows that some steps will have computed; NumPy waits for it."""
+    """An array of rows that pending steps compute. NumPy waits for it."""
 
     def __init__(self, values: Sequence[RemoteValue], position: int):
         self._values, self._position = values, position
@@ -226,5 +231,5 @@ class _ToCome:
 
 
 def _outputs_to_come(values: Sequence[RemoteValue]) -> Any:
-    """The predictions of several steps together, in their order, as a pytree."""
+    """Returns the pending predictions of several steps together, in order, as a pytree."""
     return values[0].pytree_of(lambda position: _ToCome(values, position))

@@ -1,6 +1,6 @@
-"""Keras variables on parameter servers: they are made there, read and assigned from here, and updated by optimizers.
+"""Keras variables on parameter servers: how they are made, read and assigned, and how optimizers update them.
 
-What such a variable keeps in place of its array is a ``ServerArray``. Installed when a strategy has parameter servers.
+Such a variable holds a ``ServerArray`` in place of its array. Installed when a strategy has parameter servers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replicax._src.variables.server_placement import ServerPlacement
 
 
 def placement_of_scope() -> ServerPlacement | None:
-    """What keeps variables that are made now, if that is parameter servers."""
+    """Returns the placement of variables that are made now, if it is on parameter servers."""
     if not context.has_strategy():
         return None
     placement = context.strategy_for_new_variable().variable_placement
@@ -41,7 +41,7 @@ def placement_of_scope() -> ServerPlacement | None:
 def make(
     original: Callable[..., None], variable: Any, placement: ServerPlacement, args: Sequence[Any], kwargs: Any
 ) -> None:
-    """``Variable.__init__``, without making an array here where there is an initializer."""
+    """Wraps ``Variable.__init__``. An initializer makes its array on the servers, not in this process."""
     initializer = args[0] if args else kwargs.get("initializer")
     if callable(initializer) or isinstance(initializer, str):
         with keras.StatelessScope(initialize_variables=False):
@@ -53,7 +53,7 @@ def make(
 
 
 def keep(variable: Any, placement: ServerPlacement) -> None:
-    """Gives a variable an array on the servers for its value, or its initializer's."""
+    """Gives a variable an array on the servers, with its value or that of its initializer."""
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
     initializer, value = variable._initializer, variable._value
     if value is None:
@@ -71,8 +71,8 @@ def keep(variable: Any, placement: ServerPlacement) -> None:
 
 
 def adopt(optimizer: Any, placement: ServerPlacement) -> None:
-    """Gives the servers what a new optimizer has made outside of every scope; of one that is at work it is another
-    model's.
+    """Moves the variables of a new optimizer, made outside of every scope, to the servers. An optimizer already in use
+    belongs to another model.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
         return
@@ -83,13 +83,13 @@ def adopt(optimizer: Any, placement: ServerPlacement) -> None:
 
 
 def is_kept(variable: Any) -> bool:
-    """Whether a variable's value is on parameter servers."""
+    """True if a variable's value is on parameter servers."""
     return isinstance(accessor.get([variable])[0], ServerArray)
 
 
 @contextlib.contextmanager
 def where(reference_variable: Any) -> Iterator[None]:
-    """Inside, an optimizer makes a slot where the variable is that it belongs to; also in a ``build()`` outside of the
+    """Makes an optimizer create a slot beside the variable that it belongs to, also in a ``build()`` outside of the
     scope.
     """
     owner = context.owners.get(id(reference_variable))
@@ -100,13 +100,13 @@ def where(reference_variable: Any) -> Iterator[None]:
 
 
 def stand_in(variable: Any) -> Any:
-    """What Keras sees of a variable while it only asks for shapes; None if it is none of ours, or asks for more."""
+    """Returns zeros in place of a server variable while Keras only asks for shapes; otherwise None."""
     if jax_compat.is_staging() and is_kept(variable):
         if _local.optimizer:
             raise UnsupportedError(
-                f"{_local.optimizer} reads variable {variable.path!r}, which is neither its own nor one that it updates here: "
-                "parameter servers update variables from their gradients and slots. Pass what varies as the learning rate, which "
-                "can be assigned, or apply gradients to all variables at once."
+                f"{_local.optimizer} reads variable {variable.path!r}, which it neither owns nor updates here. "
+                "Parameter servers update a variable only from its gradient and optimizer slots. Pass a varying value "
+                "as the learning rate, which can be assigned, or apply gradients to all variables at once."
             )
         return jnp.zeros(variable.shape, variable.dtype)
     return None
@@ -122,14 +122,15 @@ def apply(
     trainable_variables: Any,
     events: Events,
 ) -> Any:
-    """``Optimizer.apply`` in a function for workers: the servers will do it, with the gradients of its variables."""
-    if events.is_applying:  # an optimizer in another one
+    """Records ``Optimizer.apply`` in a function for workers. The servers apply the gradients to their variables."""
+    if events.is_applying:  # an optimizer inside another one
         return original(optimizer, gradients, trainable_variables)
     capture = current_capture()
     if capture is not None and capture.is_in_branch:
         raise UnsupportedError(
             f"{type(optimizer).__name__} {optimizer.name!r} is applied in a branch of rx.cond at {user_line()}, and its variables are "
-            "on parameter servers, which update them in any case. Choose the gradients by the condition (jnp.where, with zeros), "
+            "on parameter servers, which always apply updates. Select the gradients by the condition (jnp.where, with "
+            "zeros), "
             "or return them from the branches and apply them outside."
         )
     variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
@@ -177,7 +178,7 @@ def _trace_update(
 
 
 class _Local(threading.local):
-    optimizer = ""  # whose update is being traced
+    optimizer = ""  # the name of the one whose update is being traced
 
 
 _local = _Local()
@@ -189,7 +190,7 @@ def _aval(variable: Any, shape_of: Callable[[Any], tuple[int, ...]]) -> jax.Shap
 
 @contextlib.contextmanager
 def _of_shapes(variables: Sequence[Any], shape_of: Callable[[Any], tuple[int, ...]]) -> Iterator[None]:
-    """Inside, variables say that they have the shape of a shard: optimizers ask for it."""
+    """Makes variables report the shape of a shard inside the block, because optimizers read it."""
     shapes = [(variable, tuple(variable.shape)) for variable in variables]
     try:
         for variable, shape in shapes:

@@ -1,9 +1,9 @@
-"""Keras variables that are divided over replicas: how they are made, read in a step, and updated by optimizers.
+"""Keras variables that are sharded over replicas: how they are made, read in a step, and updated by optimizers.
 
-A step of ``fit`` is one program over the whole batch, which the partitioner divides (``lowering/global_view.py``).
-Left alone it may as well divide layers as batches. So what a step reads is gathered first, and the gradients, with the
-variables that an optimizer updates, are cut into the shards in which its state lies. All else follows: its update is of
-shards, whatever it computes.
+A step of ``fit`` is one program over the global batch, which the partitioner splits (``lowering/global_view.py``). The
+partitioner alone could split layers as well as batches. So a step first gathers the variables that it reads. The
+gradients, and the variables that an optimizer updates, are cut into the shards of the optimizer's state. Then each
+update works on shards, whatever the optimizer computes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class _Making(threading.local):
-    """What this thread makes variables for.
+    """The purpose of the variables that this thread makes.
 
     Attributes:
-      is_alone: The other processes do not make them.
-      is_for_optimizer: An optimizer keeps them.
-      reference: The variable of the model that they belong to; None if there is none.
+      is_alone: True if the other processes do not make them.
+      is_for_optimizer: True if an optimizer keeps them.
+      reference: The variable of the model that they belong to; None without one.
     """
 
     is_alone = False
@@ -55,18 +55,18 @@ making = _Making()
 
 
 def made_alone(is_alone: bool) -> contextlib.AbstractContextManager[None]:
-    """Inside, if ``is_alone``, this thread makes variables that the other processes do not make."""
+    """Marks, if ``is_alone``, that the other processes do not make the variables that this thread makes."""
     return overridden(making, is_alone=making.is_alone or is_alone)
 
 
 def of_optimizer(reference: Any = None) -> contextlib.AbstractContextManager[None]:
-    """Inside, variables are made for an optimizer; with a ``reference`` for that variable of the model."""
+    """Marks new variables as those of an optimizer. With a ``reference`` they belong to that variable of the model."""
     reference = making.reference if reference is None else reference
     return overridden(making, is_for_optimizer=True, reference=reference)
 
 
 def note_purpose(variable: Any) -> None:
-    """Remembers that an optimizer keeps a new variable, and which variable of the model it belongs to."""
+    """Records that an optimizer keeps a new variable, and which variable of the model it belongs to."""
     if making.is_for_optimizer:
         note_of_optimizer(variable)
         if isinstance(making.reference, keras.Variable):
@@ -74,7 +74,7 @@ def note_purpose(variable: Any) -> None:
 
 
 def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Initialises a variable, in shards where the current strategy divides it."""
+    """Initialises a variable, as shards where the current strategy shards it."""
     has_strategy = context.has_strategy() and not making.is_alone
     strategy = context.strategy_for_new_variable() if has_strategy else None
     initializer = args[0] if args else kwargs.get("initializer")
@@ -87,8 +87,8 @@ def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, 
 
 
 def stay_as_assigned(strategy: Strategy | None, variable: Any) -> None:
-    """In several processes a variable keeps what each assigns to it, until the next program compares and divides
-    that.
+    """Lets a variable of several processes keep the value that each process assigns, until the next program compares
+    and shards it.
     """
     layouts = None if strategy is None else strategy.variable_placement.layouts
     if layouts is not None and layouts.topology.peers is not None:
@@ -97,12 +97,11 @@ def stay_as_assigned(strategy: Strategy | None, variable: Any) -> None:
 
 @contextlib.contextmanager
 def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
-    """Inside, Keras gives variables their first values in the layouts of a strategy. Keras's own loops see none of it.
+    """Makes Keras create first values in the layouts of a strategy. Keras's own loops do not see these layouts.
 
     Yields:
-      The initializer: in several processes that of the first one, so that all make shards of the same value. A value,
-      or a
-      function that cannot be sent, makes no shards: all will take the first one's result.
+      The initializer. In several processes it is that of the first process, so that all make shards of the same value.
+      For a value, or a function that cannot be sent, no shards are made, and all take the first process's result.
     """
     placement = None if strategy is None else strategy.variable_placement
     layouts = None if placement is None else placement.layouts or _logical_layouts(placement)
@@ -123,7 +122,7 @@ def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
     seed = getattr(initializer, "seed", None)
     here = None
     if isinstance(initializer, keras.Initializer) and (seed is None or isinstance(seed, int)):
-        with contextlib.suppress(TypeError):  # the configuration has no seed that Keras has chosen
+        with contextlib.suppress(TypeError):  # the configuration lacks a seed that Keras chose
             here = json.loads(json.dumps([keras.saving.serialize_keras_object(initializer), seed]))
     of_all = peers.gather_before_program("making divided variables", here)
     if any(theirs is None for theirs in of_all):
@@ -138,15 +137,15 @@ def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
 
 
 def _logical_layouts(placement: Any) -> LogicalLayouts | None:
-    """Those by which variables are made; None in several processes, where they are divided when a program first meets
-    them.
+    """Returns the layouts for new variables, or None in several processes, where the first program with a variable
+    shards it.
     """
     return placement.logical_layouts if placement.topology.peers is None else None
 
 
 @final
 class _Layouts(keras.distribution.DataParallel):
-    """Asked by Keras where a new variable lies."""
+    """The object that Keras asks for the layout of a new variable."""
 
     def __init__(self, layouts: StateLayouts | LogicalLayouts):
         devices = np.array(layouts.topology.devices)
@@ -163,30 +162,32 @@ class _Layouts(keras.distribution.DataParallel):
 
 @final
 class _ShardedRead:
-    """The trainable variables of a step, gathered, while an optimizer still gets their shards.
+    """The gathered trainable variables of a step, with their shards for the optimizer.
 
     Args:
-      layouts: Of the strategy.
-      shards: The values as the step is given them.
+      layouts: The layouts of the strategy.
+      shards: The values that the step gets.
     """
 
     def __init__(self, layouts: StateLayouts, shards: Sequence[Any]):
         self._layouts = layouts
         is_sharded = layouts.shards.divides(is_trainable=True, is_of_optimizer=False)
         self.values = [layouts.gathered(shard) if is_sharded else shard for shard in shards]
-        """Whole, or marked: to be gathered where they are needed."""
+        """The full values, or values marked for a gather where they are needed."""
         self._shards = {id(value): shard for value, shard in zip(self.values, shards, strict=True)}
 
     def shard_of(self, value: Any) -> Any:
-        """What the step was given for one of ``values``; of anything else the value itself."""
+        """Returns the shard of one of ``values``. Returns any other value unchanged."""
         return self._shards.get(id(value), value)
 
     def sharded(self, value: Any) -> Any:
-        """An array cut as the optimizer's state for it is."""
+        """Returns an array cut into the shards of the optimizer's state."""
         return self._layouts.sharded(value)
 
     def gradient_in_shards(self, gradient: Any) -> Any:
-        """A gradient, first summed over the replicas: the partitioner would rather gather what it is made of."""
+        """Sums a gradient over the replicas, then cuts it. Without this the partitioner would rather gather the
+        gradient's inputs.
+        """
         if gradient is None or self._layouts.of_shape(gradient.shape) is None:
             return gradient
         whole = self._layouts.topology.replicated
@@ -210,13 +211,13 @@ def _reading(read: _ShardedRead | None) -> Iterator[None]:
 def with_sharded_state(
     step: _Step, layouts: StateLayouts, state: Sequence[Any], data: Any, optimizer: Any
 ) -> Any:
-    """Calls a model's step, whose state is divided.
+    """Calls a model's step with sharded state.
 
     Args:
       step: (state, batch) -> (outputs, new state).
-      layouts: Of the strategy.
-      state: By lists, the first one that of the trainable variables.
-      optimizer: The model's.
+      layouts: The layouts of the strategy.
+      state: The lists of variables; the first one has the trainable variables.
+      optimizer: The model's optimizer.
     """
     read = _ShardedRead(layouts, state[0])
     with _reading(read), _sharded(optimizer):
@@ -225,20 +226,20 @@ def with_sharded_state(
 
 
 def apply_to_shards(own: _Apply, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-    """``Optimizer.stateless_apply``, which is ``own``: of shards, in a step whose state is divided."""
+    """Runs ``Optimizer.stateless_apply``, given as ``own``, on shards, in a step with sharded state."""
     read = _read.get()
     if read is None:
         return own(optimizer_variables, grads, trainable_variables)
     grads = list(map(read.gradient_in_shards, grads))
     shards = [read.sharded(read.shard_of(value)) for value in trainable_variables]
-    with _reading(None):  # an optimizer in this one gets them as they are
+    with _reading(None):  # an inner optimizer gets them unchanged
         return own(optimizer_variables, grads, shards)
 
 
 @contextlib.contextmanager
 def _sharded(optimizer: Any) -> Iterator[None]:
-    """Inside, a ``LossScaleOptimizer``, whose ``stateless_apply`` is its own, gets shards too: where gradients are not
-    finite it returns what it was given.
+    """Makes a ``LossScaleOptimizer``, which has its own ``stateless_apply``, work on shards too. It returns its inputs
+    if gradients are not finite.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         yield

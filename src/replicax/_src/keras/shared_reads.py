@@ -1,8 +1,9 @@
-"""Keras variables that the replicas of several processes divide, read outside of programs: no process has all of one.
+"""Reads of Keras variables that are sharded over several processes, outside of programs. No process holds a full
+variable.
 
-Whoever reads one needs the others, which gather it with it: all read the same variables in the same order. At the end
-of an epoch of ``fit`` they need not: those whose callbacks have finished wait for the others there, and gather what
-these read meanwhile. So a chief may save alone.
+A read needs all processes, which gather the variable together, so all must read the same variables in the same order.
+The end of an epoch of ``fit`` is an exception: processes whose callbacks have finished wait there for the others, and
+gather the variables that these read meanwhile. So a chief can save alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DONE = -1
 
 
 class _Here(threading.local):
-    """Whether this thread takes values as they lie."""
+    """The state of this thread: True if it takes values as stored, without a gather."""
 
     takes_shards = False
 
@@ -37,10 +38,10 @@ _here = _Here()
 
 @final
 class SharedReads:
-    """The variables of one strategy.
+    """The reads of the variables of one strategy.
 
     Args:
-      layouts: Of a strategy over several processes.
+      layouts: The layouts of a strategy over several processes.
     """
 
     def __init__(self, layouts: StateLayouts):
@@ -51,14 +52,14 @@ class SharedReads:
         self._is_open = False
 
     def note(self, variable: Any) -> None:
-        """A new variable. All processes make the same ones, in the same order."""
+        """Records a new variable. All processes make the same variables in the same order."""
         self._by_number[self._count] = variable
         self._numbers[id(variable)] = self._count
         weakref.finalize(variable, self._numbers.pop, id(variable), None)
         self._count += 1
 
     def whole(self, variable: Any, value: jax.Array) -> jax.Array:
-        """The value of a variable, of which each process has shards."""
+        """Returns the full value of a variable of which each process has shards."""
         number = self._numbers.get(id(variable))
         if not self._is_open or number is None:
             return self._layouts.whole(value)
@@ -68,18 +69,18 @@ class SharedReads:
                 return gathered
 
     def open(self, *args: Any) -> None:
-        """From here on each process may read by itself, until all ``meet``."""
+        """Allows each process to read alone, until all call ``meet``."""
         self._is_open = True
 
     def meet(self, *args: Any) -> None:
-        """Waits until all processes are here, and gathers what the others read."""
+        """Waits for all processes, and gathers the variables that the others read meanwhile."""
         while self._is_open:
             asked, _ = self._gather_together(_DONE)
             self._is_open = asked != _DONE
 
     @contextlib.contextmanager
     def in_fit(self, callbacks: Sequence[Any]) -> Iterator[list[Any]]:
-        """Inside ``fit`` runs, with the callbacks that it is to be given. Afterwards none waits for another."""
+        """Yields the callbacks for the ``fit`` that runs inside the block. On exit no process waits for another."""
         opening, meeting = (
             keras.callbacks.LambdaCallback(on_epoch_end=call, on_train_end=call)
             for call in (self.open, self.meet)
@@ -102,13 +103,13 @@ class SharedReads:
 
 
 is_needed = False
-"""True if a strategy of this process divides variables over processes. Every read of a Keras variable asks."""
+"""True if a strategy of this process shards variables over processes. Every read of a Keras variable checks it."""
 
 _of_layouts: weakref.WeakKeyDictionary[StateLayouts, SharedReads] = weakref.WeakKeyDictionary()
 
 
 def of(strategy: Strategy | None) -> SharedReads | None:
-    """The reads of a strategy; None if it divides nothing, or nothing over processes."""
+    """Returns the reads of a strategy, or None if it does not shard variables over processes."""
     layouts = None if strategy is None else strategy.variable_placement.layouts
     if layouts is None or layouts.topology.peers is None:
         return None
@@ -120,19 +121,19 @@ def of(strategy: Strategy | None) -> SharedReads | None:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value lies in shards on the devices of several processes."""
+    """True if a value is sharded over the devices of several processes."""
     if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False
     return not value.is_fully_addressable and not value.is_fully_replicated
 
 
 def shards() -> contextlib.AbstractContextManager[None]:
-    """Inside, this thread takes values as they lie."""
+    """Makes this thread take values as stored, without a gather."""
     return overridden(_here, takes_shards=True)
 
 
 def whole(variable: Any, held: Any) -> Any:
-    """The whole of what a variable holds, of which each process may have a shard."""
+    """Returns the full value of a variable of which each process may hold a shard."""
     if _here.takes_shards or not is_sharded(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))

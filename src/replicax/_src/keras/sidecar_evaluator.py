@@ -1,4 +1,4 @@
-"""``rx.keras.SidecarEvaluator``: evaluates a model beside its training, from the checkpoints that this writes."""
+"""``rx.keras.SidecarEvaluator``: evaluates a model beside its training, from the checkpoints that the training writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from replicax._src.options import path_of
 log = logging.getLogger("replicax")
 
 _PATIENCE_S: Final = 30.0
-_SETTLED_AFTER_S: Final = 1.0  # a file that a process writes has grown by then
+_SETTLED_AFTER_S: Final = 1.0  # by then a file that is being written has grown
 _NUMBER: Final = re.compile(r"(\d+)(?:\.weights\.h5|\.keras)?$")
 
 
@@ -32,20 +32,20 @@ class SidecarEvaluator:
 
     ``rx.keras.SidecarEvaluator(model, data, "training", max_evaluations=5).start()``. It takes the checkpoints of
     ``rx.Checkpoint(model=model, optimizer=optimizer)`` and its manager, and the files that
-    ``keras.callbacks.ModelCheckpoint`` writes. It takes the newest one, so it may skip some that come while it
-    evaluates.
+    ``keras.callbacks.ModelCheckpoint`` writes. It takes the newest checkpoint, so it may skip some that are written
+    while it evaluates.
 
     Args:
-      model: Of the same structure as the one in training, compiled with metrics.
-      data: What ``model.evaluate`` takes as ``x``: [rows, ...] arrays, or a dataset.
-      checkpoint_dir: Where the training saves.
-      steps: Batches of one evaluation; None: until the data ends.
-      max_evaluations: It ends after the checkpoint whose name ends with this number or a higher one, such as
-        ``ckpt-5``; of names without a number, after so many evaluations. None: it runs until it is ended.
-      callbacks: Of ``keras.callbacks``, for ``evaluate``: ``TensorBoard`` writes summaries, say.
+      model: A model with the structure of the trained model, compiled with metrics.
+      data: The argument ``x`` of ``model.evaluate``: [rows, ...] arrays, or a dataset.
+      checkpoint_dir: The directory in which the training saves.
+      steps: The number of batches of one evaluation. None evaluates until the data end.
+      max_evaluations: The number of the last checkpoint: the evaluator ends after a name, such as ``ckpt-5``, with this
+        number or a higher one. If names have no number, it ends after so many evaluations. None runs without end.
+      callbacks: Keras callbacks for ``evaluate``, for example ``TensorBoard`` to write summaries.
 
     Raises:
-      InvalidArgumentError: ``max_evaluations`` is no positive number, or a checkpoint has no ``model``.
+      InvalidArgumentError: ``max_evaluations`` is not a positive number, or a checkpoint has no ``model``.
 
     Source: TensorFlow, ``tf.keras.utils.SidecarEvaluator``.
     """
@@ -61,7 +61,7 @@ class SidecarEvaluator:
     ) -> None:
         if max_evaluations is not None and (not isinstance(max_evaluations, int) or max_evaluations < 1):
             raise InvalidArgumentError(
-                f"max_evaluations is a positive number or None, got {max_evaluations!r:.100}."
+                f"max_evaluations must be a positive number or None, got {max_evaluations!r:.100}."
             )
         self.model, self.data, self.steps = model, data, steps
         self.checkpoint_dir = path_of(checkpoint_dir, "checkpoint_dir", "training")
@@ -69,7 +69,7 @@ class SidecarEvaluator:
         self.callbacks = list(callbacks or ())
 
     def start(self) -> None:
-        """Evaluates until the last checkpoint was evaluated. It blocks.
+        """Evaluates each new checkpoint until the last one. It blocks.
 
         Raises:
           CheckpointMismatchError: A checkpoint is of another model.
@@ -84,7 +84,7 @@ class SidecarEvaluator:
             try:
                 self._load(checkpoint, path)
             except (OSError, CheckpointNotFoundError, CorruptCheckpointError) as error:
-                # The training is writing it, or has removed it.
+                # The training is still writing the checkpoint, or has removed it.
                 log.info("Checkpoint %s cannot be read yet: %s", path, error)
                 continue
             results = self.model.evaluate(
@@ -113,11 +113,11 @@ class SidecarEvaluator:
         checkpoint.restore(path).expect_partial()
 
     def _load_file(self, path: str) -> None:
-        """Loads a file of Keras, which is written where it stands.
+        """Loads a Keras file, which the training may still be writing.
 
         Raises:
-          OSError: It is being written.
-          ValueError: It is of another model.
+          OSError: The file is being written.
+          ValueError: The file is of another model.
         """
         before = os.stat(path)
         try:

@@ -1,8 +1,8 @@
-"""The steps that Keras's loops call, placed: ``model.train_function`` and its two sisters.
+"""The steps that Keras's loops call: ``model.train_function`` and its two sisters, for a strategy.
 
-Keras keeps its loops, with callbacks, logs and data. They call ``function(state, iterator)``: the state is
-arrays in groups, one for each kind of variable, and the function takes as many batches as it runs steps. While a loop
-runs the model's variables are empty, so that what is in the groups is all there is of them.
+Keras keeps its loops, with callbacks, logs and data. A loop calls ``function(state, iterator)``. The state is arrays in
+groups, one group for each kind of variable. The function takes as many batches as it runs steps. While a loop runs the
+model's variables are empty, so the groups hold the only copy of their values.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ State = Sequence[Any]
 
 @dataclass(frozen=True)
 class Phase:
-    """One of the three things that Keras does with a model.
+    """One of the three phases of a Keras model.
 
     Attributes:
       name: "train", "test" or "predict": the model has ``<name>_step`` and ``<name>_function``.
-      groups: The lists of variables that the state is made of, in its order.
+      groups: The lists of variables that make up the state, in order.
     """
 
     name: str
     groups: tuple[str, ...]
 
     def variables_of(self, model: Any) -> list[Sequence[Any]]:
-        """The model's variables by list."""
+        """Returns the model's variables, list by list."""
         return [
             model.optimizer.variables if group == "optimizer_variables" else getattr(model, group)
             for group in self.groups
@@ -75,9 +75,9 @@ class StepFunction(abc.ABC):
 
     Attributes:
       model: The model whose steps it runs.
-      phase: Which of them.
+      phase: The phase of these steps.
       strategy: The strategy that they run under.
-      name: For people: ``"Classifier.train_step"``.
+      name: The display name, such as ``"Classifier.train_step"``.
     """
 
     def __init__(self, model: Any, phase: Phase, strategy: Strategy):
@@ -87,11 +87,11 @@ class StepFunction(abc.ABC):
         self._num_batches: int | None = None
 
     def in_call(self, given: Mapping[str, Any], *, is_loop: bool) -> contextlib.AbstractContextManager[None]:
-        """Entered around one of Keras's methods. Afterwards the variables have the state again, all of it.
+        """Surrounds one of Keras's methods. On exit the variables have the full state again.
 
         Args:
           given: The arguments of the method, by name.
-          is_loop: It goes through a dataset.
+          is_loop: True if the method loops over a dataset.
         """
         if is_loop:
             self._same_batches.begin()
@@ -99,12 +99,12 @@ class StepFunction(abc.ABC):
         return self._around(given, is_loop=is_loop)
 
     def note_batches(self) -> None:
-        """The loop that was begun last has had batches, which another function has read."""
+        """Records that the current loop had batches, which another function has read."""
         self._num_batches = 1
 
     @property
     def has_met_no_batch(self) -> bool:
-        """Whether the loop that was begun last has looked for a batch, and there was none."""
+        """True if the current loop has asked for a batch, and there was none."""
         return self._num_batches == 0
 
     @abc.abstractmethod
@@ -112,17 +112,17 @@ class StepFunction(abc.ABC):
         """Takes batches from the iterator, as many as the model's ``steps_per_execution``, and runs the steps.
 
         Returns:
-          The logs of the last step, or of predictions those of all batches together; and the new state.
+          The logs of the last step (for predictions, the outputs of all batches), and the new state.
 
         Raises:
-          StopIteration: There is no further batch.
+          StopIteration: The data have no further batch.
         """
 
     def first_batch(self, iterator: Iterator[Any]) -> Batch:
-        """Takes one batch, to look at.
+        """Takes one batch, to read its shapes.
 
         Raises:
-          StopIteration: There is none.
+          StopIteration: The data have no batch.
         """
         batch = next(self._take(iterator, is_kept=False), None)
         if batch is None:
@@ -131,13 +131,13 @@ class StepFunction(abc.ABC):
 
     @abc.abstractmethod
     def _around(self, given: Mapping[str, Any], *, is_loop: bool) -> contextlib.AbstractContextManager[None]:
-        """As ``in_call``."""
+        """Implements ``in_call``."""
 
     def _take(self, iterator: Iterator[Any], *, is_kept: bool) -> Iterator[Batch]:
-        """The batches for one call. An error of the dataset comes after the batches before it.
+        """Yields the batches for one call. An error of the dataset comes after the batches before it.
 
         Args:
-          is_kept: A batch is used after the dataset has gone on.
+          is_kept: True if a batch is used after the dataset has moved on.
         """
         for _ in range(self._most_steps):
             try:
@@ -153,7 +153,7 @@ class StepFunction(abc.ABC):
             yield batch
 
     def _standardised(self, data: Any) -> Any:
-        """What the dataset has yielded, as the step takes it."""
+        """Converts an element of the dataset to the form that the step takes."""
         return data
 
     @property
@@ -167,7 +167,7 @@ class StepFunction(abc.ABC):
 
 @final
 class GlobalStepFunction(StepFunction):
-    """Runs the model's own, stateless step in the global view: see ``lowering/global_view.py``."""
+    """Runs the model's own stateless step in the global view; see ``lowering/global_view.py``."""
 
     def __init__(self, model: Any, phase: Phase, strategy: Strategy):
         super().__init__(model, phase, strategy)
@@ -180,12 +180,12 @@ class GlobalStepFunction(StepFunction):
             self._step_of_model,
             self.name,
             strategy.topology,
-            donates=not phase.is_predict,  # Keras uses the state of a prediction again
+            donates=not phase.is_predict,  # Keras reuses the state of a prediction
             keeps_all=phase.is_predict,
         )
 
     def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
-        """The model's own step, pure. State that is divided is so in the results too."""
+        """Runs the model's own step, a pure function. Sharded state stays sharded in the results."""
         layouts = self.strategy.variable_placement.layouts
         if layouts is None:
             return self._step_of_whole_state(state, data)
@@ -217,7 +217,7 @@ class GlobalStepFunction(StepFunction):
         )
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-        groups = self._held.hold(state)  # first of all: Keras has emptied the variables
+        groups = self._held.hold(state)  # this comes first, because Keras has emptied the variables
         batches: list[Batch] = []
         error: Exception | None = None
         capacity = self._most_steps
@@ -225,7 +225,7 @@ class GlobalStepFunction(StepFunction):
             for batch in self._take(iterator, is_kept=capacity > 1):
                 batches.append(batch)
         except Exception as of_data:
-            error = of_data  # after the steps before it
+            error = of_data  # raised after the steps before it
         if error is None and not batches:
             raise StopIteration
         outputs: list[Any] = []
@@ -238,16 +238,16 @@ class GlobalStepFunction(StepFunction):
     def described(
         self, state: Sequence[list[Any]], batch: Batch
     ) -> tuple[Any, list[Any], list[Any], set[int]]:
-        """The program for a batch, of which no value is read.
+        """Returns the program for a batch without reading any value.
 
         Returns:
-          What ``jax.jit`` gave; what it takes; the arrays of the state, and the positions of those that it changes.
+          The jitted function, its arguments, the arrays of the state, and the positions of the arrays that it changes.
         """
         self._held.hold(state)
         program = self._step.program(self._held, batch, 1)
         compiled, operands = program.described(self._held)
         arrays = self._held.values()
-        self._held.release()  # the variables shall not get descriptions
+        self._held.release()  # so that the variables do not get descriptions
         return compiled, operands, arrays, set(program.written)
 
     def _run(self, batches: Sequence[Batch], capacity: int) -> list[Any]:
@@ -261,7 +261,7 @@ class GlobalStepFunction(StepFunction):
         )
 
     def _run_uncompiled(self, batch: Batch) -> Any:
-        """Operation by operation, for debugging: all devices that hold the state compute everything."""
+        """Runs a step operation by operation, for debugging. All devices that hold the state compute everything."""
         self._held.adopt((), self._held_by_variables)
         whole = self.strategy.topology.replicated
         leaves = [jax.device_put(v, whole) if isinstance(v, jax.Array) else v for v in batch.leaves]
@@ -297,7 +297,7 @@ class GlobalStepFunction(StepFunction):
             return
         variables = self._variables()
         for variable, value in zip(variables, self._held.values(), strict=True):
-            if not accessor.is_built(variable):  # the loop was left in the middle
+            if not accessor.is_built(variable):  # the loop ended early
                 accessor.set([variable], [value])
         self._held.release()
         home = self.strategy.variable_placement.parameter_device
@@ -306,7 +306,7 @@ class GlobalStepFunction(StepFunction):
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """Predictions for several batches as those for one."""
+    """Returns the predictions for several batches as those for one."""
     if len(outputs) == 1:
         return outputs[0]
     return jax.tree_util.tree_map(lambda *parts: np.concatenate(parts), *outputs)

@@ -1,4 +1,4 @@
-"""Keras optimizers of tables of which only some rows are updated in a step: which settings have no meaning there."""
+"""Rules for Keras optimizers of tables in which a step updates only some rows. Some settings do not work there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _SETTINGS = {
 
 
 def why_not_for_tables(optimizer: Any) -> str | None:
-    """The settings with which an optimizer cannot update some rows of a table only, and why; None: there are none.
+    """Returns the settings with which an optimizer cannot update only some rows of a table, and why; None if there are
+    none.
 
-    What an optimizer computes does not tell: each row by itself is updated as it should be, if it is there.
+    Tracing the optimizer does not reveal this, because each row that is present is updated correctly.
     """
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer

@@ -1,4 +1,4 @@
-"""``rx.keras.callbacks.TensorBoard``: Keras's callback of this name, without TensorFlow: it writes through
+"""``rx.keras.callbacks.TensorBoard``: Keras's callback of this name without TensorFlow. It writes through
 ``rx.SummaryWriter``.
 """
 
@@ -29,29 +29,29 @@ log = logging.getLogger("replicax")
 
 @final
 class TensorBoard(keras.callbacks.Callback):
-    """Writes for TensorBoard what ``keras.callbacks.TensorBoard`` writes, without TensorFlow.
+    """Writes the data of ``keras.callbacks.TensorBoard`` for TensorBoard, without TensorFlow.
 
     There are two runs in ``log_dir``: ``train`` has ``epoch_<metric>`` and ``epoch_learning_rate``, ``validation`` has
     ``epoch_<metric>`` and ``evaluation_<metric>_vs_iterations``. It works under every strategy and without one. Give it
     to ``fit`` or ``evaluate`` in all processes: the first one writes.
 
     Args:
-      log_dir: The folder, made if need be.
-      histogram_freq: After every so many epochs the distribution of each weight is written; 0: never.
-      write_graph: Whether the model is written, as TensorBoard's page of graphs shows it: layers, not operations.
-        Subclassed models have none.
-      write_images: With the histograms, weights are written as images.
-      write_steps_per_second: Whether ``epoch_steps_per_second`` is written, and where batches are,
-        ``batch_steps_per_second``.
-      update_freq: "epoch"; "batch"; or after how many batches ``batch_<metric>`` is written. It waits for the step.
-      profile_batch: The batch, or the first and the last one of a range, that ``rx.profile`` records, counted from 1;
-        0: none.
+      log_dir: The directory of the logs, created if needed.
+      histogram_freq: The number of epochs between two histograms of each weight. 0 writes none.
+      write_graph: True writes the layers of the model for TensorBoard's graph page, not its operations. Subclassed
+        models have no graph.
+      write_images: True writes the weights as images, with the histograms.
+      write_steps_per_second: True writes ``epoch_steps_per_second``, and with batches also ``batch_steps_per_second``.
+      update_freq: "epoch", "batch", or the number of batches between two ``batch_<metric>`` values. Writing waits for
+        the step.
+      profile_batch: The batch that ``rx.profile`` records, or the first and last of a range, counted from 1. 0 records
+        none.
       embeddings_freq, embeddings_metadata: Must be left out: the embedding projector reads checkpoints of TensorFlow.
 
     Raises:
-      MissingExtraError: tensorboardX is not installed: the extra ``summaries``.
+      MissingExtraError: tensorboardX (the extra ``summaries``) is not installed.
       UnsupportedError: ``embeddings_freq`` or ``embeddings_metadata`` is given.
-      InvalidArgumentError: ``update_freq`` or ``profile_batch`` is none of the above.
+      InvalidArgumentError: ``update_freq`` or ``profile_batch`` has another value.
 
     Source: keras.callbacks.TensorBoard.
     """
@@ -75,7 +75,7 @@ class TensorBoard(keras.callbacks.Callback):
                 "TensorFlow. Leave embeddings_freq and embeddings_metadata out."
             )
         check_installed()
-        use_imported()  # for `closed_on_error`: Keras tells callbacks nothing of an error
+        use_imported()  # for `closed_on_error`, because Keras does not tell callbacks of errors
         self.log_dir = path_of(log_dir, "log_dir", "logs/run-1")
         self.histogram_freq = whole_number("histogram_freq", histogram_freq, least=0)
         self.write_graph, self.write_images = write_graph, write_images
@@ -91,11 +91,11 @@ class TensorBoard(keras.callbacks.Callback):
     # --- what it knows, for CheckpointCallback ----------------------------------------------------------
 
     def get_state(self) -> dict[str, int]:
-        """How many batches it has seen: a ``fit`` that resumes counts on."""
+        """Returns the number of batches so far. A ``fit`` that resumes continues this count."""
         return {"num_batches": self._num_batches}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """See ``get_state``."""
+        """Restores the number of batches."""
         self._num_batches, self._is_restored = state["num_batches"], True
 
     # --- writers ----------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class TensorBoard(keras.callbacks.Callback):
             writer.close()
 
     def close_after(self, error: BaseException) -> None:
-        """Ends the profile and the writers of a loop that has raised."""
+        """Ends the profile and closes the writers of a loop that has raised."""
         self._is_training = self._is_restored = False
         self._end_profile()
         writers, self._writers = self._writers, {}
@@ -163,7 +163,9 @@ class TensorBoard(keras.callbacks.Callback):
                 passed = time.monotonic() - self._batch_began
                 self._train.scalar("batch_steps_per_second", 1.0 / max(passed, 1e-9), number)
         if self._is_profiling and number >= self._last_profiled:
-            jax.block_until_ready(jax.tree_util.tree_leaves(logs))  # or the step would not be in it
+            jax.block_until_ready(
+                jax.tree_util.tree_leaves(logs)
+            )  # otherwise the profile would miss the step
             self._end_profile()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -204,8 +206,8 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _learning_rates(self) -> dict[str, float]:
         optimizer = self._fitted.optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-        several = getattr(optimizer, "optimizers", None)  # of a MultiOptimizer
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # the inner one of a LossScaleOptimizer
+        several = getattr(optimizer, "optimizers", None)  # those of a MultiOptimizer
         if several is not None:
             return {f"learning_rate_{one.name}": float(one.learning_rate) for one in several}
         if isinstance(optimizer, keras.optimizers.Optimizer):
@@ -226,7 +228,7 @@ class TensorBoard(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def closed_on_error(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Around a loop of Keras: if it raises, those of its callbacks that are of this kind are closed."""
+    """Closes the callbacks of this class if a Keras loop raises."""
     try:
         yield
     except BaseException as error:
@@ -237,29 +239,33 @@ def closed_on_error(callbacks: Sequence[Any]) -> Iterator[None]:
 
 
 def _json_of(model: Any) -> str | None:
-    """A model whose layers are known beforehand, as Keras describes it; None of others, and where Keras cannot."""
+    """Returns Keras's description of a model whose layers are known before it runs; None for other models and on
+    failure.
+    """
     if type(model).__name__ not in ("Functional", "Sequential"):
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy's, of Keras's variables (Keras 3.15)
+            warnings.simplefilter("ignore")  # NumPy warns about Keras's variables (Keras 3.15)
             return model.to_json()
-    except Exception as error:  # as Keras's callback: a layer without get_config is no reason not to train
-        log.warning("TensorBoard: model %r is not written as a graph: %s", model.name, error)
+    except Exception as error:  # as in Keras's callback: a layer without get_config must not stop training
+        log.warning("TensorBoard: cannot write model %r as a graph: %s", model.name, error)
         return None
 
 
 def _update_freq(given: Any) -> int:
-    """After how many batches they are written; 0: they are not."""
+    """Returns the number of batches between two writes, or 0 for none."""
     if given in ("epoch", "batch"):
         return int(given == "batch")
     if isinstance(given, str):
-        raise InvalidArgumentError(f'update_freq is "epoch", "batch" or a number of batches, got {given!r}.')
+        raise InvalidArgumentError(
+            f'update_freq must be "epoch", "batch" or a number of batches, got {given!r}.'
+        )
     return whole_number("update_freq", given, least=1)
 
 
 def _range_of(given: Any) -> tuple[int, int]:
-    """The first and the last batch of ``profile_batch``; 0 and 0: none."""
+    """Returns the first and the last batch of ``profile_batch``; 0 and 0 for none."""
     parts = given.split(",") if isinstance(given, str) else given
     parts = parts if isinstance(parts, (list, tuple)) else [parts]
     try:
@@ -268,14 +274,14 @@ def _range_of(given: Any) -> tuple[int, int]:
         numbers = []
     if len(numbers) not in (1, 2) or numbers[0] < len(numbers) - 1 or numbers[-1] < numbers[0]:
         raise InvalidArgumentError(
-            f"profile_batch is the number of a batch, counted from 1, or those of the first and the last one, such as (10, 20); "
-            f"0 is none. Got {given!r}."
+            "profile_batch must be a batch number, counted from 1, or a first and a last number, such as (10, 20), or "
+            f"0 for none. Got {given!r}."
         )
     return numbers[0], numbers[-1]
 
 
 def _picture_of(value: Any) -> Any:
-    """A weight as Keras draws it, [n, height, width, channels]; None where it has too many dims."""
+    """Returns a weight as an image, [n, height, width, channels], as Keras does; None if it has too many dims."""
     image = np.squeeze(np.asarray(value))
     if image.ndim == 1:
         image = image.reshape(1, -1, 1, 1)

@@ -1,6 +1,6 @@
-"""Keras variables belong to the strategy in whose scope they are made, which says where they are kept.
+"""Keras variables that belong to the strategy in whose scope they are made. The strategy decides where they are kept.
 
-``PlacedVariable`` stands before Keras's own class among the bases of ``keras.Variable``.
+``PlacedVariable`` comes before Keras's own class among the bases of ``keras.Variable``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from replicax._src.variables.server_placement import ServerPlacement
 _Keras: Any = keras.Variable if TYPE_CHECKING else object
 
 
-# Keras's own getter: ``super()`` takes half a microsecond.
+# Keras's own getter, because ``super()`` takes half a microsecond.
 _own_value: Any = keras.Variable.value.fget
 
 
 class PlacedVariable(_Keras):
-    """A Keras variable, made, read and assigned where the strategy in whose scope it is made keeps variables."""
+    """A Keras variable that is made, read and assigned where the strategy of its scope keeps variables."""
 
     @functools.wraps(keras.Variable.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if current_capture() is None or planning.get():
             self._make(args, kwargs)
-        else:  # what a traced function creates has its value at once
+        else:  # a variable that a traced function creates gets its value at once
             with outside_functions():
                 self._make(args, kwargs)
         note_created(self.path)
@@ -57,7 +57,7 @@ class PlacedVariable(_Keras):
         jax_compat.take_as_arrays(type(self), value_of)
 
     def _deferred_initialize(self) -> None:
-        """The first value of a variable of a model that was built while Keras traced it."""
+        """Gives the first value to a variable of a model that was built while Keras traced it."""
         if accessor.is_built(self):
             return
         placement = _placement_of(self)
@@ -76,7 +76,7 @@ class PlacedVariable(_Keras):
 
     @property
     def value(self) -> Any:
-        """The value: read from the servers, or gathered from the processes, if it is there."""
+        """The value, read from the servers or gathered from the processes if it is there."""
         capture, stored = current_capture(), getattr(self, "_value", None)
         if capture is None and not isinstance(stored, ServerArray):
             held = _own_value(self)
@@ -84,14 +84,14 @@ class PlacedVariable(_Keras):
         scope = keras_capture.stateless_scope()
         value = None if scope is None else scope.get_current_value(self)
         if value is None and scope is not None:
-            # A user's own scope that does not map it: the value is of the trace, not frozen.
+            # A user's own scope does not map this variable, so its value is that of the trace, not a constant.
             value = servers.stand_in(self) if capture is None else keras_capture.read(capture, self)
         if value is None:
             value = stored.read() if isinstance(stored, ServerArray) else stored
         return _own_value(self) if value is None else self._maybe_autocast(value)
 
     def assign(self, value: Any) -> Any:
-        """Assigns where the variable is kept."""
+        """Assigns the value where the variable is kept."""
         stored = getattr(self, "_value", None)
         result = super().assign(placed_variables.beside(self, value))
         if isinstance(stored, ServerArray):
@@ -102,16 +102,16 @@ class PlacedVariable(_Keras):
         return result
 
     def assign_add(self, value: Any) -> Any:
-        """Adds, where the variable is kept."""
+        """Adds to the value where the variable is kept."""
         return super().assign_add(placed_variables.beside(self, value))
 
     def assign_sub(self, value: Any) -> Any:
-        """Subtracts, where the variable is kept."""
+        """Subtracts from the value where the variable is kept."""
         return super().assign_sub(placed_variables.beside(self, value))
 
 
 def value_of(variable: Any) -> Any:
-    """The value of a Keras variable."""
+    """Returns the value of a Keras variable."""
     return variable.value
 
 
@@ -120,7 +120,7 @@ def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _take_leaders_value(variable: Any) -> None:
-    """In several processes a new variable begins with the value that it has in the first."""
+    """Gives a new variable in several processes the value of the first process."""
     strategy = context.owners.get(id(variable))
     if strategy is None or strategy.topology.peers is None or sharded_state.making.is_alone:
         return
@@ -133,5 +133,5 @@ def _take_leaders_value(variable: Any) -> None:
 
 
 def _placement_of(variable: Any) -> Any:
-    """Where the strategy in whose scope a variable was made keeps variables; None if it was made in none."""
+    """Returns the placement of the strategy in whose scope a variable was made; None outside of all scopes."""
     return getattr(context.owners.get(id(variable)), "variable_placement", None)

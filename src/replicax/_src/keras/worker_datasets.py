@@ -1,4 +1,4 @@
-"""Datasets that each worker makes for itself, as what Keras takes for ``x``: it counts steps, and sees no element."""
+"""Adapters that give Keras, as ``x``, datasets that each worker makes. Keras counts steps and sees no element."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def as_worker_input(
     given: Mapping[str, Any],
     steps: str,
 ) -> Any:
-    """What Keras understands in place of a per-worker dataset, or of a function that makes one; anything else as it is.
+    """Returns the adapter for a per-worker dataset, or for a function that makes one. Returns any other value
+    unchanged.
 
     Args:
-      data: What was given for ``argument``.
-      strategy: Of the model, with parameter servers.
-      method: Of Keras.
+      data: The value given for ``argument``.
+      strategy: The model's strategy, with parameter servers.
+      method: The name of Keras's method.
       argument: ``"x"`` or ``"validation_data"``.
       given: All arguments, by name.
-      steps: The name of the one that says how many batches to take.
+      steps: The name of the argument that gives the number of batches.
 
     Raises:
-      InvalidArgumentError: It is an iterator, or no dataset; or nobody says how many batches to take; or arguments are
-        given that it leaves no room for.
+      InvalidArgumentError: ``data`` is an iterator or not a dataset, or the number of batches is not given, or an
+        argument conflicts with ``data``.
     """
     if isinstance(data, (PerWorkerIterator, PerWorkerValues)):
         raise InvalidArgumentError(
@@ -56,18 +57,19 @@ def as_worker_input(
         return data
     if method == "predict":
         raise InvalidArgumentError(
-            "predict(): `x` is a dataset that each worker makes for itself, whose rows have no order. Pass arrays, or a dataset."
+            "predict(): `x` is a per-worker dataset, whose rows have no order. Pass arrays or another dataset."
         )
     if given.get(steps) is None:
         raise InvalidArgumentError(
-            f"{method}(): `{argument}` is a dataset that each worker makes for itself, and nobody knows how many batches all "
-            f"take together: say so with `{steps}`."
+            f"{method}(): `{argument}` is a per-worker dataset, so the total number of batches is unknown. Give it as "
+            f"`{steps}`."
         )
     if argument == "x":
         check_alone("dataset of the workers", given)
         if given.get("class_weight"):
             raise InvalidArgumentError(
-                "`class_weight` was given beside a dataset of the workers. Let its elements be (x, y, sample_weight)."
+                "`class_weight` was given beside a per-worker dataset. Remove it, and make the elements (x, y, "
+                "sample_weight)."
             )
     if not isinstance(data, PerWorkerDataset):
         data = coordinator_of(strategy).create_per_worker_dataset(data)
@@ -75,15 +77,15 @@ def as_worker_input(
 
 
 def _is_dataset_fn(data: Any) -> bool:
-    if isinstance(data, UnbuiltDataset):  # what the strategy has distributed
+    if isinstance(data, UnbuiltDataset):  # the strategy has distributed it
         return True
     return callable(data) and not isinstance(data, (Iterable, keras.utils.PyDataset))
 
 
 @final
 class WorkerInput(DataAdapter):
-    """Stands for the elements of a dataset of the workers: the first batch has their shapes, for a model that is not
-    built. Later ones only count.
+    """Stands in for a per-worker dataset. Its first batch has the shapes of the elements, to build a model. Later
+    batches only count.
 
     Attributes:
       dataset: The dataset.
@@ -94,15 +96,15 @@ class WorkerInput(DataAdapter):
 
     @property
     def num_batches(self) -> None:
-        """It has no end."""
+        """None, because it has no end."""
         return None
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """Batches of zeros."""
+        """Yields batches of zeros."""
         element = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.dataset.element_spec)
         yield tuple(element) if isinstance(element, list) else element
         yield from itertools.repeat((np.zeros((1,), np.float32),))
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
-        """Around the call that takes the batches."""
+        """Surrounds the call that takes the batches."""
         return contextlib.nullcontext()

@@ -1,6 +1,4 @@
-"""What several processes compare, before one of Keras's loops and in it: that they go through the same rows in the same
-order.
-"""
+"""Checks that several processes go through the same rows in the same order, before and during one of Keras's loops."""
 
 from __future__ import annotations
 
@@ -37,14 +35,14 @@ _SETTINGS = (
 
 
 def start_together(peers: Peers, method: str, model: Any, given: Mapping[str, Any]) -> None:
-    """Called by all processes before ``fit``, ``evaluate`` and ``predict``.
+    """Compares the arguments of all processes. All call it before ``fit``, ``evaluate`` and ``predict``.
 
     Args:
-      method: Its name.
+      method: The name of the Keras method.
       given: Its arguments, by name.
 
     Raises:
-      WorkersDifferError: The data that they were given differ, or how many steps they are to take.
+      WorkersDifferError: The data of the processes differ, or the numbers of steps.
     """
     settings = {name: repr(given[name]) for name in _SETTINGS if name in given}
     settings |= {name: _form_of(given.get(name)) for name in _DATA}
@@ -55,14 +53,16 @@ def start_together(peers: Peers, method: str, model: Any, given: Mapping[str, An
         if len(set(found)) > 1:
             have = ", ".join(f"{task} {value}" for task, value in zip(peers.names, found, strict=True))
             raise WorkersDifferError(
-                f"{method}(): the workers were given different values of `{name}`: {have}. All workers go through the same "
-                f"steps: give all of them the same.{_OF_DATA if name in _DATA else ''}"
+                f"{method}(): the workers were given different values of `{name}`: {have}. All workers run the same "
+                f"steps, so give all of them the same value.{_OF_DATA if name in _DATA else ''}"
             )
     _share_random_state(peers, method)
 
 
 def _form_of(data: Any) -> str:
-    """The dtypes and shapes of arrays, with a digest of their first and last rows; of a dataset its kind and length."""
+    """Returns the dtypes and shapes of arrays with a digest of their first and last rows. For a dataset, returns its
+    kind and length.
+    """
     leaves = jax.tree_util.tree_leaves(data)
     if leaves and all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
         forms = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
@@ -73,7 +73,7 @@ def _form_of(data: Any) -> str:
 
 
 def _share_random_state(peers: Peers, method: str) -> None:
-    """Keras shuffles with the random states of NumPy and Python: all processes take the first one's."""
+    """Gives all processes the random states of NumPy and Python of the first one, because Keras shuffles with them."""
     kind, keys, *rest = np.random.get_state()
     state = [[kind, np.asarray(keys).tolist(), *rest], random.getstate()] if peers.is_leader else None
     (kind, keys, *rest), (version, words, gauss) = peers.gather("keras random", state, f"to start {method}")[
@@ -85,11 +85,11 @@ def _share_random_state(peers: Peers, method: str) -> None:
 
 @final
 class SameBatches:
-    """Compares whole batches that all processes are given: the 1st, 2nd, 4th, 8th and so on.
+    """Compares global batches that all processes are given: the 1st, 2nd, 4th, 8th and so on.
 
     Args:
-      peers: The processes; None if there is one.
-      name: Of the step, for people.
+      peers: The processes; None for a single process.
+      name: The display name of the step.
     """
 
     def __init__(self, peers: Peers | None, name: str):
@@ -97,14 +97,14 @@ class SameBatches:
         self.begin()
 
     def begin(self) -> None:
-        """Another loop begins."""
+        """Records that another loop begins."""
         self._num_seen, self._has_own_rows = 0, False
 
     def look_at(self, batch: Batch) -> None:
-        """The next batch.
+        """Checks the next batch.
 
         Raises:
-          WorkersDifferError: The processes were given different ones.
+          WorkersDifferError: The processes were given different batches.
         """
         self._has_own_rows = batch.worker_sizes is not None
         if self._peers is None or self._has_own_rows:
@@ -119,10 +119,10 @@ class SameBatches:
         self._compare(here)
 
     def look_at_end(self) -> None:
-        """There is no further batch.
+        """Checks that all processes have reached the end of the data.
 
         Raises:
-          WorkersDifferError: There is, for others.
+          WorkersDifferError: Other processes have further batches.
         """
         if self._peers is not None and not self._has_own_rows:
             self._compare([["the end"], f"after {self._num_seen}"])
@@ -138,10 +138,10 @@ class SameBatches:
             for task, (forms, said) in zip(self._peers.names, of_all, strict=True)
         )
         raise WorkersDifferError(
-            f"{self._name}: the workers were given different batches, here number {self._num_seen}: {have}. Each takes its own rows "
-            "of one global batch, so the dataset must give all of them the same ones: give its shuffle the same seed everywhere. "
-            "Where each worker has rows of its own, pass strategy.distribute_datasets_from_function(...), or a dataset "
-            "distributed with the policy FILE."
+            f"{self._name}: the workers were given different batches, here number {self._num_seen}: {have}. Each "
+            "worker takes its own rows of one global batch, so the dataset must yield the same batches everywhere. "
+            "Give its shuffle the same seed in all workers. If each worker has its own rows, pass "
+            "strategy.distribute_datasets_from_function(...), or a dataset distributed with the policy FILE."
         )
 
 

@@ -1,1 +1,1 @@
-"""What people look at: tables for notebooks, pictures of where values lie."""
+"""Views for people: tables for notebooks, and pictures of the placement of values."""

@@ -1,6 +1,6 @@
-"""How a value lies over devices, as data that pictures are made of.
+"""The placement of a value over devices, as data for pictures.
 
-Nothing is read: shapes and shardings are enough.
+No value is read; shapes and shardings are enough.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Index = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of an array, and where it is.
+    """A piece of an array and its location.
 
     Attributes:
-      places: "cpu:0–3"; of another process with its task before it.
-      is_local: This process has it.
+      places: The devices, such as "cpu:0–3", with the task in front for another process.
+      is_local: True if this process has it.
     """
 
     index: Index
@@ -43,13 +43,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """An array, and how it lies.
+    """An array and its placement.
 
     Attributes:
-      told: How, in words.
-      pieces: For each dim into how many pieces it is cut.
-      device_bytes: What one device, or server, holds of it.
-      parts: Empty where nothing is known, or it is on the host.
+      told: The placement in words.
+      pieces: The number of pieces along each dim.
+      device_bytes: The bytes of it on one device or server.
+      parts: The parts; empty if they are unknown or the array is on the host.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Layout:
 
 
 def layouts_of(value: Any) -> list[Layout]:
-    """The layouts of all arrays of a value.
+    """Returns the layouts of all arrays of a value.
 
     Raises:
-      InvalidArgumentError: There are none in it.
+      InvalidArgumentError: The value contains no arrays.
     """
     named = _variables_of_keras(value)
     if named is None:
@@ -82,8 +82,8 @@ def layouts_of(value: Any) -> list[Layout]:
     found = [_layout(name or _name_of(leaf), leaf) for name, leaf in named]
     if not found or all(layout is None for layout in found):
         raise InvalidArgumentError(
-            f"rx.visualize draws arrays, variables, PerReplica values, Keras models, and pytrees of these; got {value!r:.200}. Of a "
-            "distributed dataset give it an element: next(iter(dataset))."
+            "rx.visualize draws arrays, variables, PerReplica values, Keras models, and pytrees of these; got "
+            f"{value!r:.200}. For a distributed dataset pass an element: next(iter(dataset))."
         )
     return [layout for layout in found if layout is not None]
 
@@ -93,7 +93,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _variables_of_keras(value: Any) -> list[tuple[str, Any]] | None:
-    """The variables of a model, layer, optimizer or metric; None for other values."""
+    """Returns the variables of a model, layer, optimizer or metric; None for other values."""
     keras: Any = sys.modules.get("keras")
     if keras is None:
         return None
@@ -115,7 +115,7 @@ def _name_of(leaf: Any) -> str:
 
 
 def _layout(name: str, leaf: Any) -> Layout | None:
-    """The layout of one leaf; None if it is no array."""
+    """Returns the layout of one leaf; None if it is not an array."""
     if isinstance(leaf, ShardedVariable):
         held = list(leaf.shards.held)
         if len(held) > 1:
@@ -158,7 +158,7 @@ def _of_array(name: str, array: Any) -> Layout | None:
 
 
 def _devices_by_index(array: jax.Array) -> dict[Index, list[Any]]:
-    """Which devices hold which part, all processes' among them."""
+    """Returns the devices of all processes that hold each part."""
     found: dict[Index, list[Any]] = {}
     for device, slices in array.sharding.devices_indices_map(array.shape).items():
         index = tuple(s.indices(size)[:2] for s, size in zip(slices or (), array.shape, strict=False))
@@ -176,7 +176,7 @@ def _told(by_index: Mapping[Index, Sequence[Any]], pieces: Sequence[int]) -> str
 
 
 def _places(devices: Sequence[Any]) -> tuple[str, bool]:
-    """Devices in short, and whether this process has one of them."""
+    """Returns short text for devices, and True if this process has one of them."""
     here = jax.process_index()
     by_process: dict[int, list[Any]] = {}
     for device in devices:
@@ -193,7 +193,7 @@ def _task(process: int) -> str:
 
 
 def _short(devices: Sequence[Any]) -> str:
-    """``cpu:0–3, 6``."""
+    """Returns text such as ``cpu:0–3, 6``."""
     numbers = sorted(device.id for device in devices)
     ranges: list[list[int]] = []
     for number in numbers:
@@ -205,7 +205,7 @@ def _short(devices: Sequence[Any]) -> str:
 
 
 def _of_replicas(name: str, value: PerReplica) -> Layout | None:
-    """A component for each replica, which stand below each other."""
+    """Returns the layout of a value with a component for each replica, drawn below one another."""
     array = value._array
     if array is None or not isinstance(array, jax.Array) or isinstance(array, jax_compat.Tracer):
         return _of_array(name, array)
@@ -258,7 +258,7 @@ def _of_server(name: str, array: ServerArray) -> Layout:
 
 
 def _in_variables(name: str, variable: ShardedVariable) -> Layout:
-    """Shards that are variables of their own."""
+    """Returns the layout of a variable whose shards are variables."""
     parts, sizes = [], []
     for shard, rows in zip(variable.shards.held, variable.shards.rows, strict=True):
         layout = _layout(name, shard)

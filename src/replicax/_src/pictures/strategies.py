@@ -1,4 +1,4 @@
-"""What a notebook shows of a strategy: its replicas, their devices, where variables are."""
+"""The notebook view of a strategy: its replicas, their devices, and the placement of variables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from replicax._src.options import ShardState
 
 
 def table_of(name: str, topology: Topology, placement: Any) -> str:
-    """A row for each replica, as HTML.
+    """Returns a table with a row for each replica, as HTML.
 
     Args:
-      name: Of the strategy's class.
-      topology: Its replicas' devices.
-      placement: Where its variables are kept.
+      name: The name of the strategy's class.
+      topology: The devices of its replicas.
+      placement: The placement of its variables.
     """
     count = topology.num_replicas
     about: dict[str, object] = {"variables": _kept_where(placement)}
@@ -35,14 +35,14 @@ def table_of(name: str, topology: Topology, placement: Any) -> str:
 
 
 def _kept_where(placement: Any) -> str:
-    """Where variables are, in words."""
+    """Returns the placement of variables in words."""
     if placement.parameter_device is not None:
         return f"on {device_name(placement.parameter_device)}"
     if placement.logical_layouts is not None:
-        return "divided over the logical devices of each replica as the layout map says, the others whole"
+        return "sharded over the logical devices of each replica by the layout map, the others replicated"
     if placement.layouts is None:
-        return "whole on every device"
+        return "replicated on every device"
     shards = placement.layouts.shards
     is_optimizer = shards.state is ShardState.OPTIMIZER
     what = "those of optimizers" if is_optimizer else "trainable ones, and those of optimizers"
-    return f"divided over {shards.num_shards} replicas: {what}; the others whole on every device"
+    return f"sharded over {shards.num_shards} replicas: {what}; the others replicated on every device"

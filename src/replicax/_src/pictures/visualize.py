@@ -1,4 +1,4 @@
-"""``rx.visualize``: how a value lies over devices, as text and as SVG."""
+"""``rx.visualize``: shows the placement of a value over devices, as text and as SVG."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _LEFT, _TOP, _GRID_WIDTH, _LABELS, _CELL_HEIGHT = 10, 52, 520, 96, 30
 
 
 def visualize(value: Any) -> Picture:
-    """Draws how a value lies over devices: which device, process or parameter server holds which part.
+    """Draws the placement of a value over devices: which device, process or parameter server holds which part.
 
-    Nothing is computed, fetched or sent, so one process alone may call it; what other processes hold is drawn as
-    theirs. In a script it prints the picture, in colours where rich is installed. In a notebook, or at Python's prompt,
-    the picture is what the line shows.
+    Nothing is computed, fetched or sent, so one process may call it alone; the parts of other processes are marked. In
+    a script it prints the picture, in colours if rich is installed. A notebook or Python's prompt displays the returned
+    picture.
 
     Args:
-      value: An array, a variable, a PerReplica value (an element of a distributed dataset, say), a Keras model, layer
-        or optimizer (all its variables), or a pytree of these.
+      value: An array, a variable, a PerReplica value (for example an element of a distributed dataset), a Keras model,
+        layer or optimizer (all its variables), or a pytree of these.
 
     Returns:
-      A ``Picture``: ``str`` gives it as text, ``to_svg()`` as SVG, and ``save(path)`` writes that.
+      A ``Picture``. ``str`` gives text, ``to_svg()`` gives SVG, and ``save(path)`` writes the SVG.
 
     Raises:
-      InvalidArgumentError: There is no array in it.
+      InvalidArgumentError: The value contains no arrays.
 
     >>> import jax.numpy as jnp
     >>> import replicax as rx
@@ -51,16 +51,16 @@ def visualize(value: Any) -> Picture:
 
 
 def _is_interactive() -> bool:
-    """Whether what a line gives is shown: at Python's prompt and in notebooks."""
+    """True at Python's prompt and in notebooks, which display the value of a line."""
     return getattr(sys, "ps1", None) is not None or "ipykernel" in sys.modules
 
 
 @final
 class Picture:
-    """How arrays lie over devices.
+    """The placement of arrays over devices.
 
     Attributes:
-      layouts: Of each array.
+      layouts: The layout of each array.
     """
 
     def __init__(self, layouts: Sequence[Layout]):
@@ -72,7 +72,7 @@ class Picture:
     __repr__ = __str__
 
     def show(self) -> None:
-        """Prints it."""
+        """Prints the picture."""
         try:
             console = importlib.import_module("rich.console").Console(highlight=False)
             text: Any = importlib.import_module("rich.text").Text
@@ -83,7 +83,7 @@ class Picture:
             console.print(text(line, style=style), no_wrap=True, crop=False, overflow="ignore")
 
     def to_svg(self) -> str:
-        """As SVG, which a browser shows on light and dark pages."""
+        """Returns the picture as SVG that suits light and dark pages."""
         return _svg(self.layouts, is_inline=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -94,7 +94,7 @@ class Picture:
         return html.scrolled(_svg(self.layouts, is_inline=True))
 
     def _lines(self, width: int) -> Iterator[tuple[str, str]]:
-        """Lines of text, each with a style of rich."""
+        """Yields lines of text, each with a style of rich."""
         if len(self.layouts) == 1:
             yield from _boxes(self.layouts[0], width)
         else:
@@ -163,7 +163,7 @@ def _list(layouts: Sequence[Layout], width: int) -> Iterator[tuple[str, str]]:
 
 
 def _elided(count: int, most: int = _MAX_CELLS) -> list[int | None]:
-    """The numbers of what is drawn; None stands for those left out in the middle."""
+    """Yields the indices to draw. None stands for those left out in the middle."""
     most = max(3, min(most, _MAX_CELLS))
     if count <= most:
         return list(range(count))
@@ -173,7 +173,7 @@ def _elided(count: int, most: int = _MAX_CELLS) -> list[int | None]:
 
 @final
 class _Grid:
-    """The parts of an array in rows and columns: its last dim that is cut lies to the right, others downwards."""
+    """The parts of an array in rows and columns. Its last split dim runs to the right, the others downwards."""
 
     def __init__(self, layout: Layout):
         cut = [dim for dim, count in enumerate(layout.pieces) if count > 1]

@@ -1,1 +1,1 @@
-"""Plans: published facts of hardware, what a program asks for and costs, and the report of it."""
+"""Plans: published facts of hardware, the costs of a program, and their report."""

@@ -1,4 +1,4 @@
-"""A program compiled for hardware, and what its compiler says of memory."""
+"""A program compiled for hardware, and its memory according to the compiler."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True)
 class Compilation:
-    """A program, compiled for a topology.
+    """A program compiled for a topology.
 
     Attributes:
-      jaxpr: Of the whole program.
-      text: The compiled program as HLO; empty if the compiler gave up.
-      lower_s, compile_s: How long that took.
+      jaxpr: The jaxpr of the full program.
+      text: The compiled program as HLO; empty if the compiler failed.
+      lower_s, compile_s: The seconds that lowering and compiling took.
     """
 
     jaxpr: Any
@@ -41,17 +41,17 @@ class Compilation:
 
 
 def compiled_for(hardware: Hardware, program: StepProgram) -> Compilation:
-    """Compiles the program of a step, which is for this hardware. Call it inside ``program_on``.
+    """Compiles the program of a step for this hardware. Call it inside ``program_on``.
 
     Raises:
-      PlanError: The compiler fails, for another reason than memory.
+      PlanError: The compiler fails for a reason other than memory.
     """
     start = time.monotonic()
     traced = program.trace()
     lowered = traced.lower()
     lower_s = time.monotonic() - start
     start = time.monotonic()
-    # Programs for devices that are not here cannot be loaded again: the next plan would warn, and compile after all.
+    # Programs for absent devices cannot be loaded from the cache. The next plan would warn and compile again.
     is_here = hardware.chip.kind == "cpu"
     try:
         with contextlib.nullcontext() if is_here else jax_compat.not_in_persistent_cache():
@@ -76,17 +76,17 @@ def _memory(analysis: Any, chip: Chip) -> Memory:
     arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     outputs, donated = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
     total = arguments + temporaries + outputs - donated
-    # The CPU's compiler leaves temporaries out of its peak (jax 0.10).
+    # The CPU compiler's peak omits temporaries (jax 0.10).
     peak = total if chip.kind == "cpu" else (analysis.peak_memory_in_bytes or total)
     return Memory(arguments, outputs, donated, temporaries, peak, chip.memory_bytes)
 
 
 def argument_bytes(program: StepProgram) -> int:
-    """What a device holds of the arguments, variables among them, from their shapes."""
+    """Returns the bytes of the arguments, including variables, on one device, from their shapes."""
     return sum(bytes_on_device(leaf) for leaf in jax.tree_util.tree_leaves(program.operands))
 
 
 def bytes_on_device(described: Any) -> int:
-    """What one device holds of a described array."""
+    """Returns the bytes of a described array on one device."""
     shape = described.sharding.shard_shape(described.shape) if described.sharding else described.shape
     return math.prod(shape) * described.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What a program asks for, read from its jaxpr: multiplications, memory traffic of them, and collectives."""
+"""The costs of a program, read from its jaxpr: multiplications, their memory traffic, and collectives."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of exchange, as often as a step has it.
+    """One kind of collective, and the number of its runs in a step.
 
     Attributes:
-      kind: As XLA calls it: "all-reduce", "all-gather", ...
-      bytes: Of the whole array on one device: what goes in, or, of an all-gather, what comes out.
-      group_size: How many devices exchange.
-      count: How often in a step, loops unrolled.
-      axes: Of the mesh, where the program names them.
-      stands_for: The kind that was asked for, where the compiler put this in its place; None: it is what it is.
-      num_domains: On how many hosts of GPUs, or slices of TPUs, the devices of a group are, as many on each.
+      kind: XLA's name: "all-reduce", "all-gather", ...
+      bytes: The size of the full array on one device: the input, or the output of an all-gather.
+      group_size: The number of devices that exchange.
+      count: The number of runs in a step, with loops unrolled.
+      axes: The axes of the mesh, if the program names them.
+      stands_for: The requested kind, if the compiler replaced it by this one; otherwise None.
+      num_domains: The number of GPU hosts or TPU slices over which the devices of a group are spread evenly.
     """
 
     kind: str
@@ -50,19 +50,23 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """What one device sends in a step, by the ring algorithm: 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n
-        of the others', all of a permutation's.
+        """The bytes that one device sends in a step with the ring algorithm.
+
+        That is 2 (n - 1) / n of an all-reduce's bytes, all bytes of a permutation, and (n - 1) / n of the others'
+        bytes.
         """
         return self.count * self.bytes * self._share(self.group_size)
 
     @property
     def link_bytes(self) -> float:
-        """What one device sends at least to others of its host or slice, if what is in it is exchanged there."""
+        """A lower bound on the bytes that one device sends within its host or slice, if the exchange starts there."""
         return self.count * self.bytes * self._share(self.group_size // self.num_domains)
 
     @property
     def network_bytes(self) -> float:
-        """What one device sends at least to other hosts or slices, if those of each share that evenly."""
+        """A lower bound on the bytes that one device sends to other hosts or slices, if the devices of each share them
+        evenly.
+        """
         together = (
             1 if self.kind in ("all-to-all", "collective-permute") else self.group_size // self.num_domains
         )
@@ -76,7 +80,7 @@ class Collective:
 
 
 def merged(found: Sequence[Collective]) -> list[Collective]:
-    """Equal ones as one, with their counts added; the largest first."""
+    """Merges equal collectives and adds their counts. The largest come first."""
     counts: collections.Counter[Any] = collections.Counter()
     for one in found:
         counts[dataclasses.replace(one, count=0)] += one.count
@@ -87,19 +91,19 @@ def merged(found: Sequence[Collective]) -> list[Collective]:
 
 
 def num_domains_of(members: Iterable[int], domain_size: int) -> int:
-    """On how many hosts or slices the devices with these numbers are."""
+    """Returns the number of hosts or slices that have the devices with these numbers."""
     return len({member // domain_size for member in members})
 
 
 @dataclass
 class Costs:
-    """What one device does in a step.
+    """The costs of a step on one device.
 
     Attributes:
-      flops: By dtype of the operands: of matrix products and convolutions, 2 for each multiplication and addition.
-      matrix_bytes: Of the operands and results of these, which pass through memory at least once.
-      collectives: As the program asks for them.
-      has_open_loops: There are loops whose length is known only when they run; they are counted as one step.
+      flops: FLOP of matrix products and convolutions by operand dtype; a multiplication and addition count as 2.
+      matrix_bytes: The bytes of their operands and results, which pass through memory at least once.
+      collectives: The collectives that the program requests.
+      has_open_loops: True if there are loops whose length is known only when they run. They count as one step.
     """
 
     flops: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
@@ -120,13 +124,15 @@ def costs_of(
     domain_size: int | None = None,
     num_logical_devices: int = 1,
 ) -> Costs:
-    """The costs of a program on one of its devices.
+    """Returns the costs of a program on one of its devices.
 
     Args:
-      jaxpr: Of the whole program. Inside of a ``shard_map`` shapes are those of one replica.
-      is_split: What is outside of one is split over the devices by rows (the global view), not computed by each.
-      domain_size: Devices of a host or slice; None: there is one.
-      num_logical_devices: Of a replica: each has its share of what the replica computes, at least.
+      jaxpr: The jaxpr of the full program. Inside of a ``shard_map``, shapes are those of one replica.
+      is_split: True if code outside of a ``shard_map`` is split over the devices by rows (the global view). Otherwise
+        each device runs all of it.
+      domain_size: The number of devices of a host or slice; None for a single one.
+      num_logical_devices: The number of logical devices of a replica. Each computes at least its share of the replica's
+        work.
     """
     costs = Costs()
     of_replica = 1.0 / num_logical_devices
@@ -139,8 +145,8 @@ def costs_of(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a program an equation is: how often it runs, which part of it one device has, here and where the program
-    is a replica's, and sizes of axes.
+    """The position of an equation in a program: the number of its runs, the part of it on one device (here and in the
+    code of a replica), and the sizes of axes.
     """
 
     times: float
@@ -183,7 +189,7 @@ def _inside(costs: Costs, eqn: Any, place: _Place) -> _Place:
 
 
 def _add_largest(costs: Costs, eqn: Any, place: _Place) -> None:
-    """Of a condition the branch with the most multiplications."""
+    """Adds the branch of a condition with the most multiplications."""
     branches = []
     for sub in jax_compat.sub_jaxprs(eqn):
         branch = Costs()
@@ -198,7 +204,7 @@ def _add_largest(costs: Costs, eqn: Any, place: _Place) -> None:
 
 
 def size_of(aval: Any) -> int:
-    """Bytes of an array, of its abstract form."""
+    """Returns the bytes of an array from its abstract value."""
     itemsize = getattr(aval.dtype, "itemsize", 4)
     return math.prod(aval.shape) * itemsize
 
@@ -211,8 +217,8 @@ def _dot_flops(eqn: Any) -> float:
 
 def _conv_flops(eqn: Any) -> float:
     kernel, spec = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
-    taps = math.prod(kernel[i] for i in spec[1:])  # inputs of a group, and places of the kernel
-    holes = math.prod(eqn.params["lhs_dilation"])  # zeros between the inputs are not multiplied
+    taps = math.prod(kernel[i] for i in spec[1:])  # inputs of a group and positions of the kernel
+    holes = math.prod(eqn.params["lhs_dilation"])  # zeros between the inputs cost no multiplication
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * taps / holes
 
 
@@ -235,7 +241,7 @@ def _add_collective(costs: Costs, eqn: Any, place: _Place) -> None:
 
 
 def _members(axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
-    """The numbers, in the mesh, of the devices that exchange over axes with the first one."""
+    """Returns the mesh numbers of the devices that exchange with the first device over some axes."""
     step_of, step = {}, 1
     for axis in reversed(list(sizes)):
         step_of[axis] = step

@@ -1,6 +1,4 @@
-"""Which devices of a mesh exchange in a collective: the groups that HLO prints, and the axes of the mesh that they are
-along.
-"""
+"""The devices of a mesh that exchange in a collective: groups printed in HLO, and the axes of the mesh that they span."""
 
 from __future__ import annotations
 
@@ -16,12 +14,13 @@ _MESH = re.compile(r"replica_groups=mesh\[(?P<axes>[^\]]*)\][^{]*\{(?P<over>[^}]
 
 
 def first_group(text: str) -> list[int] | None:
-    """The devices of the first group, by their number in the mesh; None where an instruction names none, and all meet.
+    """Returns the devices of the first group by their number in the mesh; None if an instruction names none, so that
+    all devices exchange.
 
     Args:
-      text: Of the instruction. It lists groups, ``{{0,1},{2,3}}``, or says how to make them: ``[2,2]<=[4]`` is 0 to 3
-        in two rows, ``[2,2]<=[2,2]T(1,0)`` the same in a square, which is then transposed; or it names the axes of a
-        mesh, ``mesh['a'=2,'b'=2] {'b'}``.
+      text: The text of the instruction. It lists groups, ``{{0,1},{2,3}}``, or describes them: ``[2,2]<=[4]`` is 0 to 3
+        in two rows, and ``[2,2]<=[2,2]T(1,0)`` is the same square transposed. It can also name the axes of a mesh,
+        ``mesh['a'=2,'b'=2] {'b'}``.
     """
     listed, iota, mesh = _LISTED.search(text), _IOTA.search(text), _MESH.search(text)
     if listed:
@@ -40,11 +39,11 @@ def first_group(text: str) -> list[int] | None:
 
 
 def axes_of(group: Sequence[int] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which the devices of a group differ.
+    """Returns the axes of a mesh along which the devices of a group differ.
 
     Args:
       group: None for all devices.
-      sizes: Of the mesh, by axis.
+      sizes: The sizes of the mesh by axis.
     """
     if group is None:
         return tuple(name for name, size in sizes.items() if size > 1)

@@ -1,7 +1,7 @@
-"""What a compiled program exchanges, read from its HLO text: collectives, how often, and the compiler's own cycles.
+"""The collectives of a compiled program, their counts and the compiler's own cycle estimate, read from HLO text.
 
-The text is a debugging format, and differs by platform: on TPUs one collective stands in it up to three times (start,
-fused step, done), and a reduce-scatter is a fusion around an all-reduce.
+The text is a debugging format and differs by platform. On TPUs one collective occurs up to three times (start, fused
+step, done), and a reduce-scatter is a fusion around an all-reduce.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COLLECTIVE = re.compile(
     r"^(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
     r"(?:-start)?$"
 )
-# On TPUs an exchange may be spread over fused steps, each of which has the whole collective in its text.
+# On TPUs an exchange may be spread over fused steps. The text of each step contains the full collective.
 _STEP_OF_ASYNC = re.compile(r"async_collective_fusion")
 _END_OF_ASYNC = 'custom_call_target="AsyncCollectiveDone"'
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[^=]*?\})\}")
@@ -33,10 +33,10 @@ _UNKNOWN_CYCLES = 10**15
 
 @dataclass
 class Compiled:
-    """What the text of a compiled program says of one step on one device.
+    """The facts of one step on one device, from the text of a compiled program.
 
     Attributes:
-      cycles: The compiler's own estimate, summed over the operations; 0 where it makes none (only TPU's does).
+      cycles: The compiler's own estimate, summed over the operations; 0 if it makes none (only TPU's compiler does).
     """
 
     collectives: list[Collective] = field(default_factory=list)
@@ -49,10 +49,10 @@ def read_hlo(
     """Reads a compiled program.
 
     Args:
-      text: Of ``jax.stages.Compiled.as_text()``.
-      num_devices: In a group, where the text names none.
-      domain_size: Devices of a host of GPUs or a slice of TPUs; None: there is one.
-      mesh: Sizes by axis, to tell the axes along which collectives are; None: that is not asked.
+      text: The result of ``jax.stages.Compiled.as_text()``.
+      num_devices: The size of a group for which the text names no devices.
+      domain_size: The number of devices of a GPU host or a TPU slice; None for a single one.
+      mesh: The sizes of the mesh by axis, to find the axes of collectives; None skips this.
     """
     computations, entry = computations_of(text)
     found = Compiled()
@@ -62,7 +62,7 @@ def read_hlo(
 
 
 class _Reader:
-    """Walks the computations from the entry, each loop body as often as it runs."""
+    """Walks the computations from the entry, and each loop body as often as it runs."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class _Reader:
         self._domain_size, self._mesh = domain_size, mesh
 
     def read(self, root: str, times: int) -> None:
-        """Adds what the entry, or a loop body, does, with all that it calls."""
+        """Adds the operations of the entry or of a loop body, and of all computations that it calls."""
         for name, instruction, depth in self._called(root, 0):
             loop = _LOOP.search(instruction.rest) if instruction.opcode == "while" else None
             if loop:
@@ -96,15 +96,16 @@ class _Reader:
                 yield from self._called(called, depth + 1)
 
     def _goes_on(self, name: str, instruction: Instruction) -> bool:
-        """Whether a collective is a step or the end of an exchange that another one starts; its channel would not tell,
-        since all collectives of a ``shard_map`` have the same.
+        """True if a collective continues or ends an exchange that another instruction starts.
+
+        Channels do not tell this, because all collectives of a ``shard_map`` have the same channel.
         """
         ends = (other for other in self._computations[name] if _END_OF_ASYNC in other.rest)
         return bool(_STEP_OF_ASYNC.match(name)) or any(instruction.name in end.operands for end in ends)
 
     def _trips(self, rest: str, condition: str) -> int:
-        """How often a loop runs: as the text says, or the largest number in its condition, which TPU's compiler
-        leaves.
+        """Returns the trip count of a loop: the known count in the text, or the largest number in its condition, which
+        TPU's compiler keeps.
         """
         known = _KNOWN_TRIPS.search(rest)
         if known:
@@ -130,7 +131,9 @@ class _Reader:
             )
 
     def _add_between_slices(self, name: str, instruction: Instruction, times: int) -> None:
-        """What TPUs send over the network: the runtime of several slices does the rest of the exchange on the hosts."""
+        """Adds the bytes that TPUs send over the network. For several slices the runtime does the rest of the exchange
+        on the hosts.
+        """
         between = _BETWEEN_SLICES.search(instruction.rest) if instruction.opcode == "send" else None
         if between is None:
             return
@@ -144,13 +147,13 @@ class _Reader:
         return sum(bytes_of(types.get(operand, "")) for operand in instruction.operands)
 
     def _members(self, kind: str, rest: str) -> Sequence[int]:
-        """The devices of the first group."""
+        """Returns the devices of the first group."""
         if kind == "collective-permute":
             return self._permuted(rest)
         return first_group(rest) or range(self._num_devices)
 
     def _permuted(self, rest: str) -> Sequence[int]:
-        """Two that exchange: on different hosts or slices, if any are."""
+        """Returns a pair of devices that exchange, on different hosts or slices if there is such a pair."""
         found = _PAIRS.search(rest)
         pairs = [
             tuple(map(int, pair.split(",")))

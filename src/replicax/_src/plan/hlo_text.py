@@ -1,4 +1,6 @@
-"""The text of a compiled program as computations of instructions. It is a debugging format, and differs by platform."""
+"""The text of a compiled program as computations of instructions. The text is a debugging format and differs by
+platform.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _OPCODE = re.compile(r"(?:^|[\s)}])(?P<opcode>[a-z][a-z0-9\-]*)\((?P<operands>[^
 _CALLED = re.compile(
     r"(?:calls|branch_computations|called_computations|true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)"
 )
-# What a called computation is to these; to others, what they reduce by.
+# Opcodes that run a called computation as a part. For other opcodes it is the function of a reduction.
 _CALLS, _APPLIED = frozenset({"call", "call-start", "async-start"}), re.compile(r"to_apply=(%[\w.\-]+)")
 
 
@@ -24,9 +26,9 @@ class Instruction:
     """One operation.
 
     Attributes:
-      type: Of what it gives: ``f32[8,16]{1,0}``.
-      operands: Names of instructions of the same computation.
-      rest: The whole text behind its name.
+      type: The type of its result, such as ``f32[8,16]{1,0}``.
+      operands: The names of its operands, instructions of the same computation.
+      rest: The full text after its name.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Instruction:
 
 
 def computations_of(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """All computations by name, and the name of the entry."""
+    """Returns all computations by name, and the name of the entry."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", []
     for line in text.splitlines():
@@ -53,7 +55,7 @@ def computations_of(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    """Splits ``f32[8]{0} add(%a, %b), metadata=...``; a type may be a tuple, and a layout has parentheses too."""
+    """Splits ``f32[8]{0} add(%a, %b), metadata=...``; a type may be a tuple, and a layout also has parentheses."""
     end = _end_of_type(rest)
     match = _OPCODE.match(rest[end:])
     if match is None:
@@ -75,14 +77,14 @@ def _end_of_type(rest: str) -> int:
 
 
 def names_called(instruction: Instruction) -> Iterator[str]:
-    """The computations that an instruction runs as a part of itself; not those of a ``while``."""
+    """Returns the names of the computations that an instruction runs as a part of itself, except those of a ``while``."""
     applied = _APPLIED.findall(instruction.rest) if instruction.opcode in _CALLS else []
     for names in [*_CALLED.findall(instruction.rest), *applied]:
         yield from re.findall(r"%([\w.\-]+)", names)
 
 
 def bytes_of(type_text: str) -> int:
-    """Of an array, or of all those of a tuple."""
+    """Returns the bytes of an array, or of all arrays of a tuple."""
     return sum(
         _bits(match["dtype"]) * math.prod(int(d) for d in match["dims"].split(",") if d) // 8
         for match in _ARRAY.finditer(type_text)

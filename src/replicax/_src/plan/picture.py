@@ -1,6 +1,4 @@
-"""A plan as a picture, in SVG: the memory of one device, and of each array how it is cut over the mesh, and what a
-device holds.
-"""
+"""A plan as an SVG picture: the memory of one device, how each array is split over the mesh, and a device's part of it."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _LEAST_SHARE = 0.1
 
 
 def svg(plan: Plan, *, is_inline: bool = False) -> str:
-    """The memory of a device above, below it the variables and arguments, the largest first."""
+    """Draws the memory of a device at the top, and the variables and arguments below it, the largest first."""
     arrays = sorted(plan.arrays, key=lambda array: -array.device_bytes)
     shown, rest = arrays[:_MAX_ROWS], arrays[_MAX_ROWS:]
     rows = list(map(_row, shown))
@@ -57,9 +55,7 @@ def svg(plan: Plan, *, is_inline: bool = False) -> str:
 
 
 def _memory(plan: Plan, width: float) -> Iterator[str]:
-    """One bar: what is whole on each device, what is cut, and what is there while the step runs; a line where memory
-    ends.
-    """
+    """Draws one bar: replicated arrays, sharded arrays and temporaries of a device, with a line at the memory limit."""
     memory = plan.memory
     cut = sum(array.device_bytes for array in plan.arrays if _is_cut(array))
     whole = max(0, memory.arguments - cut)

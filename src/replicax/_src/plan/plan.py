@@ -1,4 +1,4 @@
-"""``Plan``: what is known of a program on hardware before it runs there, and what it would cost at least."""
+"""``Plan``: the facts of a program on hardware before it runs there, and a lower bound on its cost."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from replicax._src.plan.report import text
 
 @dataclass(frozen=True)
 class PlannedArray:
-    """A variable, or an argument, of a planned program.
+    """A variable or an argument of a planned program.
 
     Attributes:
       role: "variable" or "argument".
-      shape: Of the whole array.
-      device_bytes: What one device holds of it.
-      split: For each dim the axis of the mesh that it is split over, or None.
-      pieces: For each dim into how many pieces it is cut, of which a device has one.
-      is_written: The program changes it.
+      shape: The shape of the full array.
+      device_bytes: The bytes of it on one device.
+      split: The mesh axis over which each dim is split, or None.
+      pieces: The number of pieces along each dim. A device has one piece.
+      is_written: True if the program changes it.
     """
 
     role: str
@@ -40,14 +40,14 @@ class PlannedArray:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device.
+    """The memory of one device, in bytes.
 
     Attributes:
-      arguments: What the program is given: variables and the batch, as they are padded there.
-      donated: Of these, what outputs overwrite.
-      peak: All at the worst moment; what counts against ``limit``.
-      limit: What the device has.
-      is_exact: False where the compiler gave up, and ``temporaries`` is what it says that it needs.
+      arguments: The inputs of the program, variables and the batch, padded as on the device.
+      donated: The bytes of these that outputs overwrite.
+      peak: The largest use at any time, to compare with ``limit``.
+      limit: The memory of the device.
+      is_exact: False if the compiler failed; then ``temporaries`` is the size in its error.
     """
 
     arguments: int
@@ -61,13 +61,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Bound:
-    """One part of the roofline: what a step takes at least.
+    """One part of the roofline: a lower bound on the step time.
 
     Attributes:
       name: "multiplications", "memory", "links" or "network".
-      amount: FLOP or bytes of one device.
-      rate: Per second, as published.
-      source: The page that says so.
+      amount: The FLOP or bytes of one device.
+      rate: The published rate per second.
+      source: The page that publishes the rate.
     """
 
     name: str
@@ -86,20 +86,20 @@ class Plan:
     """A program compiled for hardware, without running it.
 
     Attributes:
-      name: Of the function.
-      num_replicas: R there.
-      rows: Of a replica's batch; None where no argument is split.
+      name: The name of the function.
+      num_replicas: R, the number of replicas on that hardware.
+      rows: The rows of a replica's batch; None if no argument is split.
       arrays: The variables and arguments.
-      flops: Of one device in a step, by dtype: matrix products and convolutions.
-      requested: Collectives as the program asks for them; empty where the partitioner makes them (``fit``).
-      compiled: Collectives as the compiler left them.
-      bounds: The roofline, in parts; empty where nothing is published.
-      estimated_cycles: The compiler's own estimate; 0 where it makes none.
-      remedies: What was computed to make it fit; empty where it does.
-      shard_size: Over how many replicas the strategy divides state; None: over none.
-      seconds: How long tracing, lowering and compiling took.
-      notes: What to know when reading it.
-      num_logical_devices: Of a replica.
+      flops: The FLOP of matrix products and convolutions on one device in a step, by dtype.
+      requested: The collectives that the program requests; empty if the partitioner makes them (``fit``).
+      compiled: The collectives of the compiled program.
+      bounds: The parts of the roofline; empty if no figures are published.
+      estimated_cycles: The compiler's own estimate; 0 if it makes none.
+      remedies: The changes that were computed to make it fit; empty if it fits.
+      shard_size: The number of replicas over which the strategy shards state; None if it does not.
+      seconds: The times of tracing, lowering and compiling.
+      notes: Notes for the reader of the plan.
+      num_logical_devices: The number of logical devices of a replica.
     """
 
     name: str
@@ -121,32 +121,34 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a device's memory."""
+        """True if the peak is within a device's memory."""
         return self.memory.peak <= self.memory.limit
 
     @property
     def global_batch(self) -> int | None:
-        """Rows of all replicas together."""
+        """The rows of all replicas together."""
         return None if self.rows is None else self.rows * self.num_replicas
 
     @property
     def state_bytes(self) -> int:
-        """Of a device: variables, and the arguments that are not split, which no smaller batch makes less."""
+        """The bytes of variables, and of arguments that are not split, on a device. A smaller batch does not reduce
+        them.
+        """
         return sum(a.device_bytes for a in self.arrays if a.role == "variable" or not any(a.split))
 
     @property
     def at_least_s(self) -> float | None:
-        """The largest of ``bounds``, in seconds: no step is faster."""
+        """The largest of ``bounds`` in seconds, a lower bound on the step time."""
         return max((bound.seconds for bound in self.bounds), default=None)
 
     @property
     def estimated_s(self) -> float | None:
-        """The compiler's cycles as seconds, where it gives some and a clock is known."""
+        """The compiler's cycles as seconds; None if it gives no cycles or the clock is unknown."""
         clock = self.hardware.chip.clock_hz
         return self.estimated_cycles / clock if self.estimated_cycles and clock else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All facts, for ``json``: bytes, seconds and counts as numbers."""
+        """Returns all facts for ``json``, with bytes, seconds and counts as numbers."""
         chip = self.hardware.chip
         return {
             "name": self.name,
@@ -185,11 +187,11 @@ class Plan:
         }
 
     def to_json(self) -> str:
-        """``to_dict`` as text."""
+        """Returns ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_svg(self) -> str:
-        """A picture: what one device holds of each variable and argument, whole or a part."""
+        """Returns a picture of the part of each variable and argument that one device holds."""
         return svg(self)
 
     def __str__(self) -> str:
@@ -212,11 +214,11 @@ def _described(one: Collective) -> dict[str, Any]:
 def bounds_of(
     hardware: Hardware, flops: dict[str, float], memory_bytes: float, collectives: Sequence[Collective]
 ) -> list[Bound]:
-    """The parts of the roofline: what is published of the hardware, over what a step does at least.
+    """Returns the parts of the roofline: the least work of a step over the published rates of the hardware.
 
     Args:
-      memory_bytes: That pass through a device's memory.
-      collectives: Of one device.
+      memory_bytes: The bytes that pass through a device's memory.
+      collectives: The collectives of one device.
     """
     chip = hardware.chip
     if not chip.flops_per_s:
@@ -238,7 +240,7 @@ def _rate(chip: Chip, fact: str) -> tuple[float, str]:
 
 
 def memory_traffic(memory: Memory, matrix_bytes: float) -> float:
-    """Bytes that pass through a device's memory at least: of matrix products, or of arguments and outputs, if that is
-    more.
+    """Returns the least bytes that pass through a device's memory: those of matrix products, or of arguments and
+    outputs if these are more.
     """
     return max(matrix_bytes, float(memory.arguments + memory.outputs))

@@ -1,4 +1,4 @@
-"""``Strategy.plan``: the program of a step, compiled for hardware, and what is known of it then."""
+"""``Strategy.plan``: compiles the program of a step for hardware, and collects the facts of it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def plan_of(
     remedy_limit_s: float,
     tell: Tell = lambda text, plan: None,
 ) -> Plan:
-    """The plan of a step; see ``Strategy.plan``.
+    """Returns the plan of a step; see ``Strategy.plan``.
 
     Args:
-      tell: Called with what the plan has come to: in words, and the plan when there is one. Remedies come afterwards.
+      tell: Called with a progress text, and with the plan when it exists. Remedies come afterwards.
     """
     check(strategy, step)
     _check(step.global_batch, remedy_limit_s)
@@ -66,7 +66,7 @@ def _check(rows: Any, limit: Any) -> None:
     if rows is not None:
         whole_number("global_batch", rows, least=1)
     if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit >= 0:
-        raise InvalidArgumentError(f"remedy_limit_s is a number of seconds, 0 or more, got {limit!r}.")
+        raise InvalidArgumentError(f"remedy_limit_s must be a number of seconds, at least 0, got {limit!r}.")
 
 
 def _own_hardware(devices: Sequence[Any]) -> Hardware:
@@ -85,7 +85,7 @@ def _own_hardware(devices: Sequence[Any]) -> Hardware:
 @final
 @dataclass(frozen=True)
 class _Planning:
-    """A step that is planned, perhaps again with changes."""
+    """A step to plan, possibly several times with changes."""
 
     strategy: Strategy
     step: Step
@@ -94,7 +94,7 @@ class _Planning:
     tell: Tell
 
     def plan(self) -> Plan:
-        """Compiled, as it was asked for."""
+        """Compiles the step as requested."""
         start = time.monotonic()
         with self._placed(self.step, self.topology, None) as (program, shard_size):
             trace_s = time.monotonic() - start
@@ -109,7 +109,7 @@ class _Planning:
         return dataclasses.replace(plan, shard_size=shard_size, notes=notes)
 
     def with_remedies(self, plan: Plan, limit_s: float) -> Plan:
-        """A plan that does not fit, with the changes that would make it fit."""
+        """Returns a plan that does not fit, together with the changes that would make it fit."""
         end = time.monotonic() + limit_s
         may_divide = self.topology.num_replicas > 1 and self.topology.num_logical_devices == 1
         search = Search(plan, self._attempt, may_divide=may_divide, time_left=lambda: end - time.monotonic())
@@ -119,12 +119,12 @@ class _Planning:
                 found.append(remedy)
                 self.tell(f"{remedy.change}: {outcome(remedy)}", None)
         except ReplicaxError as error:
-            # The plan stands. A dataset that gives one batch only cannot be planned a second time, for example.
+            # The plan itself is valid. For example, a dataset that yields only one batch cannot be planned twice.
             notes.append(f"Further remedies could not be computed: {error}")
         return dataclasses.replace(plan, remedies=found, notes=notes)
 
     def _attempt(self, change: Change, below: float) -> Attempt:
-        """With a change, and compiled if its arguments fit and have fewer bytes than that."""
+        """Plans the step with a change. Compiles it if its arguments fit and have fewer bytes than ``below``."""
         hardware, memory = change.hardware, None
         topology = self.topology
         if hardware != self.hardware:
@@ -142,7 +142,7 @@ class _Planning:
     def _placed(
         self, step: Step, topology: Topology, state: ShardState | None
     ) -> Iterator[tuple[StepProgram, int | None]]:
-        """The program, and over how many replicas its state is divided: ``state``, or as the strategy says."""
+        """Yields the program, and the number of replicas that shard its state (by ``state``, or as the strategy does)."""
         if state is None:
             layouts = self.strategy.layouts_on(topology)
         else:
@@ -169,7 +169,7 @@ def _assembled(
     )
     mesh = dict(topology.mesh.shape) if num_logical > 1 else None
     compiled = read_hlo(compilation.text, hardware.num_devices, domain_size, mesh)
-    # Over logical devices it is the compiler who divides values, and exchanges them.
+    # Over logical devices the compiler splits values and adds the collectives.
     collectives = compiled.collectives if mesh else costs.collectives or compiled.collectives
     traffic = memory_traffic(compilation.memory, costs.matrix_bytes)
     return Plan(
@@ -191,13 +191,13 @@ def _assembled(
 
 
 def _constants(program: StepProgram) -> list[NamedArray]:
-    """The arrays that the step closes over."""
+    """Returns the arrays that the step closes over."""
     leaves = jax.tree_util.tree_leaves(program.operands[2])
     return [NamedArray("argument", f"constant {i}", leaf) for i, leaf in enumerate(leaves)]
 
 
 def _planned(array: NamedArray) -> PlannedArray:
-    """One array, and where it is."""
+    """Returns one array with its placement."""
     described = array.value
     spec = tuple(described.sharding.spec) if described.sharding is not None else ()
     axes = ["+".join(axis) if isinstance(axis, tuple) else axis for axis in spec]
@@ -226,8 +226,8 @@ def _notes(costs: Costs) -> list[str]:
 def _notes_of_rows(asked: int | None, plan: Plan) -> Iterator[str]:
     if asked is not None and plan.rows is not None and asked != plan.global_batch:
         yield (
-            f"A global batch of {asked:,} rows does not divide by {plan.num_replicas:,} replicas: the plan is of {plan.rows:,} for "
-            "each, which is what those with the most have."
+            f"A global batch of {asked:,} rows does not divide by {plan.num_replicas:,} replicas: the plan uses "
+            f"{plan.rows:,} rows for each, the number of the largest replica batches."
         )
 
 
@@ -236,12 +236,13 @@ def _notes_of_logical_devices(topology: Topology) -> Iterator[str]:
     if count == 1:
         return
     yield (
-        f"Multiplications, and their memory traffic, are counted as if the compiler divided all of them over the {count} logical "
-        "devices of a replica: what nothing divides each of them computes. What the program asks for is of the whole replica."
+        f"Multiplications, and their memory traffic, are counted as if the compiler split all of them over the {count} "
+        "logical devices of a replica. Each device computes in full the operations that are not split. The requested "
+        "collectives are those of the full replica."
     )
     hosts = max(len({device.process_index for device in replica}) for replica in topology.grid)
     if hosts > 1:
         yield (
-            f"A replica has devices of {hosts} hosts here. TPUStrategy needs them in one process: use a device assignment with fewer "
-            "devices for each replica."
+            f"A replica has devices of {hosts} hosts here, but TPUStrategy needs them in one process. Use a device "
+            "assignment with fewer devices for each replica."
         )

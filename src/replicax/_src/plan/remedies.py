@@ -1,7 +1,7 @@
-"""What would make a program fit that does not: which changes are tried, in which order, for how long. Pure.
+"""Changes that would make a program fit: which changes are tried, in which order, and for how long. Pure.
 
-Nothing is guessed: the program is planned again with each change, or its arguments alone are too many already, which
-their shapes say without compiling.
+Nothing is estimated. The program is planned again with each change, unless the shapes alone show that its arguments do
+not fit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MOST_HALVINGS = 6
 
 @dataclass(frozen=True)
 class Change:
-    """What is planned otherwise than it was asked for.
+    """A change of the requested plan.
 
     Attributes:
-      hardware: Where.
-      global_batch: Rows of all replicas together; None where no argument is split.
-      shard_state: What replicas divide; None: what they do anyway.
+      hardware: The hardware to plan for.
+      global_batch: The rows of all replicas together; None if no argument is split.
+      shard_state: The state to shard over replicas; None keeps the strategy's choice.
     """
 
     hardware: Hardware
@@ -39,11 +39,11 @@ class Attempt:
     """A program with a change.
 
     Attributes:
-      rows: Of a replica's batch.
-      shard_size: Over how many replicas the state is divided; None: it is not.
-      arguments: Their bytes on a device, from their shapes.
-      peak: Bytes of a device at the worst moment; None: it was not compiled.
-      limit: What a device has.
+      rows: The rows of a replica's batch.
+      shard_size: The number of replicas that shard the state; None if it is not sharded.
+      arguments: The bytes of the arguments on a device, from their shapes.
+      peak: The largest use of a device's memory in bytes; None if it was not compiled.
+      limit: The memory of a device in bytes.
     """
 
     num_replicas: int
@@ -55,7 +55,7 @@ class Attempt:
 
     @property
     def fits(self) -> bool | None:
-        """None where it depends on temporaries, which were not compiled."""
+        """True if it fits; None if that depends on temporaries, which were not compiled."""
         if self.peak is not None:
             return self.peak <= self.limit
         return False if self.arguments > self.limit else None
@@ -67,17 +67,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that was computed to make a program fit.
+    """A change that was computed to make a program fit.
 
     Attributes:
-      change: In words.
-      topology: Where it was planned.
-      rows, global_batch: Of a replica, and of all together; None where no argument is split.
-      shard_state, shard_size: What replicas divide, "optimizer" or "all", and over how many; None: it is no part of the
-        change.
-      peak: Bytes of a device then; of the arguments alone, where it was not compiled.
-      fits: Whether it is enough; None where that depends on temporaries, which were not compiled.
-      is_compiled: Whether the program was compiled so.
+      change: The change in words.
+      topology: The topology for which it was planned.
+      rows, global_batch: The rows of a replica and of all replicas; None if no argument is split.
+      shard_state, shard_size: The sharded state, "optimizer" or "all", and the number of replicas that share it; None
+        if the change keeps the sharding.
+      peak: The bytes of a device with the change; those of the arguments alone if it was not compiled.
+      fits: True if the program then fits; None if that depends on temporaries, which were not compiled.
+      is_compiled: True if the program was compiled with the change.
     """
 
     change: str
@@ -93,14 +93,14 @@ class Remedy:
 
 @final
 class Search:
-    """Tries changes: fewer rows, more devices, divided state, and these together.
+    """Tries changes: fewer rows, more devices, sharded state, and combinations of these.
 
     Args:
-      plan: A ``Plan``, which does not fit.
-      attempt: Makes the program with a change: traced, and compiled too if its arguments fit and have fewer bytes than
-        the second argument.
-      may_divide: Whether replicas may divide state.
-      time_left: Seconds until nothing further is compiled.
+      plan: A ``Plan`` that does not fit.
+      attempt: Traces the program with a change. Compiles it if its arguments fit and have fewer bytes than the second
+        argument.
+      may_divide: True if replicas may shard state.
+      time_left: Returns the seconds until compilation stops.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Search:
         self._devices_of_replica = plan.hardware.num_devices // plan.num_replicas
 
     def remedies(self) -> Iterator[Remedy]:
-        """What was tried, each when it has been computed."""
+        """Yields each change as soon as it has been computed."""
         plan = self._plan
         if plan.state_bytes <= plan.memory.limit:
             yield from self._smaller(self._asked, plan.state_bytes, plan.memory.peak)
@@ -133,7 +133,7 @@ class Search:
             change = replace(self._asked, shard_state=state)
             found = self._try(change, least)
             if found.arguments >= least:
-                continue  # there is nothing that it would divide
+                continue  # it would shard nothing
             least = found.arguments
             yield self._remedy(change, found)
             if found.peak is not None and not found.fits:
@@ -142,10 +142,10 @@ class Search:
                 yield from self._in_more_pieces(change, found.arguments, found.shard_size or 1)
 
     def _smaller(self, change: Change, state: int, peak: int) -> Iterator[Remedy]:
-        """Fewer rows until it fits, and then the same batch on as many devices as have so few.
+        """Halves the rows until the program fits. Then tries the same batch on as many devices as have these few rows.
 
-        Rows that would be too many even if a step's memory were a line through what is known are left out, and nothing
-        is tried where that line says that no rows are few enough.
+        A linear model of memory by rows skips rows that would not fit. If it says that no number of rows fits, nothing
+        is tried.
         """
         rows, limit, num_tried = self._plan.rows or 0, self._plan.memory.limit, 0
         line = _Line.through(0, state, rows, peak)
@@ -165,14 +165,14 @@ class Search:
             line = _Line.through(rows, found.peak, self._plan.rows, peak)
 
     def _in_more_pieces(self, change: Change, arguments: int, shard_size: int) -> Iterator[Remedy]:
-        """Where even the pieces are too large: over as many devices as make them small enough, each with its rows."""
+        """Handles shards that are too large. Tries as many devices as make the shards small enough, each with its rows."""
         times = -(-arguments // self._plan.memory.limit)
         if shard_size * times > MOST_SHARDS:
             return
         yield from self._on(self._plan.hardware.num_devices * times, change, rows=self._plan.rows)
 
     def _on(self, num_devices: int, change: Change, *, rows: int | None = None) -> Iterator[Remedy]:
-        """On more devices, if there are so many: the same batch, or one of as many rows for each replica."""
+        """Tries more devices, if so many exist, with the same batch or with the same rows for each replica."""
         hardware = change.hardware.at_least(num_devices)
         if hardware is None:
             return
@@ -212,8 +212,8 @@ class Search:
 
 
 def notes_of_whole_arguments(plan: Any) -> Iterator[str]:
-    """Why nothing above divides what is too large, where that is functional state: arguments that every device has
-    whole.
+    """Explains why no change shards arrays that are too large, if they are functional state: arguments replicated on
+    every device.
     """
     whole = [a for a in plan.arrays if a.role == "argument" and not any(a.split)]
     in_bytes = sum(a.device_bytes for a in whole)
@@ -223,17 +223,18 @@ def notes_of_whole_arguments(plan: Any) -> Iterator[str]:
     shards = StateShards.of(ShardState.ALL, None, plan.num_replicas)
     count = shards.num_shards if shards else 1
     state = 'with the same arrays as variables (rx.Variable, or those of a Keras or nnx model) shard_state="all" would'
-    if plan.num_logical_devices > 1:  # with which shard_state is refused
-        instead = "with the same arrays as variables a layout_map could divide them over the logical devices"
+    if plan.num_logical_devices > 1:  # shard_state is not allowed with these
+        instead = "with the same arrays as variables a layout_map could shard them over the logical devices"
     elif count > 1:
         instead = f"{state} leave {size(in_bytes / count)} of them on each of {plan.num_replicas} replicas"
     else:
         instead = (
-            f"{state} divide them among replicas, of which there is one here, or a number without divisors"
+            f"{state} shard them over replicas, but there is one replica here, or a number without divisors"
         )
     yield (
-        f"{size(in_bytes)} of a device are arguments that each device has whole, {largest.name} with {size(largest.device_bytes)} the largest. "
-        f"Neither fewer rows nor more devices make them fewer, and shard_state divides variables only: {instead}."
+        f"{size(in_bytes)} of a device are replicated arguments. The largest is {largest.name} with "
+        f"{size(largest.device_bytes)}. "
+        f"Fewer rows or more devices do not reduce them, and shard_state shards only variables: {instead}."
     )
 
 
@@ -243,7 +244,7 @@ def _rows(count: int) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """Memory by rows, if it is a line."""
+    """A linear model of memory by rows."""
 
     none: float
     each: float

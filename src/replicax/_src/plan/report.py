@@ -17,7 +17,7 @@ _MAX_ROWS = 20
 
 
 def text(plan: Plan) -> str:
-    """The whole report."""
+    """Returns the full report."""
     sections = [_heading(plan), _memory(plan), _arrays(plan), _collectives(plan), _time(plan), _end(plan)]
     return "\n".join(line for section in sections for line in [*section, ""]).rstrip()
 
@@ -33,13 +33,13 @@ def _heading(plan: Plan) -> Iterator[str]:
         yield f"a batch of {plan.rows:,} {'row' if plan.rows == 1 else 'rows'} for each replica, {plan.global_batch:,} in all"
     yield f"{answer(plan)}."
     if plan.state_bytes > plan.memory.limit:
-        yield f"  what a device holds of the variables, and of what is not split, is {size(plan.state_bytes)}: no batch is small enough"
+        yield f"  variables and unsplit arguments take {size(plan.state_bytes)} of a device: no batch is small enough"
     for remedy in plan.remedies:
         yield f"  {remedy.change}: {outcome(remedy)}"
 
 
 def answer(plan: Plan) -> str:
-    """Whether it fits, and by how much not."""
+    """Returns whether the program fits, and by how much it is too large."""
     memory = plan.memory
     over = memory.peak - memory.limit
     word, by_how_much = ("It does not fit", f", {size(over)} too much") if over > 0 else ("It fits", "")
@@ -47,12 +47,12 @@ def answer(plan: Plan) -> str:
 
 
 def outcome(remedy: Remedy) -> str:
-    """Whether a change would make it fit, and how that is known."""
+    """Returns whether a change would make the program fit, and how that is known."""
     if remedy.is_compiled:
         return f"{size(remedy.peak)}, which {'fits' if remedy.fits else 'does not fit either'}"
     if remedy.fits is False:
         return f"{size(remedy.peak)} of arguments alone, which do not fit either"
-    return f"{size(remedy.peak)} of arguments; whether temporaries fit beside them was not compiled: there was no time"
+    return f"{size(remedy.peak)} of arguments; there was no time to compile it, so temporaries may not fit"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"  temporaries  {size(memory.temporaries):>10}"
         yield f"  peak         {size(memory.peak):>10}"
     else:
-        yield f"  temporaries  {size(memory.temporaries):>10}  at least: the compiler gave up, and says only this"
+        yield f"  temporaries  {size(memory.temporaries):>10}  at least; the compiler failed and reported only this"
 
 
 def _arrays(plan: Plan) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _collectives(plan: Plan) -> Iterator[str]:
         for kind in sorted({one.stands_for for one in plan.compiled if one.stands_for}):
             yield f"  {EXPLAINED[kind]}"
     else:
-        yield "  none" if plan.memory.is_exact else "  unknown: the compiler gave up"
+        yield "  none" if plan.memory.is_exact else "  unknown: the compiler failed"
 
 
 def _across(one: Collective, plan: Plan) -> str:

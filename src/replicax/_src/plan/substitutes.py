@@ -1,4 +1,4 @@
-"""What a compiler puts in place of a collective that was asked for: all-reduces that are something else."""
+"""Detects all-reduces that the compiler emits in place of another requested collective."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from replicax._src.plan.hlo_text import Instruction, bytes_of, names_called
 EXPLAINED = {
     "all-gather": (
         "an all-gather was compiled as an all-reduce: each device adds its piece to zeros where the others' are, at twice the "
-        "bytes. TPU's compiler does so with thin or small pieces: larger arrays, or fewer replicas to divide them over "
-        "(shard_size), are gathered"
+        "bytes. TPU's compiler does this for thin or small pieces. It gathers larger arrays, and arrays sharded over "
+        "fewer replicas (shard_size)"
     ),
     "reduce-scatter": (
-        "a reduce-scatter was compiled as an all-reduce of which each device keeps its piece, at twice the bytes"
+        "a reduce-scatter was compiled as an all-reduce, at twice the bytes; each device then keeps its piece"
     ),
 }
-"""By what was asked for, what became of it."""
+"""The explanation for each requested collective that the compiler replaced."""
 
 _PARAMETER = re.compile(r"parameter\((\d+)\)")
 
@@ -25,7 +25,7 @@ Computations = Mapping[str, Sequence[Instruction]]
 
 
 def stands_for(instruction: Instruction, computation: str, computations: Computations) -> str | None:
-    """The collective that an all-reduce is in place of; None: it is one."""
+    """Returns the collective that an all-reduce replaces, or None for a true all-reduce."""
     around = {one.name: one for one in computations[computation]}
     operands = [around[name] for name in instruction.operands if name in around]
     if operands and all(_puts_a_piece(one, computations) for one in operands):
@@ -38,9 +38,7 @@ def stands_for(instruction: Instruction, computation: str, computations: Computa
 
 
 def _mostly_pieces_are_used(name: str, computation: str, computations: Computations) -> bool:
-    """Of several arrays that travel together, whether that holds for most of the bytes: small ones may be in it
-    whole.
-    """
+    """True if most bytes of a combined all-reduce are used in pieces. Small arrays in it may be used in full."""
     parts = [
         one for one in computations[computation] if one.opcode == "get-tuple-element" and name in one.operands
     ]
@@ -49,7 +47,7 @@ def _mostly_pieces_are_used(name: str, computation: str, computations: Computati
 
 
 def _puts_a_piece(instruction: Instruction, computations: Computations) -> bool:
-    """Whether an array is one piece of this device\'s, put into one that is whole."""
+    """True if an array is this device's piece, put into a full array."""
     if instruction.opcode == "fusion":
         called = [one for name in names_called(instruction) for one in computations.get(name, ())]
         return any(
@@ -65,7 +63,7 @@ def _only_pieces_are_used(name: str, computation: str, computations: Computation
 
 
 def _cuts(name: str, user: Instruction, computations: Computations) -> bool:
-    """Whether of a value only a piece is used, by an instruction or in the fusion that it is."""
+    """True if an instruction, or the fusion that it runs, uses only a piece of a value."""
     if user.opcode == "dynamic-slice":
         return user.operands[0] == name
     if user.opcode != "fusion":

@@ -1,1 +1,1 @@
-"""Where the cores of TPUs are, and which of them are one replica. Pure, without JAX. Import from the files."""
+"""The positions of TPU cores, and the cores of each replica. Pure, without JAX. Import from the files."""

@@ -1,4 +1,4 @@
-"""``DeviceAssignment``: which cores of a topology are the logical devices of each replica."""
+"""``DeviceAssignment``: the cores of a topology that are the logical devices of each replica."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from replicax._src.errors import InvalidArgumentError
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """In which order cores are assigned.
+    """The order in which cores are assigned.
 
     Source: tf.tpu.experimental.DeviceOrderMode.
     """
 
     AUTO = 0
-    """Rings where the replicas fill the topology, else meshes."""
+    """Uses rings if the replicas fill the topology, otherwise meshes."""
     RING = 1
     """Neighbours in the order are neighbours in the topology."""
     MESH = 2
@@ -30,14 +30,14 @@ class DeviceOrderMode(enum.IntEnum):
 
 @final
 class DeviceAssignment:
-    """Which core is logical device l of replica r. ``build`` makes the usual ones.
+    """The core of each logical device l of each replica r. ``build`` makes the usual assignments.
 
     Args:
-      topology: Of the cores.
-      core_assignment: [replicas, logical devices of a replica, 4], coordinates in the topology.
+      topology: The topology of the cores.
+      core_assignment: [replicas, logical devices of a replica, 4] coordinates in the topology.
 
     Raises:
-      InvalidArgumentError: No topology, another shape, a core that does not exist, or one that is assigned twice.
+      InvalidArgumentError: The topology or the shape is invalid, or a core does not exist or is assigned twice.
 
     Source: tf.tpu.experimental.DeviceAssignment.
     """
@@ -45,13 +45,13 @@ class DeviceAssignment:
     def __init__(self, topology: Topology, core_assignment: Any):
         if not isinstance(topology, Topology):
             raise InvalidArgumentError(
-                f"topology must be a Topology object, got {type(topology)}. rx.tpu.experimental.initialize_tpu_system(resolver) "
-                "returns that of the devices."
+                f"topology must be a Topology object, got {type(topology)}. "
+                "rx.tpu.experimental.initialize_tpu_system(resolver) returns the topology of the devices."
             )
         self._topology = topology
         cores = np.asarray(core_assignment)
         if cores.size and cores.dtype.kind not in "iu":
-            raise InvalidArgumentError(f"core_assignment must be of whole numbers, got {core_assignment!r}.")
+            raise InvalidArgumentError(f"core_assignment must have integers, got {core_assignment!r}.")
         self._core_assignment = cores.astype(np.int32)
         if self._core_assignment.ndim != 3 or self._core_assignment.shape[-1] != RANK:
             raise InvalidArgumentError(
@@ -66,7 +66,7 @@ class DeviceAssignment:
             is_inside = all(0 <= c < size for c, size in zip(core, self._topology.mesh_shape, strict=True))
             if not is_inside or self._topology.task_ordinal_at_coordinates(core) < 0:
                 raise InvalidArgumentError(
-                    f"core_assignment names core {core}, which {self._topology} has not."
+                    f"core_assignment names core {core}, which does not exist in {self._topology}."
                 )
             if core in seen:
                 raise InvalidArgumentError(
@@ -76,29 +76,29 @@ class DeviceAssignment:
 
     @property
     def topology(self) -> Topology:
-        """Of the cores."""
+        """The topology of the cores."""
         return self._topology
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self._core_assignment.shape[0]
 
     @property
     def num_cores_per_replica(self) -> int:
-        """How many logical devices each replica has."""
+        """The number of logical devices of each replica."""
         return self._core_assignment.shape[1]
 
     @property
     def core_assignment(self) -> np.ndarray:
-        """[replicas, logical devices, 4]: coordinates in the topology."""
+        """[replicas, logical devices, 4] the coordinates in the topology."""
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Where a logical device is.
+        """Returns the coordinates of a logical device.
 
         Raises:
-          InvalidArgumentError: There is no such replica, or logical device.
+          InvalidArgumentError: The replica or logical device does not exist.
         """
         sizes = {
             "replica": (replica, self.num_replicas),
@@ -110,10 +110,10 @@ class DeviceAssignment:
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas whose logical device of this number is in a task.
+        """Returns the replicas whose logical device of this number is in a task.
 
         Raises:
-          InvalidArgumentError: There is none.
+          InvalidArgumentError: There are no such replicas.
         """
         in_task = [
             replica
@@ -129,15 +129,15 @@ class DeviceAssignment:
         return in_task
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The number of a logical device among the devices of its task."""
+        """Returns the number of a logical device among the devices of its task."""
         return self._topology.tpu_device_ordinal_at_coordinates(self.coordinates(replica, logical_core))
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """TensorFlow's name of the CPU of the host of a logical device."""
+        """Returns TensorFlow's name of the CPU on the host of a logical device."""
         return self._topology.cpu_device_name_at_coordinates(self.coordinates(replica, logical_core), job)
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """TensorFlow's name of a logical device."""
+        """Returns TensorFlow's name of a logical device."""
         return self._topology.tpu_device_name_at_coordinates(self.coordinates(replica, logical_core), job)
 
     def __repr__(self) -> str:
@@ -155,17 +155,17 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> DeviceAssignment:
-        """Assigns cores that are near one another to each replica.
+        """Assigns neighbouring cores to each replica.
 
         Args:
-          topology: Of the cores; serialized, if you like.
-          computation_shape: [4]: the block of cores that one replica is; default: one core.
-          computation_stride: [4]: the distance between the cores of a block; default: neighbours.
-          num_replicas: How many replicas to place.
+          topology: The topology of the cores, also in serialized form.
+          computation_shape: [4] the block of cores of one replica, by default one core.
+          computation_stride: [4] the distance between the cores of a block, by default 1.
+          num_replicas: The number of replicas to place.
           device_order_mode: See ``DeviceOrderMode``.
 
         Raises:
-          InvalidArgumentError: So many replicas of this shape do not fit, or the arguments are no shapes.
+          InvalidArgumentError: The replicas do not fit, or the arguments are not shapes.
 
         Source: tf.tpu.experimental.DeviceAssignment.build, which assigns the same cores.
 
@@ -195,7 +195,7 @@ class DeviceAssignment:
 
 
 class _Block:
-    """The cores of one replica, and where its copies are."""
+    """The cores of one replica, and the positions of its copies."""
 
     def __init__(self, topology: Topology, shape: Any, stride: Any, num_replicas: int):
         self._topology, self._mesh = topology, topology.mesh_shape
@@ -222,7 +222,7 @@ class _Block:
 
     @property
     def can_be_a_ring(self) -> bool:
-        """The replicas fill the topology, chip by chip."""
+        """True if the replicas fill the topology, chip by chip."""
         return (
             self.shape[-1] == self._mesh[-1]
             and int(np.prod(self.stride)) == 1
@@ -230,9 +230,9 @@ class _Block:
         )
 
     def _replica_shape(self) -> list[int]:
-        """How many replicas stand beside one another in each direction: nearly a cube, the tightest direction first.
+        """Returns the number of adjacent replicas in each direction: nearly a cube, the tightest direction first.
 
-        Among equally tight ones the cores of a chip come first, then x, y and z, so that neighbours share a host.
+        Among equally tight directions the cores of a chip come first, then x, y and z, so that neighbours share a host.
         """
         shape = [0] * RANK
         left = self._num_replicas
@@ -244,7 +244,7 @@ class _Block:
         return shape
 
     def in_rings(self) -> np.ndarray:
-        """Replicas in a ring, the chips of each in a ring."""
+        """Assigns replicas in a ring, with the chips of each in a ring."""
         cores = int(self._mesh[-1])
         inner = np.repeat(ring(*self.shape[:3].tolist()), cores, axis=0)
         core = np.tile(np.arange(cores), len(inner) // cores)[:, None]
@@ -256,7 +256,9 @@ class _Block:
         )
 
     def in_a_mesh(self) -> np.ndarray:
-        """Replicas row after row, those on one chip first; the cores of each in the order of their coordinates."""
+        """Assigns replicas row by row, those on one chip first, with the cores of each in the order of their
+        coordinates.
+        """
         *sizes, cores = self._replica_shape()
         block = np.stack(np.meshgrid(*map(np.arange, self.shape), indexing="ij"), -1).reshape(-1, RANK)
         replicas = []
@@ -269,13 +271,13 @@ class _Block:
         return np.stack(replicas)
 
     def in_order_of_tasks(self) -> np.ndarray:
-        """Where devices are missing: those that there are, task after task."""
+        """Assigns the existing devices, task by task, if the topology lacks devices."""
         devices = self._topology.device_coordinates.reshape(-1, RANK)
         size = int(np.prod(self.shape))
         if int(np.prod(self.stride)) != 1 or self._num_replicas * size > len(devices):
             raise InvalidArgumentError(
                 f"{self._topology} lacks {len(self._topology.missing_devices)} device(s): {self._num_replicas} replicas of "
-                f"{size} devices need {self._num_replicas * size} of the {len(devices)} that there are, and a "
+                f"{size} devices need {self._num_replicas * size} of the {len(devices)} existing devices, and a "
                 "computation_stride of 1."
             )
         return devices[: self._num_replicas * size].reshape(self._num_replicas, size, RANK)
@@ -284,7 +286,7 @@ class _Block:
 def _sizes(name: str, value: Any) -> np.ndarray:
     sizes = np.ones(RANK, np.int32) if value is None else np.asarray(value)
     if sizes.shape != (RANK,) or sizes.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{name} must have shape [{RANK}], of whole numbers; got {value!r}.")
+        raise InvalidArgumentError(f"{name} must have shape [{RANK}] and integers; got {value!r}.")
     if (sizes < 1).any():
         raise InvalidArgumentError(f"{name} must be positive; got {name}={sizes.tolist()}.")
     return sizes.astype(np.int32)

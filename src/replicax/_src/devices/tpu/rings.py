@@ -1,5 +1,5 @@
-"""Ways through a mesh of chips on which neighbours in the order are neighbours in the mesh, the last and the first
-too.
+"""Closed paths through a mesh of chips. Neighbours on the path, also its last and first chip, are neighbours in the
+mesh.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ Place = tuple[int, int, int]
 
 
 def ring(x_size: int, y_size: int, z_size: int) -> list[Place]:
-    """All chips of a mesh in the order of a ring, from (0, 0, 0).
+    """Returns all chips of a mesh in the order of a ring, from (0, 0, 0).
 
-    A mesh of one direction is a line, and one with an odd size goes row after row: neither closes.
+    A mesh with one direction gives a line, and one with an odd size is read row by row. These paths do not close.
 
     >>> ring(2, 2, 1)
     [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0)]
@@ -37,7 +37,9 @@ def ring(x_size: int, y_size: int, z_size: int) -> list[Place]:
 
 
 def _open_ring(x_size: int, y_size: int) -> list[tuple[int, int]]:
-    """A ring through a rectangle without its first place: to and fro over the rows, and back along the first column."""
+    """Returns a ring through a rectangle without its first place. It goes to and fro over the rows and back along the
+    first column.
+    """
     places = []
     for y in range(y_size):
         row = range(1, x_size)

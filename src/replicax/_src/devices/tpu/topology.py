@@ -1,4 +1,4 @@
-"""``Topology``: where each core of the TPUs of a job is, and which task it belongs to."""
+"""``Topology``: the position and the task of each TPU core of a job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ RANK = 4
 
 @final
 class TPUSystemMetadata(NamedTuple):
-    """What ``TPUClusterResolver.get_tpu_system_metadata`` tells of the TPUs of a job, or of virtual devices.
+    """The facts that ``TPUClusterResolver.get_tpu_system_metadata`` returns about the TPUs of a job, or virtual
+    devices.
 
     Attributes:
-      num_cores: Of all hosts.
-      num_hosts: The tasks of the job.
-      num_of_cores_per_host: The cores of each.
-      topology: Where the cores are.
-      devices: JAX's, host by host.
+      num_cores: The number of cores of all hosts.
+      num_hosts: The number of tasks of the job.
+      num_of_cores_per_host: The number of cores of each host.
+      topology: The positions of the cores.
+      devices: The JAX devices, host by host.
 
     Source: tf.tpu.experimental.TPUSystemMetadata.
     """
@@ -39,17 +40,18 @@ _FIELDS = {1: "mesh_shape", 2: "num_tasks", 3: "num_tpu_devices_per_task", 4: "d
 
 @final
 class Topology:
-    """The mesh of cores that the TPUs of a job are, and which device of which task is where.
+    """The mesh of the TPU cores of a job, with the task and device of each core.
 
     A core's coordinates are (x, y, z, core): those of its chip, and its number on the chip.
 
     Args:
-      serialized: What ``serialized()`` returned; the other arguments are left out then.
+      serialized: The result of ``serialized()``. Leave the other arguments out.
       mesh_shape: Four positive numbers, the sizes of the mesh.
       device_coordinates: [tasks, devices of a task, 4].
 
     Raises:
-      InvalidArgumentError: Shapes that do not fit, coordinates outside of the mesh or given twice, or no topology.
+      InvalidArgumentError: The shapes do not match, coordinates are outside of the mesh or repeat, or ``serialized`` is
+        not a topology.
 
     Source: tf.tpu.experimental.Topology.
 
@@ -88,16 +90,18 @@ class Topology:
             )
         if (coordinates < 0).any() or (coordinates >= shape).any():
             raise InvalidArgumentError(
-                f"`device_coordinates` must lie in the mesh {shape.tolist()}, from 0; got {coordinates.max((0, 1)).tolist()} "
-                "as the largest ones."
+                f"`device_coordinates` must be inside the mesh {shape.tolist()}, from 0; the largest are "
+                f"{coordinates.max((0, 1)).tolist()}."
             )
         flat = coordinates.reshape(-1, RANK)
         if len(np.unique(flat, axis=0)) != len(flat):
-            raise InvalidArgumentError("`device_coordinates` names a core twice; each device has its own.")
+            raise InvalidArgumentError(
+                "`device_coordinates` names a core twice; each device needs its own core."
+            )
 
     @property
     def mesh_shape(self) -> np.ndarray:
-        """[4]: the sizes of the mesh in x, y, z, and the cores of a chip."""
+        """[4] the sizes of the mesh in x, y, z, and the number of cores of a chip."""
         return self._mesh_shape
 
     @property
@@ -112,38 +116,38 @@ class Topology:
 
     @property
     def missing_devices(self) -> np.ndarray:
-        """[n, 4]: places of the mesh where no device is."""
+        """[n, 4] the positions of the mesh without a device."""
         return np.argwhere(self._tasks < 0)
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks (processes) have devices."""
+        """The number of tasks (processes) with devices."""
         return self._device_coordinates.shape[0]
 
     @property
     def num_tpus_per_task(self) -> int:
-        """How many devices each task has."""
+        """The number of devices of each task."""
         return self._device_coordinates.shape[1]
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The number of the task that has the device there; -1 where none is."""
+        """Returns the number of the task whose device is at these coordinates, or -1."""
         return int(self._tasks[tuple(device_coordinates)])
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The number of the device there among those of its task; -1 where none is."""
+        """Returns the number of the device at these coordinates among those of its task, or -1."""
         return int(self._ordinals[tuple(device_coordinates)])
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """TensorFlow's name of the device there."""
+        """Returns TensorFlow's name of the device at these coordinates."""
         ordinal = self.tpu_device_ordinal_at_coordinates(device_coordinates)
         return f"{self._task_name(device_coordinates, job)}/device:TPU:{ordinal}"
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """TensorFlow's name of the CPU of the host of the device there."""
+        """Returns TensorFlow's name of the CPU on the host of the device at these coordinates."""
         return f"{self._task_name(device_coordinates, job)}/device:CPU:0"
 
     def _task_name(self, device_coordinates: Sequence[int], job: str | None) -> str:
@@ -151,7 +155,7 @@ class Topology:
         return f"{prefix}/task:{self.task_ordinal_at_coordinates(device_coordinates)}"
 
     def serialized(self) -> bytes:
-        """The topology as bytes: a ``TopologyProto``, as TensorFlow writes it."""
+        """Returns the topology as bytes: a ``TopologyProto``, as TensorFlow writes it."""
         sizes = self._device_coordinates.shape
         return b"".join(
             [
@@ -176,15 +180,15 @@ class Topology:
 
 
 def full_mesh(mesh_shape: Sequence[int], num_tasks: int = 1) -> Topology:
-    """A topology with a device at each place, in the order of the places: chip after chip, x first; tasks in turn."""
+    """Returns a topology with a device at each position, chip by chip, x first, and tasks in turn."""
     x, y, z, cores = mesh_shape
     places = [[i, j, k, core] for k in range(z) for j in range(y) for i in range(x) for core in range(cores)]
     return Topology(mesh_shape=mesh_shape, device_coordinates=np.reshape(places, (num_tasks, -1, RANK)))
 
 
 def usual_mesh_shape(num_cores: int) -> tuple[int, int, int, int]:
-    """The shape of as many cores as a host of TPUs might have: two on a chip, chips in a rectangle, if it comes out
-    even.
+    """Returns the shape of a host of TPUs with this many cores: two on a chip, with chips in a rectangle, if that is
+    possible.
 
     >>> usual_mesh_shape(8), usual_mesh_shape(4), usual_mesh_shape(3)
     ((2, 2, 1, 2), (2, 1, 1, 2), (3, 1, 1, 1))
@@ -201,7 +205,7 @@ def _whole_numbers(name: str, value: Any) -> np.ndarray:
     except ValueError:
         array = np.asarray(None)
     if array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"`{name}` must be an array of whole numbers; got {value!r}.")
+        raise InvalidArgumentError(f"`{name}` must be an array of integers; got {value!r}.")
     return array.astype(np.int32)
 
 
@@ -226,7 +230,7 @@ def _packed_field(number: int, values: Sequence[int]) -> bytes:
 
 
 def _numbers(data: bytes) -> Iterator[tuple[int, int]]:
-    """The varints of some bytes, each with the place after it."""
+    """Yields the varints of some bytes, each with the position after it."""
     value = shift = 0
     for place, byte in enumerate(data, 1):
         value |= (byte & 0x7F) << shift

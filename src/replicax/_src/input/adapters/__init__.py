@@ -1,1 +1,1 @@
-"""Datasets of other libraries, read as ``Elements``. Each file knows one library, which it never imports by itself."""
+"""Datasets of other libraries, read as ``Elements``. Each file is for one library and does not import it."""

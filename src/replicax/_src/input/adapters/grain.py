@@ -15,11 +15,10 @@ from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 
 def open_grain(dataset: Any) -> Elements | None:
-    """Opens a ``grain.MapDataset`` or ``grain.IterDataset``; None if it is neither.
+    """Opens a ``grain.MapDataset`` or ``grain.IterDataset``; returns None for any other value.
 
-    A MapDataset is read in order, in the calling thread. Grain's own default, 16 threads, costs ten times as
-    much where elements are cheap to make; to read with threads pass
-    ``dataset.to_iter_dataset(grain.ReadOptions(...))``.
+    A MapDataset is read in order, in the calling thread. Grain's own default, 16 threads, costs ten times as much for
+    elements that are cheap to make. To read with threads, pass ``dataset.to_iter_dataset(grain.ReadOptions(...))``.
     """
     grain = sys.modules.get("grain")
     if grain is None:
@@ -28,7 +27,7 @@ def open_grain(dataset: Any) -> Elements | None:
     if isinstance(dataset, grain.MapDataset):
         kind = "grain.MapDataset"
         ordered = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
-        length = None if len(dataset) == sys.maxsize else len(dataset)  # repeat() for ever
+        length = None if len(dataset) == sys.maxsize else len(dataset)  # repeat() without a count
         cardinality: Cardinality | None = INFINITE if length is None else length
     elif isinstance(dataset, grain.IterDataset):
         kind = "grain.IterDataset"
@@ -51,7 +50,7 @@ def open_grain(dataset: Any) -> Elements | None:
 def _declared_spec(dataset: Any) -> Any:
     try:
         specs = sys.modules["grain"].experimental.get_element_spec(dataset)
-    except (ValueError, NotImplementedError):  # a map function does not say
+    except (ValueError, NotImplementedError):  # a map function does not tell its shapes
         return None
     return jax.tree.map(lambda spec: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype)), specs)
 
@@ -64,9 +63,9 @@ _MAX_TEXT: Final = 1_000
 
 
 def _transformations(dataset: Any) -> str:
-    """Returns what a dataset is made of, as text: the last transformation first, and lengths where they are known.
+    """Returns a dataset's transformations as text: the last one first, with lengths where they are known.
 
-    Functions are left out: a program that was edited goes on with the data of before.
+    Functions are left out, so a program whose functions were edited resumes with the saved position.
     """
     text = " < ".join(_texts(dataset))
     if len(text) <= _MAX_TEXT:

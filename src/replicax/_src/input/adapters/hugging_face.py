@@ -30,19 +30,20 @@ _SHUFFLED: Final = (
 
 
 def open_hugging_face(dataset: Any) -> Elements | None:
-    """Opens a ``datasets.Dataset`` or ``datasets.IterableDataset`` batched with ``.batch(n)``; None if it is neither.
+    """Opens a ``datasets.Dataset`` or ``datasets.IterableDataset`` batched with ``.batch(n)``; returns None for other
+    values.
 
-    Columns are read as NumPy arrays, whatever the dataset's format; a ``with_transform`` is applied. A state that
-    was loaded into an IterableDataset before is not used: give ours to ``set_state``.
+    Columns are read as NumPy arrays, whatever the dataset's format. A ``with_transform`` is applied. A state that was
+    loaded into an IterableDataset before is ignored; use ``set_state``.
 
-    The elements are batches. Rows of lists (``{"input_ids": [...]}``) look like batches of numbers; they are told
-    by their lengths: where all columns are one list per element, all elements but the last need the same length.
-    Rows of integers that all have one length are not told, and warned of.
+    The elements are batches. Rows of lists (``{"input_ids": [...]}``) look like batches of numbers, and are detected by
+    their lengths: if every column is one list per element, all elements but the last need the same length. Rows of
+    integers with one common length cannot be detected, so a log line warns of them.
 
     Raises:
-      UnsupportedSourceError: It is a DatasetDict; one of its splits is a dataset.
+      UnsupportedSourceError: The value is a DatasetDict. Pass one of its splits.
     """
-    # The library's name is one that programs give to modules of their own, so one of its files is asked for.
+    # Programs may have a module of the same name, so this checks for one of the library's files.
     if "datasets.arrow_dataset" not in sys.modules:
         return None
     datasets = sys.modules["datasets"]
@@ -52,14 +53,14 @@ def open_hugging_face(dataset: Any) -> Elements | None:
         return _stream(dataset)
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise UnsupportedSourceError(
-            f"Got a {type(dataset).__name__} with the splits {list(dataset)}, which is no dataset. Pass one of them: "
+            f"Got a {type(dataset).__name__} with the splits {list(dataset)}, not a dataset. Pass one split: "
             f"dataset[{next(iter(dataset), 'train')!r}].batch(n)."
         )
     return None
 
 
 def _table(dataset: Any) -> Elements:
-    """The elements of a ``datasets.Dataset``, which are read by their numbers."""
+    """Returns the elements of a ``datasets.Dataset``, which are read by index."""
     num_elements = len(dataset)
     has_transform = dataset.format["type"] == "custom"
     view = dataset
@@ -85,7 +86,9 @@ def _table(dataset: Any) -> Elements:
 
 
 def _stream(dataset: Any) -> Elements:
-    """The elements of a ``datasets.IterableDataset``. Its shards, which often are files, can be dealt out."""
+    """Returns the elements of a ``datasets.IterableDataset``. Its shards, which often are files, can be distributed
+    over workers.
+    """
     description = f"a Hugging Face IterableDataset of {_count(dataset.num_shards, 'shard')}"
     new_check = _checks_of(description)
 
@@ -105,7 +108,7 @@ def _stream(dataset: Any) -> Elements:
 
 
 def _view(dataset: Any) -> Any:
-    # Iterators of one dataset share the position that it knows, and copies share their sources.
+    # Iterators of one dataset share its position, and shallow copies share their sources.
     view = copy.deepcopy(dataset).with_format("numpy")
     view.set_epoch(dataset.epoch)
     return view
@@ -113,7 +116,7 @@ def _view(dataset: Any) -> Any:
 
 @final
 class _StreamIterator(Pass):
-    """Goes through an IterableDataset of its own; its position is the epoch, and that dataset's."""
+    """A pass through its own copy of an IterableDataset. Its position is the epoch and the position of that copy."""
 
     def __init__(self, dataset: Any, new_check: Callable[[], _BatchCheck]):
         self._dataset, self._new_check = dataset, new_check
@@ -123,11 +126,11 @@ class _StreamIterator(Pass):
         return next(self._rest)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position; that of the dataset is None before the first element."""
+        """Returns the position. The dataset's part is None before the first element."""
         return {"epoch": self._dataset.epoch, "hugging_face": self._dataset.state_dict()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position."""
+        """Moves to a position."""
         epoch, theirs = state["epoch"], state["hugging_face"]
         if not isinstance(epoch, int) or not (
             theirs is None or isinstance(theirs["examples_iterable"], dict)
@@ -140,7 +143,7 @@ class _StreamIterator(Pass):
 
 
 def _fingerprint(dataset: Any) -> dict[str, Any]:
-    """Returns what tells a stream from another. How many rows there are is not known."""
+    """Returns JSON that tells a stream from others. The number of rows is not known."""
     features = dataset.features
     return {
         "kind": "Hugging Face IterableDataset",
@@ -152,7 +155,7 @@ def _fingerprint(dataset: Any) -> dict[str, Any]:
 
 
 def _steps(dataset: Any) -> Iterator[Any]:
-    """Yields the iterables that a dataset is made of, the last one first; none if it does not say."""
+    """Yields the iterables that a dataset is made of, the last one first; none if they cannot be found."""
     pending = [vars(dataset).get("_ex_iterable")]
     while pending:
         part = pending.pop()
@@ -173,7 +176,7 @@ def _step_text(step: Any) -> str:
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether it shuffles in a buffer, whose rows its state lacks. True as well if that cannot be found out."""
+    """True if the dataset shuffles in a buffer, whose rows are not in its state, or if that cannot be found out."""
     names = [type(step).__name__ for step in _steps(dataset)]
     return not names or "BufferShuffledExamplesIterable" in names
 
@@ -196,7 +199,7 @@ def _column(name: str, value: Any) -> Any:
         and value.size
         and isinstance(value.flat[0], str)
     ):
-        value = value.astype(str)  # so that the message speaks of text
+        value = value.astype(str)  # so that the message names text
     try:
         return as_arrays(value)
     except UnsupportedElementError as error:
@@ -206,11 +209,13 @@ def _column(name: str, value: Any) -> Any:
 
 
 def _checks_of(description: str) -> Callable[[], _BatchCheck]:
-    """Returns what makes a check for each pass over a dataset; all of them together say once that rows look alike."""
+    """Returns a maker of checks, one for each pass over a dataset. All checks together log only once that rows look
+    alike.
+    """
 
     @functools.cache
     def note(num_rows: int) -> None:
-        # (Not a warning: a batch that .batch(n) made of plain numbers looks the same.)
+        # (This is not a warning, because a batch of plain numbers made by .batch(n) looks the same.)
         log.info(
             "Input: an element of %s, which has one list of integers per column, is taken as a batch of %d rows. "
             "If it is one row (the tokens of a text), call .batch(n) on the dataset.",
@@ -223,9 +228,9 @@ def _checks_of(description: str) -> Callable[[], _BatchCheck]:
 
 @final
 class _BatchCheck:
-    """Tells batches of numbers from rows of lists: only elements all of whose arrays have one dim can be either.
+    """Tells batches of numbers from rows of lists. Only elements whose arrays all have one dim are ambiguous.
 
-    What ``.batch(n)`` makes has n rows, and the last at most n. Tokenized texts each have a length of their own.
+    A batch made by ``.batch(n)`` has n rows, and the last one at most n. Tokenized texts differ in length.
     """
 
     def __init__(self, description: str, note: Callable[[int], None]):
@@ -234,10 +239,10 @@ class _BatchCheck:
         self._had_fewer = False
 
     def checked(self, element: Any) -> Any:
-        """Returns an element.
+        """Returns an element after the check.
 
         Raises:
-          InconsistentRowsError: It and those before it are rows.
+          InconsistentRowsError: This element and the earlier ones are rows.
         """
         arrays = jax.tree.leaves(element)
         if not arrays or any(array.ndim != 1 for array in arrays):
@@ -256,5 +261,5 @@ class _BatchCheck:
         return element
 
     def map(self, elements: Iterable[Any]) -> Iterator[Any]:
-        """Yields elements as arrays, all of them checked."""
+        """Yields elements as arrays, after the check."""
         return (self.checked(_as_arrays(element)) for element in elements)

@@ -17,22 +17,22 @@ log = logging.getLogger("replicax")
 
 
 def open_keras(dataset: Any) -> Elements | None:
-    """Opens a ``keras.utils.PyDataset``; None if it is none.
+    """Opens a ``keras.utils.PyDataset``; returns None for any other value.
 
-    With ``workers > 1`` that many threads read batches ahead, in order, at most ``max_queue_size`` of them. Processes
-    are never started, as they would have to be forked from one in which JAX has threads: with
-    ``use_multiprocessing`` threads are used too, and that is logged.
+    With ``workers > 1`` that many threads prefetch at most ``max_queue_size`` batches, in order. It never starts
+    processes, because they would have to be forked from a process in which JAX has threads. With
+    ``use_multiprocessing`` it also uses threads, and logs this.
 
-    Its state is the number of the next batch. A dataset that shuffles itself in ``on_epoch_end`` goes on with the
-    order that the new object has: give it the epoch, or a seed for each. ``on_epoch_end`` is called after an epoch of
-    which at least one batch was read: not where a pass is continued after its last batch, as nothing is left of it.
+    Its state is the number of the next batch. A dataset that shuffles in ``on_epoch_end`` resumes with the order of the
+    new object, so derive its order from the epoch or a seed. ``on_epoch_end`` is called after an epoch in which at
+    least one batch was read. It is not called if a pass resumes after its last batch.
     """
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(dataset, keras.utils.PyDataset):
         return None
     if dataset.use_multiprocessing and dataset.workers > 0:
         log.warning(
-            "Input: %s has use_multiprocessing=True; its %d workers are threads of this process here. To read in "
+            "Input: %s has use_multiprocessing=True; its %d workers run as threads of this process. To read in "
             "processes, use a grain dataset or a torch DataLoader.",
             type(dataset).__name__,
             dataset.workers,
@@ -43,7 +43,9 @@ def open_keras(dataset: Any) -> Elements | None:
         f"the PyDataset {type(dataset).__name__}{read}",
         lambda: _Epoch(dataset),
         count=lambda: _count(dataset),
-        look=lambda: (_batch(dataset, number) for number in range(bool(_count(dataset)))),  # in no epoch
+        look=lambda: (
+            _batch(dataset, number) for number in range(bool(_count(dataset)))
+        ),  # outside of any epoch
         fingerprint=lambda: {"length": None if _count(dataset) == INFINITE else _count(dataset)},
     )
 
@@ -54,14 +56,14 @@ def _count(dataset: Any) -> Cardinality:
 
 
 def _num_threads(dataset: Any) -> int:
-    """How many threads read ahead: Keras starts none for one worker without processes."""
+    """Returns the number of prefetching threads. Keras starts none for one worker without processes."""
     workers = dataset.workers
     return workers if workers > 1 or (workers > 0 and dataset.use_multiprocessing) else 0
 
 
 @final
 class _Epoch(Pass):
-    """Goes through one epoch; its position is the number of the next batch.
+    """A pass through one epoch. Its position is the number of the next batch.
 
     ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last.
     """
@@ -86,7 +88,7 @@ class _Epoch(Pass):
         try:
             batch = next(self._batches)
         except BaseException:
-            self._batches = None  # a generator ends with an error; the next call asks for this batch again
+            self._batches = None  # an error ends the generator; the next call reads this batch again
             raise
         self._next += 1
         return batch
@@ -96,14 +98,14 @@ class _Epoch(Pass):
         return self._next
 
     def set_state(self, state: int) -> None:
-        """Goes to a batch."""
+        """Moves to a batch."""
         if not 0 <= state <= self._length:
             raise ValueError(f"batch {state} of {self._length}")
         self._next, self._batches = state, None
 
 
 def _batches(dataset: Any, first: int) -> Iterator[Any]:
-    """Yields the batches from a number on, in order. Threads read ahead; they end with it, or when it is dropped."""
+    """Yields the batches from a number on, in order. Its prefetching threads end with it, or when it is dropped."""
     length = _count(dataset)
     numbers = itertools.takewhile(lambda number: number < length, itertools.count(first))
     num_threads = _num_threads(dataset)
@@ -122,6 +124,6 @@ def _batches(dataset: Any, first: int) -> Iterator[Any]:
 
 
 def _batch(dataset: Any, number: int) -> Any:
-    """A batch; a list of arrays is made a tuple, as Keras does."""
+    """Returns a batch. A list of arrays becomes a tuple, as in Keras."""
     batch = dataset[number]
     return tuple(batch) if isinstance(batch, list) else batch

@@ -1,4 +1,6 @@
-"""tf.data datasets. Only public TensorFlow is used; files are dealt out by TensorFlow's own ``AutoShardDataset``."""
+"""tf.data datasets. This file uses only public TensorFlow. TensorFlow's own ``AutoShardDataset`` distributes files over
+workers.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ _NOT_RESUMABLE: Final = (
     "checkpoints only. Save the number of steps and pass dataset.skip(num_steps), if the dataset yields the same "
     "every time; or use rx.data.from_tfrecords(...), rx.data.from_arrays(...) or a grain dataset."
 )
-_MAX_FILES_COUNTED: Final = 1_000  # of a list of files that repeats for ever, or that a filter went over
-_IGNORE: Final = 1  # tf.data's ExternalStatePolicy: nobody is warned that random states are not in a graph
+_MAX_FILES_COUNTED: Final = 1_000  # for a list of files that repeats without end or is filtered
+_IGNORE: Final = 1  # tf.data's ExternalStatePolicy: no warning that a graph lacks random states
 
 
 def open_tensorflow(dataset: Any) -> Elements | None:
-    """Opens a ``tf.data.Dataset``; None if it is none.
+    """Opens a ``tf.data.Dataset``; returns None for any other value.
 
-    Its elements are not copied: they stay in TensorFlow's memory, which is read-only. A generator or
-    ``tf.numpy_function`` must not fill the same array again; TensorFlow too reads ahead of what it yields.
-    ``options().experimental_distribute.auto_shard_policy`` says how workers share it.
+    Its elements are not copied; they stay in TensorFlow's read-only memory. A generator or ``tf.numpy_function`` must
+    not reuse an array that it has returned, because TensorFlow prefetches elements.
+    ``options().experimental_distribute.auto_shard_policy`` decides how workers share it.
 
     Raises:
-      UnsupportedElementError: Its ``element_spec`` has something that is no dense tensor of numbers.
+      UnsupportedElementError: A component of ``element_spec`` is not a dense tensor of numbers.
     """
     tf = sys.modules.get("tensorflow")
     if tf is None or not isinstance(dataset, tf.data.Dataset):
@@ -80,7 +82,7 @@ def _check_dense(element_spec: Any) -> None:
 
 
 def _problem_of(spec: Any) -> str | None:
-    """What is wrong with a component, and what to do; None if it is a dense tensor of numbers, or None."""
+    """Returns the problem of a component and its remedy; None if it is a dense tensor of numbers, or None."""
     tf = sys.modules["tensorflow"]
     if isinstance(spec, tf.RaggedTensorSpec):
         return (
@@ -104,7 +106,7 @@ def _problem_of(spec: Any) -> str | None:
 
 
 def _specs(element_spec: Any) -> Any:
-    """Returns the pytree of ArraySpecs; None if a component does not say how many dims it has."""
+    """Returns the pytree of ArraySpecs; None if a component has an unknown number of dims."""
     tf = sys.modules["tensorflow"]
     leaves, structure = jax.tree.flatten(element_spec)
     is_tensor = [isinstance(spec, tf.TensorSpec) for spec in leaves]
@@ -125,17 +127,17 @@ def _specs(element_spec: Any) -> Any:
 def _shards(dataset: Any, policy: str) -> Callable[[int, int], Elements]:
     def of_shard(num_shards: int, index: int) -> Elements:
         shard = _auto_shard(dataset, num_shards, index, policy)
-        # What it declares may be wrong now (assert_cardinality), and is not asked of a part.
+        # A shard ignores the declared cardinality (assert_cardinality), which may be wrong for it.
         return _elements(shard, None)
 
     return of_shard
 
 
 def _of_hint(dataset: Any, own_policy: AutoShardPolicy) -> Callable[[int, int], Elements] | None:
-    """Returns what replaces its SHARD_HINTs.
+    """Returns a function that replaces the SHARD_HINTs of a dataset.
 
-    Whether there are any is found out for the policy HINT only: an iterator is made for it, which uses up one order of
-    a shuffle. With other policies TensorFlow itself refuses a SHARD_HINT when the dataset is iterated.
+    Only the policy HINT needs to know whether there are any. This creates an iterator, which uses up one order of a
+    shuffle. With other policies TensorFlow itself rejects a SHARD_HINT when the dataset is iterated.
     """
     shards = _shards(dataset, "HINT")
     if own_policy is AutoShardPolicy.HINT:
@@ -150,14 +152,14 @@ def _of_hint(dataset: Any, own_policy: AutoShardPolicy) -> Callable[[int, int], 
 
 
 def _auto_shard(dataset: Any, num_shards: int, index: int, policy: str) -> Any:
-    """Returns what TensorFlow leaves to one worker.
+    """Returns the part that TensorFlow assigns to one worker.
 
     Source: tensorflow/python/data/experimental/ops/distribute.py, ``_AutoShardDataset``.
     """
     tf = sys.modules["tensorflow"]
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
-    wanted = dataset.with_options(options)  # what the dataset itself says would win over the argument
+    wanted = dataset.with_options(options)  # the dataset's own policy would override the argument
     flat = tf.nest.flatten(dataset.element_spec, expand_composites=True)
     variant = tf.raw_ops.AutoShardDataset(
         input_dataset=tf.data.experimental.to_variant(wanted),
@@ -172,7 +174,7 @@ def _auto_shard(dataset: Any, num_shards: int, index: int, policy: str) -> Any:
 
 
 def _has_hint(dataset: Any) -> bool:
-    """Whether it has a ``shard(SHARD_HINT, SHARD_HINT)``: TensorFlow then makes no iterator of it."""
+    """True if the dataset has a ``shard(SHARD_HINT, SHARD_HINT)``. TensorFlow refuses to iterate such a dataset."""
     try:
         iter(dataset)
     except sys.modules["tensorflow"].errors.FailedPreconditionError:
@@ -181,10 +183,10 @@ def _has_hint(dataset: Any) -> bool:
 
 
 def _count_files(dataset: Any) -> int | None:
-    """Returns how many files TensorFlow would deal out to workers; None if it would not.
+    """Returns the number of files that TensorFlow would distribute over workers; None if it would not shard by file.
 
-    In the graph of a dataset that was divided by files, each reader has a ShardDataset before it. What comes before
-    that one is the dataset of the names of the files: it is cut out, and its elements are counted.
+    In the graph of a dataset sharded by file, each reader has a ShardDataset before it. The input of that node is the
+    dataset of file names, so this cuts the graph there and counts the elements.
     """
     tf = sys.modules["tensorflow"]
     own_policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -200,7 +202,9 @@ def _count_files(dataset: Any) -> int | None:
 
 
 def _is_divided_by_rows(dataset: Any) -> bool:
-    """Whether the policy AUTO takes every second element: no reader was found. Asking for FILE then logs a page."""
+    """True if the policy AUTO takes every second element because it found no reader. Asking for FILE would then log a
+    page of text.
+    """
     count = int(dataset.cardinality())
     if count < 2:
         return False
@@ -218,7 +222,9 @@ def _graph(dataset: Any) -> Any:
 
 
 def _count_inputs(graph: Any, shard: Any) -> int:
-    """Returns how many elements come into a ShardDataset of a graph: different ones, where that is not declared."""
+    """Returns the number of elements that enter a ShardDataset of a graph. Counts distinct ones if the number is not
+    declared.
+    """
     tf = sys.modules["tensorflow"]
     cut = type(graph)()
     cut.CopyFrom(graph)

@@ -1,4 +1,4 @@
-"""torch's DataLoader, and torchdata's StatefulDataLoader, which can be continued from a position."""
+"""torch's DataLoader, and torchdata's StatefulDataLoader, which can resume from a position."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _NOT_RESUMABLE: Final = (
 
 
 def open_torch(dataset: Any) -> Elements | None:
-    """Opens a ``torch.utils.data.DataLoader``; None if it is none.
+    """Opens a ``torch.utils.data.DataLoader``; returns None for any other value.
 
-    Its elements are pytrees as ``collate_fn`` makes them, tensors as NumPy arrays: those on other devices are
-    brought to the host. ``batch_size`` is the global batch size.
+    Its elements are the pytrees that ``collate_fn`` makes, with tensors as NumPy arrays. Tensors on other devices are
+    copied to the host. ``batch_size`` is the global batch size.
 
     Raises:
-      UnsupportedSourceError: It is a torch Dataset, which needs a DataLoader around it.
+      UnsupportedSourceError: The value is a torch Dataset. Wrap it in a DataLoader.
     """
     data = sys.modules.get("torch.utils.data")
     if data is None:
@@ -58,10 +58,10 @@ def open_torch(dataset: Any) -> Elements | None:
 
 @final
 class _Loader:
-    """A DataLoader, and which of its iterators was started last.
+    """A DataLoader, and a reference to the iterator that was started last.
 
     Args:
-      is_stateful: It is a StatefulDataLoader.
+      is_stateful: True for a StatefulDataLoader.
     """
 
     def __init__(self, loader: Any, *, is_stateful: bool):
@@ -70,7 +70,7 @@ class _Loader:
         self._newest: weakref.ref[_LoaderIterator] | None = None
 
     def elements(self) -> Elements:
-        """The elements of the loader."""
+        """Returns the elements of the loader."""
         loader = self._loader
         kind = type(loader).__name__
         size = "no batch_size" if loader.batch_size is None else f"batch_size {loader.batch_size}"
@@ -80,9 +80,7 @@ class _Loader:
             self._start,
             count=self._count,
             is_count_promised=True,
-            declared_spec=lambda: (
-                self._spec
-            ),  # to look at the first element again would start the workers once more
+            declared_spec=lambda: self._spec,  # reading the first element again would restart the workers
             look=self._look,
             fingerprint=lambda: _fingerprint(loader, self._count()),
             not_resumable=None if self._is_stateful else _NOT_RESUMABLE,
@@ -91,8 +89,8 @@ class _Loader:
     def _start(self) -> Iterator[Any] | _LoaderIterator:
         if not self._is_stateful:
             return map(self._seen, self._loader)
-        # A StatefulDataLoader knows the position of one iterator. It is used as it is where possible, for the sake
-        # of persistent workers.
+        # A StatefulDataLoader knows the position of one iterator only. It is reused where possible, to keep persistent
+        # workers.
         before = self._newest() if self._newest is not None else None
         is_free = before is None or before.has_ended
         new = _LoaderIterator(self._loader if is_free else self._twin(), self._seen)
@@ -101,7 +99,9 @@ class _Loader:
 
     def _count(self) -> Cardinality | None:
         is_stream = isinstance(self._loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
-        if is_stream and self._loader.num_workers > 1:  # torch only guesses: each worker has a last batch
+        if (
+            is_stream and self._loader.num_workers > 1
+        ):  # torch only estimates, because each worker has its own last batch
             return None
         try:
             return len(self._loader)
@@ -109,7 +109,7 @@ class _Loader:
             return None
 
     def _look(self) -> Iterator[Any]:
-        """Looks at the first element; the order of the next pass is what it would have been."""
+        """Reads the first element without changing the order of the next pass."""
         generators = _generators(self._loader)
         states = [generator.get_state() for generator in generators]
         with sys.modules["torch"].random.fork_rng(devices=[]):
@@ -127,7 +127,7 @@ class _Loader:
         return arrays
 
     def _twin(self) -> Any:
-        """A loader of the same, whose iterators are its own."""
+        """Returns a copy of the loader with its own iterators."""
         twin = copy.copy(self._loader)
         twin._iterator = None
         return twin
@@ -135,18 +135,18 @@ class _Loader:
 
 @final
 class _LoaderIterator(Pass):
-    """Goes through a StatefulDataLoader.
+    """A pass through a StatefulDataLoader.
 
-    Its position is the state of the loader (None: nothing was read, and no workers were started), and those of the
-    generators.
+    Its position is the state of the loader and those of the generators. The loader's state is None if nothing was read
+    and no workers were started.
     """
 
     def __init__(self, loader: Any, seen: Callable[[Any], Any]):
         self._loader, self._seen = loader, seen
         self._generators = _generators(loader)
         self._iterator: Iterator[Any] | None = None
-        self._begins_with: list[Any] | None = None  # the states of the generators that get_state has promised
-        self._is_checked = False  # that its states can be read
+        self._begins_with: list[Any] | None = None  # the states of the generators that get_state returned
+        self._is_checked = False  # True if its states were checked to be readable
         self.has_ended = False
 
     def __next__(self) -> Any:
@@ -161,7 +161,7 @@ class _LoaderIterator(Pass):
         is_begun = self._iterator is not None or not _is_told_by_generators(self._loader)
         if is_begun:
             self._started()
-        # torchdata saves its state before this epoch, and draws once less when it goes on (torchdata 0.11).
+        # torchdata saves its state from before this epoch, and draws one number less when it resumes (torchdata 0.11).
         states = [generator.get_state() for generator in self._generators]
         if not is_begun:
             self._begins_with = states
@@ -172,7 +172,7 @@ class _LoaderIterator(Pass):
         return {"torch": written}
 
     def set_state(self, state: dict[str, str]) -> None:
-        """Goes to a position; if it is refused, the loader is as it was."""
+        """Moves to a position. If the position is rejected, the loader is unchanged."""
         of_loader, of_generators = _read(state["torch"])
         if len(of_generators) != len(self._generators) or of_loader == {}:
             raise ValueError(f"states of {len(of_generators)} generators, of the loader {of_loader!r:.200}")
@@ -186,7 +186,9 @@ class _LoaderIterator(Pass):
                 generator.set_state(its_state)
         except Exception:
             self._loader.load_state_dict({})
-            self._loader.next_iter_state = None  # the line above leaves it, and each new iterator would fail
+            self._loader.next_iter_state = (
+                None  # the line above does not clear this, so each new iterator would fail
+            )
             for generator, its_state in zip(self._generators, before):
                 generator.set_state(its_state)
             raise
@@ -194,7 +196,7 @@ class _LoaderIterator(Pass):
 
     def _started(self) -> Iterator[Any]:
         if self._iterator is None:
-            if self._begins_with is not None:  # another pass may have drawn since
+            if self._begins_with is not None:  # another pass may have drawn from them since
                 for generator, state in zip(self._generators, self._begins_with):
                     generator.set_state(state)
             self._iterator = iter(self._loader)
@@ -202,7 +204,7 @@ class _LoaderIterator(Pass):
 
 
 def _fingerprint(loader: Any, length: Cardinality | None) -> dict[str, Any]:
-    """Returns what tells a loader from another."""
+    """Returns JSON that tells a loader from others."""
     try:
         num_rows = len(loader.dataset)
     except (TypeError, NotImplementedError):
@@ -220,14 +222,16 @@ def _fingerprint(loader: Any, length: Cardinality | None) -> dict[str, Any]:
 
 
 def _generators(loader: Any) -> list[Any]:
-    """Returns the generators that the order of a loader's rows, and the seeds of its workers, are drawn from."""
+    """Returns the generators for the order of a loader's rows and for the seeds of its workers."""
     both = (loader.generator, vars(loader.sampler).get("generator"))
     return list({id(one): one for one in both if one is not None}.values())
 
 
 def _is_told_by_generators(loader: Any) -> bool:
-    """Whether a pass that has not begun is told by the states of the generators, so that no workers are started to ask
-    them. Without workers asking costs nothing. Datasets and samplers of the user's may have a state of their own.
+    """True if the states of the generators identify a pass that has not begun. Then its state needs no start of the
+    workers.
+
+    Without workers, the loader's own state is cheap to get. A user's datasets and samplers may have their own state.
     """
     if loader.num_workers == 0 or loader.next_iter_state is not None:
         return False
@@ -243,7 +247,9 @@ def _is_told_by_generators(loader: Any) -> bool:
 
 
 def _as_numpy(leaf: Any) -> Any:
-    """Returns a tensor as a NumPy array, and other mappings (a BatchEncoding) as dicts; all else as it is."""
+    """Returns a tensor as a NumPy array and other mappings (a BatchEncoding) as dicts. Returns any other value
+    unchanged.
+    """
     torch = sys.modules["torch"]
     if isinstance(leaf, Mapping):
         return {key: jax.tree.map(_as_numpy, leaf[key]) for key in leaf}
@@ -294,7 +300,7 @@ def _written(states: Any, *, checks: bool) -> str:
     """Returns states as text that JSON can hold.
 
     Raises:
-      NotResumableError: There is something in them that cannot be written; with ``checks`` also if it cannot be read.
+      NotResumableError: A value cannot be written, or with ``checks`` cannot be read back.
     """
     buffer = io.BytesIO()
     try:
@@ -304,14 +310,16 @@ def _written(states: Any, *, checks: bool) -> str:
             _read(text)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise NotResumableError(
-            "The state of the StatefulDataLoader has something in it that torch.load(weights_only=True) does not read. Let "
-            f"state_dict of the dataset and sampler return numbers, texts, lists, dicts and arrays. ({error})"
+            "The state of the StatefulDataLoader has something in it that torch.load(weights_only=True) cannot read. "
+            f"Make state_dict of the dataset and sampler return numbers, strings, lists, dicts and arrays. ({error})"
         ) from error
     return text
 
 
 def _read(text: str) -> Any:
-    """Returns what was written: tensors, arrays, numbers, texts and containers of them. Nothing of it is called."""
+    """Returns the states from their text: tensors, arrays, numbers, strings and containers of them. It runs no code
+    from the text.
+    """
     torch = sys.modules["torch"]
     with torch.serialization.safe_globals(_ARRAY_TYPES):
         return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
@@ -321,5 +329,5 @@ _ARRAY_TYPES: Final[list[Any]] = [
     np.ndarray,
     np.dtype,
     *{type(np.dtype(code)) for code in "?bhilqBHILQefdFD"},
-    *(value.__reduce__()[0] for value in (np.zeros(1), np.float32(0))),  # the functions that make them
+    *(value.__reduce__()[0] for value in (np.zeros(1), np.float32(0))),  # the functions that rebuild arrays
 ]

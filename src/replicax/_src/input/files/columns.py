@@ -1,4 +1,4 @@
-"""Columns of numbers: from Arrow to NumPy, and how a file of columns is read. No Python runs per row."""
+"""Columns of numbers: conversion from Arrow to NumPy, and a reader of files of columns. No Python runs per row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Specs = dict[str, ArraySpec]
 
 
 class ColumnError(ReplicaxError, TypeError):
-    """A column is missing, has null values, a type that no device holds, or another type than in the first file."""
+    """A column is missing, has null values, has a type that no device supports, or differs from the first file."""
 
 
 @final
@@ -27,7 +27,7 @@ class ColumnReader(FileReader):
     Args:
       blocks: Iterates over ``pyarrow.RecordBatch``es.
       close: Closes the file.
-      start: The row with which the blocks begin.
+      start: The number of the first row of the blocks.
       position: The first row to read.
       expected: The specs of the first file's columns, and its path.
     """
@@ -43,7 +43,7 @@ class ColumnReader(FileReader):
     ):
         self._path, self._blocks, self._close, self._expected = path, blocks, close, expected
         self._block: Chunk = []
-        self._given = 0  # rows of the block
+        self._given = 0  # the number of rows taken from the block
         self._position = start
         while self._position < position and self._piece(position - self._position) is not None:
             pass
@@ -77,10 +77,10 @@ class ColumnReader(FileReader):
 
 
 def specs_of(schema: Any, columns: tuple[str, ...] | None, path: str) -> Specs:
-    """Returns the specs of the rows of columns.
+    """Returns the specs of the rows of some columns.
 
     Raises:
-      ColumnError: See there.
+      ColumnError: A column is missing, repeated or has an unsupported type.
     """
     names = schema.names if columns is None else columns
     repeated = [name for name in names if schema.names.count(name) > 1]
@@ -128,8 +128,8 @@ def _as_rows(block: Any, path: str, expected: tuple[Specs, str]) -> ArrayRows:
         got, wanted = specs.get(name), first_specs.get(name)
         if got != wanted:
             raise ColumnError(
-                f"Column {name!r} is {_described(got)} in {path!r}, and {_described(wanted)} in {first_path!r}. All files of "
-                "a dataset need the same columns."
+                f"Column {name!r} is {_described(got)} in {path!r}, but {_described(wanted)} in {first_path!r}. All "
+                "files of a dataset need the same columns."
             )
     return ArrayRows.all_of({name: _as_numpy(block.column(name), name, path) for name in specs})
 
@@ -142,8 +142,8 @@ def _as_numpy(array: Any, name: str, path: str) -> np.ndarray:
     """Returns an Arrow array as ``[num_rows, ...]``, without a copy unless it holds booleans."""
     if array.null_count:
         raise ColumnError(
-            f"Column {name!r} of {path!r} has null (missing) values: {array.null_count} of the {len(array)} that were "
-            "read together. Fill them in when the file is written, or leave the column out: columns=[...]."
+            f"Column {name!r} of {path!r} has null (missing) values: {array.null_count} of the {len(array)} in the block "
+            "that was read. Replace them when you write the file, or leave the column out: columns=[...]."
         )
     if load("pyarrow", "from_parquet").types.is_fixed_size_list(array.type):
         inner = _as_numpy(array.flatten(), name, path)

@@ -27,15 +27,15 @@ from replicax._src.input.files.records import (
 def from_tfrecords(files: Files) -> FileDataset:
     """Makes a dataset whose elements are the records of TFRecord files, as ``bytes``.
 
-    ``from_tfrecords("train-*.tfrecord").map(parse).shuffle(10_000, seed=1).batch(128)``, where ``parse`` makes a
-    pytree of arrays of one record. Files are read by grain, uncompressed ones only. It notices a file that is cut
-    short, not a changed byte: grain does not check the checksums of records.
+    ``from_tfrecords("train-*.tfrecord").map(parse).shuffle(10_000, seed=1).batch(128)``, where ``parse`` converts one
+    record to a pytree of arrays. grain reads the files, which must be uncompressed. It detects a truncated file but not
+    a changed byte, because it does not verify checksums.
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_tfrecords")
@@ -43,15 +43,15 @@ def from_tfrecords(files: Files) -> FileDataset:
 
 
 def from_array_records(files: Files) -> FileDataset:
-    """Makes a dataset whose elements are the records of ArrayRecord files, as ``bytes``. They are read by grain.
+    """Makes a dataset whose elements are the records of ArrayRecord files, as ``bytes``. grain reads the files.
 
-    Use it as ``from_tfrecords``. The number of records is known, and all checksums are checked.
+    Use it like ``from_tfrecords``. The number of records is known, and all checksums are verified.
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_array_records")
@@ -60,16 +60,16 @@ def from_array_records(files: Files) -> FileDataset:
 
 
 def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
-    """Makes a dataset whose elements are the lines of text files, as ``str`` without their ends.
+    """Makes a dataset whose elements are the lines of text files, as ``str`` without line ends.
 
-    Use it as ``from_tfrecords``. Files that are compressed with gzip are recognised.
+    Use it like ``from_tfrecords``. It recognises files compressed with gzip.
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.
-      encoding: One in which the byte 10 is always the end of a line: not UTF-16.
+      encoding: An encoding in which the byte 10 always ends a line, so not UTF-16.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
     """
     options = f"TextLines(encoding={encoding!r})"
     format = FileFormat("text", options, partial(open_text_lines, encoding=encoding), count_text_lines)
@@ -79,16 +79,16 @@ def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
 def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileDataset:
     """Makes a dataset whose elements are the rows of Parquet files, as ``{column: value}``.
 
-    ``from_parquet("part-*.parquet").shuffle(10_000, seed=1).batch(128)`` yields ``{column: array [128, ...]}``. Rows
-    are read and batched as columns, by pyarrow and NumPy; batches may be views that cannot be written to.
+    ``from_parquet("part-*.parquet").shuffle(10_000, seed=1).batch(128)`` yields ``{column: array [128, ...]}``. pyarrow
+    and NumPy read and batch rows as columns. Batches may be read-only views.
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.
-      columns: Which to read; None is all. Numbers and booleans become ``[num_rows]``, lists of a fixed size k
-        ``[num_rows, k]``. Text, lists of varying sizes and null values are refused when they are read.
+      columns: The columns to read; None reads all. Numbers and booleans become ``[num_rows]``, lists of a fixed size k
+        ``[num_rows, k]``. Text, lists of varying sizes and null values raise an error when they are read.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: pyarrow is not installed.
     """
     load("pyarrow.parquet", "from_parquet")
@@ -104,7 +104,7 @@ def from_csv(
     column_names: Sequence[str] | None = None,
     column_dtypes: Mapping[str, Any] | None = None,
 ) -> FileDataset:
-    r"""Makes a dataset whose elements are the rows of CSV files, as ``{column: value}``; use it as ``from_parquet``.
+    r"""Makes a dataset whose elements are the rows of CSV files, as ``{column: value}``. Use it like ``from_parquet``.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,18 +112,18 @@ def from_csv(
     ...     [batch["y"].tolist() for batch in from_csv(f"{folder}/*.csv").batch(2)]
     [[1, 4], [9]]
 
-    Files that are compressed with gzip are recognised. To go on from a saved position, a file is read from its start.
+    It recognises files compressed with gzip. To resume from a saved position, it reads the file from its start.
 
     Args:
       files: A path, a pattern (sorted by name), or a list of these.
-      columns: Which to read; None is all.
-      delimiter: Between two values.
+      columns: The columns to read; None reads all.
+      delimiter: The character between two values.
       column_names: The names of all columns, if the files have no header line.
       column_dtypes: ``{column: dtype}``. The others are inferred from the first lines of the first file that has rows:
         int64, float64 or bool.
 
     Raises:
-      MissingFileError: There is no such file.
+      MissingFileError: No file matches.
       MissingExtraError: pyarrow is not installed.
     """
     load("pyarrow.csv", "from_csv")

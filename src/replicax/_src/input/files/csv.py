@@ -24,17 +24,17 @@ _ADVICE: Final = (
 @final
 @dataclass(frozen=True)
 class CsvOptions:
-    """The options of reading CSV files, also ones that are compressed with gzip.
+    """The options of reading CSV files, which may be compressed with gzip.
 
-    The types of all files are those of the first one that has rows, else "5" would be an integer in one file and
-    "5.5" no integer in the next, and workers that read different files would disagree.
+    The first file with rows decides the types for all files. Otherwise "5" would be an integer in one file but not
+    "5.5" in the next, and workers that read different files would disagree.
 
     Attributes:
-      files: The files of the whole dataset.
-      columns: Which to read; None is all of them.
-      delimiter: Between two values.
-      column_names: Of all columns, if the files have no header line.
-      column_dtypes: The dtypes of columns that are not to be inferred.
+      files: All files of the dataset.
+      columns: The columns to read; None reads all.
+      delimiter: The character between two values.
+      column_names: The names of all columns, if the files have no header line.
+      column_dtypes: The dtypes of columns that must not be inferred.
     """
 
     files: Sequence[str] = field(repr=False)
@@ -44,8 +44,10 @@ class CsvOptions:
     column_dtypes: tuple[tuple[str, str], ...]
 
     def format(self) -> FileFormat:
-        """CSV files, read with these options."""
-        options = repr(self).replace("CsvOptions", "Csv", 1)  # as positions have it that were saved before
+        """The format of CSV files, read with these options."""
+        options = repr(self).replace(
+            "CsvOptions", "Csv", 1
+        )  # the name in positions that older versions saved
         return FileFormat(
             "CSV", options, self._open_at, _count_rows, self._row_spec, has_columns=True, advice=_ADVICE
         )
@@ -63,7 +65,7 @@ class CsvOptions:
 
     @functools.cached_property
     def _first(self) -> tuple[Any, str] | None:
-        """The schema of the first file that has rows, and its path."""
+        """Returns the schema and path of the first file that has rows."""
         pa = load("pyarrow", "from_csv")
         given = {name: pa.from_numpy_dtype(np.dtype(dtype)) for name, dtype in self.column_dtypes}
         for path in self.files:
@@ -77,7 +79,7 @@ class CsvOptions:
 
     def _open(self, path: str, types: Mapping[str, Any]) -> Any:
         pa, csv = load("pyarrow", "from_csv"), load("pyarrow.csv", "from_csv")
-        # Else pyarrow takes NaN, which is a number, for a missing value.
+        # Otherwise pyarrow treats NaN, which is a number, as a missing value.
         nulls = [text for text in csv.ConvertOptions().null_values if "nan" not in text.lower()]
         stream = pa.input_stream(path, compression="gzip" if is_gzip(path) else None)
         try:
@@ -91,9 +93,9 @@ class CsvOptions:
             )
         except KeyError as error:
             raise ColumnError(
-                f"The CSV file {path!r} has not all of the columns {list(self.columns or ())}; its header line is "
-                f"{_first_line_of(path)!r:.300}. Names are those of the header line, or column_names; values are separated by "
-                f"delimiter={self.delimiter!r}."
+                f"The CSV file {path!r} lacks some of the columns {list(self.columns or ())}; its header line is "
+                f"{_first_line_of(path)!r:.300}. Names come from the header line or column_names; values are separated "
+                f"by delimiter={self.delimiter!r}."
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""FileDataset: a dataset over files of any format, and the cursor that reads them one after the other."""
+"""FileDataset, a dataset over files of any format, and the cursor that reads the files in order."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from replicax._src.options import whole_number
 
 @final
 class FileDataset(Dataset):
-    """A dataset over files; make one with ``from_tfrecords``, ``from_parquet`` and the like.
+    """A dataset over files. Make one with ``from_tfrecords``, ``from_parquet`` and similar functions.
 
-    Files are read again each time it is iterated. (The batch of records that have not been parsed is an array of
-    Python objects.)
+    Each iteration reads the files again. (A batch of unparsed records is an array of Python objects.)
     """
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The paths of its files, in the order in which they are read."""
+        """The paths of its files, in reading order."""
         return self.source.files
 
     def shuffle(
@@ -33,14 +32,14 @@ class FileDataset(Dataset):
     ) -> FileDataset:
         """Puts the elements in random order, within windows of ``buffer_size`` adjacent ones.
 
-        Every window is read whole, and its elements come in a uniformly random order; none moves to another
-        window. (TensorFlow replaces one element of its buffer at a time, so there a few move further.) So rows that
-        lie in order in the files need large windows, or ``files`` in random order.
+        A full window is read, and its elements come in a uniformly random order. No element moves to another window.
+        (TensorFlow replaces one element of its buffer at a time, so there a few move further.) So rows that are sorted
+        in the files need large windows, or ``files`` in random order.
 
         Args:
-          buffer_size: Elements per window, held in memory.
-          seed: Equal seeds give equal orders. None draws one: then the processes of a cluster would disagree about the
-            order, so give one there.
+          buffer_size: The number of elements per window, which are held in memory.
+          seed: Equal seeds give equal orders. None draws a random seed. In a cluster pass a seed, so that all processes
+            use the same order.
           reshuffle_each_iteration: Take a new order each time the dataset is iterated or repeated.
 
         Raises:
@@ -51,14 +50,14 @@ class FileDataset(Dataset):
         )
 
     def of_files(self, num_shards: int, index: int) -> FileDataset:
-        """Returns the same over the files ``index, index + num_shards, ...``."""
+        """Returns the same dataset over the files ``index, index + num_shards, ...``."""
         check_shard(num_shards, index)
         assert self.source.of_files is not None
         return FileDataset(self.source.of_files(self.files[index::num_shards]), self.steps, self.passes)
 
 
 def file_dataset(files: tuple[str, ...], format: FileFormat) -> FileDataset:
-    """Makes a dataset over the rows of files, one file after the other."""
+    """Makes a dataset over the rows of files, in order."""
     return FileDataset(_source_of(files, format))
 
 
@@ -92,11 +91,11 @@ def _num_rows(files: Sequence[str], format: FileFormat) -> int | None:
 
 @final
 class _FilesCursor(Cursor):
-    """Its position is the number of the file, and the position in it."""
+    """A cursor over files. Its position is the number of the file and the position in that file."""
 
     def __init__(self, files: Sequence[str], format: FileFormat):
         self._files, self._format = files, format
-        self._number = 0  # of the file that is being read
+        self._number = 0  # the number of the current file
         self._reader: FileReader | None = None
 
     def read(self, num_rows: int) -> Chunk:

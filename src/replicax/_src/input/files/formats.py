@@ -15,7 +15,7 @@ from replicax._src.input.chunks import Chunk
 
 
 class UnreadableFileError(ReplicaxError, OSError):
-    """A file is damaged, cut short, of another format than was said, or may not be read."""
+    """A file is damaged, truncated, unreadable or of another format than expected."""
 
 
 class FileReader(abc.ABC):
@@ -46,12 +46,12 @@ class FileFormat:
 
     Attributes:
       name: The name of such files: ``"Parquet"``.
-      options: The options as text; it tells positions of differently read files apart.
+      options: The options as text, to tell positions of files read with other options apart.
       open: ``(path, position) -> FileReader``; the position None is the first row.
-      count_rows: Returns the number of rows of a file if that is known without reading them, else None.
+      count_rows: Returns the number of rows of a file if that is known without reading them; otherwise None.
       row_spec: Returns the ArraySpecs of the columns ``{name: ArraySpec}``, or None if that is not known.
-      has_columns: True if rows are read as columns of numbers, False if one by one as text or bytes.
-      advice: What to do if a file cannot be read.
+      has_columns: True if rows are read as columns of numbers, False if they are read one by one as text or bytes.
+      advice: The advice for a file that cannot be read.
     """
 
     name: str
@@ -63,14 +63,14 @@ class FileFormat:
     advice: str = REWRITE
 
 
-# What the readers raise about a file: theirs are RuntimeErrors, ValueErrors, OSErrors, EOFErrors (gzip), and, where
-# the length of a record is wrong, also these two of Python's file objects.
+# The errors that readers raise: RuntimeError, ValueError, OSError, EOFError (gzip) and, for a wrong record length, also
+# these two of Python's file objects.
 _READER_ERRORS = (OSError, EOFError, ValueError, RuntimeError, MemoryError, OverflowError)
 
 
 @contextlib.contextmanager
 def reading(path: str, format: FileFormat) -> Iterator[None]:
-    """Raises what the libraries raise as an UnreadableFileError, which names the file."""
+    """Turns the errors of the libraries into an UnreadableFileError that names the file."""
     try:
         yield
     except ReplicaxError:
@@ -85,7 +85,7 @@ def load(module: str, caller: str) -> Any:
     """Imports a module of an optional dependency.
 
     Raises:
-      MissingExtraError: It is not installed.
+      MissingExtraError: The dependency is not installed.
     """
     try:
         return importlib.import_module(module)

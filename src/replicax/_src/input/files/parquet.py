@@ -11,16 +11,16 @@ from typing import Any, Final
 from replicax._src.input.files.columns import ColumnReader, Specs, specs_of
 from replicax._src.input.files.formats import FileFormat, FileReader, load, reading
 
-_BYTES_PER_BLOCK: Final = 8 << 20  # decoded at once; enough that the cost per block is not seen
+_BYTES_PER_BLOCK: Final = 8 << 20  # decoded at once; large enough to make the cost per block negligible
 _MAX_ROWS_PER_BLOCK: Final = 1 << 16
 
 
 def parquet(first_file: str, columns: tuple[str, ...] | None) -> FileFormat:
-    """The format of Parquet files.
+    """Returns the format of Parquet files.
 
     Args:
       first_file: All other files must have its columns.
-      columns: Which to read; None is all of them.
+      columns: The columns to read; None reads all.
     """
 
     @functools.cache
@@ -50,7 +50,7 @@ def _count_rows(path: str) -> int:
 
 
 def _open(path: str) -> Any:
-    # pre_buffer would read all row groups ahead, however large the file.
+    # pre_buffer would prefetch all row groups, however large the file.
     parquet = load("pyarrow.parquet", "from_parquet")
     return parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
 

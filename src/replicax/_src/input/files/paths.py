@@ -1,4 +1,4 @@
-"""Which files a path, a list of paths or a pattern means. Nothing is read here."""
+"""Resolves a path, a list of paths or a pattern to files. Nothing is read here."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 class MissingFileError(ReplicaxError, FileNotFoundError):
-    """A file that is to be read does not exist, or a pattern fits no file."""
+    """A file does not exist, or no file matches a pattern."""
 
 
 def resolve_files(files: Files) -> tuple[str, ...]:
-    """Returns the paths, those of a pattern sorted.
+    """Returns the paths. Those of a pattern are sorted.
 
     Raises:
-      MissingFileError: There is none, or one does not exist or is a folder.
-      InvalidArgumentError: These are no paths.
+      MissingFileError: No file was found, or a path does not exist or is a directory.
+      InvalidArgumentError: The values are not paths.
     """
     try:
         given = [files] if isinstance(files, str | bytes | os.PathLike) else list(files)
@@ -42,7 +42,7 @@ def resolve_files(files: Files) -> tuple[str, ...]:
 
 
 def fingerprint_of(paths: Sequence[str]) -> dict[str, Any]:
-    """What tells files from others, wherever their folder is: how many, and a hash of their names and sizes."""
+    """Returns the number of files and a hash of their names and sizes, independent of their directory."""
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         raise MissingFileError(
@@ -64,8 +64,8 @@ def _expanded(path: str) -> list[str]:
     found = sorted(one for one in glob.glob(path, recursive=True) if os.path.isfile(one))
     if not found:
         raise MissingFileError(
-            f"No file fits the pattern {path!r} (working directory {os.getcwd()!r}). Patterns are those of "
-            "Python's glob: * and ? within a name, ** for any folders."
+            f"No file matches the pattern {path!r} (working directory {os.getcwd()!r}). Patterns follow Python's glob: "
+            "* and ? within a name, ** for any directories."
         )
     return found
 

@@ -16,7 +16,7 @@ _GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
 def is_gzip(path: str) -> bool:
-    """Whether a file begins as gzip files do; no text does."""
+    """True if a file starts as gzip files do; no text does."""
     with open(path, "rb") as file:
         return file.read(2) == _GZIP_MAGIC
 
@@ -27,8 +27,8 @@ def is_gzip(path: str) -> bool:
 def open_tfrecords(path: str, position: Any) -> FileReader:
     """Opens a file of TensorFlow's format: length, checksum of the length, bytes, checksum of the bytes.
 
-    grain reads as many bytes as a length says, and checks no checksum. The first length is checked here, so that
-    another kind of file is found out.
+    grain trusts each length and verifies no checksum. This function checks the first length, to detect another kind of
+    file.
 
     Source: https://www.tensorflow.org/tutorials/load_data/tfrecord
     """
@@ -45,23 +45,23 @@ def open_tfrecords(path: str, position: Any) -> FileReader:
 
 
 def _check_first_length(path: str) -> None:
-    """Raises for a file of another kind, or of zeros, as a machine that went down may leave one."""
+    """Raises for a file of another kind, or for a file of zeros, which a machine crash may leave."""
     with open(path, "rb") as file:
         header = file.read(12)
     is_whole = len(header) == 12 and int.from_bytes(header[:8], "little") + 16 <= os.path.getsize(path)
     if header and not (is_whole and any(header[8:])):  # the checksum of a length is never 0
         raise UnreadableFileError(
-            f"{path!r} is no TFRecord file: its first record does not fit into it (compressed with zlib, cut short, or "
-            f"another format). {REWRITE}"
+            f"{path!r} is not a TFRecord file: its first record is longer than the file (compressed with zlib, "
+            f"truncated, or another format). {REWRITE}"
         )
 
 
 @final
 class _TFRecordReader(FileReader):
-    """Its position is the state of grain's iterator."""
+    """A reader whose position is the state of grain's iterator."""
 
     def __init__(self, iterator: Any):
-        self._iterator = [iterator]  # the only reference: grain closes the file when it goes
+        self._iterator = [iterator]  # the only reference, because grain closes the file when it is dropped
         self._close = weakref.finalize(self, self._iterator.clear)
 
     def read(self, num_rows: int) -> Chunk:
@@ -78,7 +78,7 @@ class _TFRecordReader(FileReader):
 
 
 def open_array_records(path: str, position: Any) -> FileReader:
-    """Opens a file of records with numbers and checksums, all of which are checked."""
+    """Opens a file of numbered records with checksums, which are all verified."""
     return _ArrayRecordReader(_source(path), position or 0)
 
 
@@ -89,7 +89,7 @@ def count_array_records(path: str) -> int:
 
 @final
 class _ArrayRecordReader(FileReader):
-    """Its position is the number of the next record."""
+    """A reader whose position is the number of the next record."""
 
     def __init__(self, source: Any, position: int):
         self._source, self._position = source, position
@@ -97,7 +97,7 @@ class _ArrayRecordReader(FileReader):
     def read(self, num_rows: int) -> Chunk:
         numbers = range(self._position, min(self._position + num_rows, len(self._source)))
         self._position = numbers.stop
-        if len(numbers) <= 1:  # several go through a thread
+        if len(numbers) <= 1:  # grain reads several records through a thread
             return [self._source[number] for number in numbers]
         return list(self._source.__getitems__(numbers))
 
@@ -116,8 +116,8 @@ def _source(path: str) -> Any:
 
 
 def open_text_lines(path: str, position: Any, *, encoding: str) -> FileReader:
-    """Opens a file of lines of text, without their ends, also one that is compressed with gzip."""
-    file = gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")  # noqa: SIM115 the reader closes it
+    """Opens a file of text lines, without their line ends, also if it is compressed with gzip."""
+    file = gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")  # noqa: SIM115 because the reader closes it
     return _LineReader(file, path, encoding, position or 0)
 
 
@@ -128,7 +128,7 @@ def count_text_lines(path: str) -> int | None:
 
 @final
 class _LineReader(FileReader):
-    """Its position is the byte at which the next line begins, after decompression."""
+    """A reader whose position is the byte, after decompression, at which the next line begins."""
 
     def __init__(self, file: BinaryIO | gzip.GzipFile, path: str, encoding: str, position: int):
         self._file, self._path, self._encoding = file, path, encoding
@@ -153,6 +153,7 @@ class _LineReader(FileReader):
             return line.removesuffix(b"\n").removesuffix(b"\r").decode(self._encoding)
         except UnicodeDecodeError as error:
             raise UnreadableFileError(
-                f"The text file {self._path!r} has a line that is no {self._encoding} text: {line[:60]!r} ({error.reason}). "
+                f"The text file {self._path!r} has a line that is not {self._encoding} text: {line[:60]!r} "
+                f"({error.reason}). "
                 "Give its encoding: from_text_lines(files, encoding='latin-1')."
             ) from error
