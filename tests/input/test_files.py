@@ -3,8 +3,10 @@
 import gzip
 import itertools
 import pathlib
+import pickle
 import struct
 
+import cloudpickle
 import grain
 import numpy as np
 import pyarrow as pa
@@ -179,6 +181,22 @@ def test_batches_across_files(tmp_path, kind, sizes):
         assert batches_of(batched) == expected, "it starts again"
         full = [batch for batch in expected if len(batch) == batch_size]
         assert batches_of(dataset.batch(batch_size, drop_remainder=True)) == full
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
+@pytest.mark.parametrize("kind", ["arrays", *FORMATS])
+def test_datasets_can_be_pickled(tmp_path, kind, pickler):
+    """A dataset, or a closure over one, is sent to the workers of parameter servers."""
+    if kind == "arrays":
+        dataset = rx.data.from_arrays({"n": np.arange(5)})
+    else:
+        dataset = (RECORDS | COLUMNS)[kind][0](write_files(tmp_path, kind, (3, 2)))
+    dataset = dataset.shuffle(10, seed=1)
+    expected = [str(row) for row in dataset]
+    copy = pickler.loads(pickler.dumps(dataset))
+    assert [str(row) for row in copy] != expected, "another pass has another order"
+    assert sorted(map(str, copy)) == sorted(expected)
+    assert [str(row) for row in pickler.loads(pickler.dumps(dataset))] == [str(row) for row in dataset]
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -378,16 +378,29 @@ def from_arrays(arrays: Any) -> ArrayDataset:
 
 
 def _source_of(arrays: Any, num_rows: int) -> RowSource:
-    rows = ArrayRows.all_of(arrays)
-    shapes = [[str(array.dtype), *array.shape[1:]] for array in rows.arrays]
+    leaves = jax.tree.leaves(arrays)
+    shapes = [[str(array.dtype), *array.shape[1:]] for array in leaves]
     return RowSource(
         f"arrays of {num_rows} rows",
-        lambda: _ArrayCursor(rows),
-        length=lambda: num_rows,
-        row_spec=lambda: jax.tree.map(lambda array: ArraySpec(array.shape[1:], array.dtype), arrays),
-        fingerprint=lambda: {"num_rows": num_rows, "arrays": shapes},
-        row_bytes=sum(array.itemsize * math.prod(array.shape[1:]) for array in rows.arrays),
+        functools.partial(_open_arrays, arrays),
+        length=functools.partial(_given, num_rows),
+        row_spec=functools.partial(
+            _given, jax.tree.map(lambda array: ArraySpec(array.shape[1:], array.dtype), arrays)
+        ),
+        fingerprint=functools.partial(_given, {"num_rows": num_rows, "arrays": shapes}),
+        row_bytes=sum(array.itemsize * math.prod(array.shape[1:]) for array in leaves),
     )
+
+
+# Functions with names, so that datasets can be pickled and sent to workers.
+
+
+def _open_arrays(arrays: Any) -> Cursor:
+    return _ArrayCursor(ArrayRows.all_of(arrays))
+
+
+def _given(value: Any) -> Any:
+    return value
 
 
 @final

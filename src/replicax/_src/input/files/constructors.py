@@ -13,7 +13,7 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.files.csv import CsvOptions
 from replicax._src.input.files.dataset import FileDataset, file_dataset
 from replicax._src.input.files.formats import FileFormat, load
-from replicax._src.input.files.parquet import parquet
+from replicax._src.input.files.parquet import ParquetOptions
 from replicax._src.input.files.paths import Files, resolve_files
 from replicax._src.input.files.records import (
     count_array_records,
@@ -93,7 +93,7 @@ def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileData
     """
     load("pyarrow.parquet", "from_parquet")
     paths = resolve_files(files)
-    return file_dataset(paths, parquet(paths[0], _names(columns, "columns")))
+    return file_dataset(paths, ParquetOptions(paths[0], _names(columns, "columns")).format())
 
 
 def from_csv(

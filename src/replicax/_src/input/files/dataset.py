@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from replicax._src.devices.autoshard import check_shard
@@ -58,35 +60,52 @@ class FileDataset(Dataset):
 
 def file_dataset(files: tuple[str, ...], format: FileFormat) -> FileDataset:
     """Makes a dataset over the rows of files, in order."""
-    return FileDataset(_source_of(files, format))
+    return FileDataset(_Files(files, format).source())
 
 
-def _source_of(files: tuple[str, ...], format: FileFormat) -> RowSource:
-    return RowSource(
-        f"{len(files)} {format.name} file" + "s" * (len(files) != 1),
-        lambda: _FilesCursor(files, format),
-        length=functools.cache(lambda: _num_rows(files, format)),
-        row_spec=format.row_spec,
-        fingerprint=lambda: {
-            "format": format.name,
-            "options": format.options,
-            **fingerprint_of(files),
-        },
-        has_arrays=format.has_columns,
-        files=files,
-        of_files=lambda files: _source_of(files, format),
-    )
+@final
+@dataclass(frozen=True)
+class _Files:
+    """Files of one format. A dataset over them can be pickled, so that it can be sent to workers."""
 
+    paths: tuple[str, ...]
+    format: FileFormat
 
-def _num_rows(files: Sequence[str], format: FileFormat) -> int | None:
-    total = 0
-    for path in files:
-        with reading(path, format):
-            num_rows = format.count_rows(path)
-        if num_rows is None:
-            return None
-        total += num_rows
-    return total
+    def source(self) -> RowSource:
+        """Returns the source of their rows."""
+        return RowSource(
+            f"{len(self.paths)} {self.format.name} file" + "s" * (len(self.paths) != 1),
+            partial(_FilesCursor, self.paths, self.format),
+            length=self.length,
+            row_spec=self.format.row_spec,
+            fingerprint=self.fingerprint,
+            has_arrays=self.format.has_columns,
+            files=self.paths,
+            of_files=self.others,
+        )
+
+    def others(self, paths: tuple[str, ...]) -> RowSource:
+        """Returns the source of the rows of other files."""
+        return _Files(paths, self.format).source()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns JSON that tells these files, and how they are read, from others."""
+        return {"format": self.format.name, "options": self.format.options, **fingerprint_of(self.paths)}
+
+    def length(self) -> int | None:
+        """Returns the number of rows, or None if only a read of the files could tell."""
+        return self._num_rows
+
+    @functools.cached_property
+    def _num_rows(self) -> int | None:
+        total = 0
+        for path in self.paths:
+            with reading(path, self.format):
+                num_rows = self.format.count_rows(path)
+            if num_rows is None:
+                return None
+            total += num_rows
+        return total
 
 
 @final

@@ -39,6 +39,10 @@ REWRITE: Final = (
 )
 
 
+def unknown(path: str | None = None) -> None:
+    """Returns None. It has a name, so that formats can be pickled."""
+
+
 @final
 @dataclass(frozen=True)
 class FileFormat:
@@ -57,8 +61,8 @@ class FileFormat:
     name: str
     options: str
     open: Callable[[str, Any], FileReader]
-    count_rows: Callable[[str], int | None] = lambda path: None
-    row_spec: Callable[[], Any] = lambda: None
+    count_rows: Callable[[str], int | None] = unknown
+    row_spec: Callable[[], Any] = unknown
     has_columns: bool = False
     advice: str = REWRITE
 

@@ -6,7 +6,8 @@ import bisect
 import functools
 import itertools
 import math
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 from replicax._src.input.files.columns import ColumnReader, Specs, specs_of
 from replicax._src.input.files.formats import FileFormat, FileReader, load, reading
@@ -15,33 +16,43 @@ _BYTES_PER_BLOCK: Final = 8 << 20  # decoded at once; large enough to make the c
 _MAX_ROWS_PER_BLOCK: Final = 1 << 16
 
 
-def parquet(first_file: str, columns: tuple[str, ...] | None) -> FileFormat:
-    """Returns the format of Parquet files.
+@final
+@dataclass(frozen=True)
+class ParquetOptions:
+    """The options of reading Parquet files.
 
-    Args:
+    Attributes:
       first_file: All other files must have its columns.
       columns: The columns to read; None reads all.
     """
 
-    @functools.cache
-    def row_spec() -> Specs:
-        with reading(first_file, format), _open(first_file) as file:
-            return specs_of(file.schema_arrow, columns, first_file)
+    first_file: str
+    columns: tuple[str, ...] | None
 
-    def open_at(path: str, position: Any) -> FileReader:
-        expected = row_spec()
+    def format(self) -> FileFormat:
+        """Returns the format of Parquet files that are read with these options."""
+        options = f"Parquet(columns={self.columns!r})"
+        return FileFormat("Parquet", options, self._open_at, _count_rows, self._row_spec, has_columns=True)
+
+    def _row_spec(self) -> Specs:
+        return self._first
+
+    @functools.cached_property
+    def _first(self) -> Specs:
+        """The specs of the first file's columns."""
+        with reading(self.first_file, self.format()), _open(self.first_file) as file:
+            return specs_of(file.schema_arrow, self.columns, self.first_file)
+
+    def _open_at(self, path: str, position: Any) -> FileReader:
+        expected = self._first, self.first_file
         file = _open(path)
-        specs = specs_of(file.schema_arrow, columns, path)
+        specs = specs_of(file.schema_arrow, self.columns, path)
         row = position or 0
         groups = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         starts = list(itertools.accumulate(groups, initial=0))
         first = max(bisect.bisect_right(starts, row) - 1, 0)
         blocks = file.iter_batches(_rows_per_block(specs), range(first, len(groups)), list(specs))
-        return ColumnReader(path, blocks, file.close, (expected, first_file), starts[first], row)
-
-    options = f"Parquet(columns={columns!r})"
-    format = FileFormat("Parquet", options, open_at, _count_rows, row_spec, has_columns=True)
-    return format
+        return ColumnReader(path, blocks, file.close, expected, starts[first], row)
 
 
 def _count_rows(path: str) -> int:
