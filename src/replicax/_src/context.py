@@ -92,7 +92,7 @@ def _top() -> _Frame | None:
 
 
 def get_strategy() -> Any:
-    """The current strategy: of the innermost scope, the global one, or the default one.
+    """Returns the current strategy: of the innermost scope, the global one, or the default one.
 
     May be called in every context, from every thread (scopes are per thread).
     """
@@ -103,12 +103,12 @@ def get_strategy() -> Any:
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default one."""
+    """Returns True if the current strategy is another than the default one."""
     return get_strategy() is not _default_strategy()
 
 
 def get_replica_context() -> ReplicaContext | Any:  # Any for None, which a replica function need not look for
-    """The current replica's context.
+    """Returns the current replica's context.
 
     Returns:
       Inside ``Strategy.run`` that replica's context; in a scope or in ``merge_call`` None; outside any scope
@@ -123,12 +123,12 @@ def get_replica_context() -> ReplicaContext | Any:  # Any for None, which a repl
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the caller is in cross-replica context: in a scope or in ``merge_call``."""
+    """Returns True if the caller is in cross-replica context: in a scope or in ``merge_call``."""
     return get_replica_context() is None
 
 
 def in_replica_function() -> bool:
-    """Whether the caller is inside a function that ``Strategy.run`` runs, and not in its ``merge_call``."""
+    """Returns True if the caller is inside a function that ``Strategy.run`` runs, and not in its ``merge_call``."""
     top = _top()
     return (
         top is not None and top.replica_context is not None and top.replica_context.communicator is not None
@@ -136,7 +136,7 @@ def in_replica_function() -> bool:
 
 
 def in_update() -> bool:
-    """Whether the caller is inside ``extended.update``, where variables are read and written as stored."""
+    """Returns True if the caller is inside ``extended.update``, where variables are read and written as stored."""
     top = _top()
     return top is not None and top.is_update
 
@@ -218,7 +218,7 @@ class Scope:
 
 
 def _has_unowned_of_keras() -> bool:
-    """True if there is a variable or a model of Keras of which no strategy knows. Slow; for a rare case."""
+    """Returns True if there is a variable or a model of Keras of which no strategy knows. Slow; for a rare case."""
     keras = sys.modules.get("keras")
     kinds = () if keras is None else (keras.Variable, keras.Model)
     return any(issubclass(type(each), kinds) and id(each) not in owners for each in gc.get_objects())
@@ -273,7 +273,7 @@ def check_strategy_of(owner: Any | None, what: str) -> None:
 
 
 def strategy_for_new_variable() -> Any:
-    """The strategy that variables made now belong to.
+    """Returns the strategy that variables made now belong to.
 
     Raises:
       MixedStrategiesError: Scopes of two strategies are open.
@@ -324,7 +324,7 @@ def check_may_iterate() -> None:
 
 
 def stand_in_of(strategy: Strategy) -> Any | None:
-    """The parts that ``strategy`` has instead of its own, here; None almost always."""
+    """Returns the parts that ``strategy`` has instead of its own, here; None almost always."""
     if not _stand_ins:
         return None
     stand_in = _stand_ins.get(threading.get_ident())
@@ -332,7 +332,7 @@ def stand_in_of(strategy: Strategy) -> Any | None:
 
 
 def is_standing_in() -> bool:
-    """Whether some strategy has other parts than its own, here."""
+    """Returns True if some strategy has other parts than its own, here."""
     return threading.get_ident() in _stand_ins
 
 
@@ -579,7 +579,7 @@ owners: dict[int, Any] = {}
 
 
 def owner_of(variable: Any) -> Any:
-    """The strategy in whose scope a variable was made; None if it was in none."""
+    """Returns the strategy in whose scope a variable was made; None if it was in none."""
     return getattr(variable, "distribute_strategy", None) or owners.get(id(variable))
 
 
@@ -591,7 +591,7 @@ def remember_owner(made: Any) -> None:
 
 
 def default_has_no(what: str) -> ContextError:
-    """The error for asking the default strategy about devices."""
+    """Returns the error for asking the default strategy about devices."""
     return ContextError(
         f"`{what}` is not known for the default strategy, which places nothing. Use rx.OneDeviceStrategy or "
         f"rx.MirroredStrategy, or jax.local_devices()."

@@ -145,7 +145,7 @@ def frameworks_in_use() -> tuple[Framework, ...]:
 
 
 def is_variable(value: Any) -> bool:
-    """True if a value is a variable, ours or a framework's, and so a leaf of a pytree."""
+    """Returns True if a value is a variable, ours or a framework's, and so a leaf of a pytree."""
     return isinstance(value, _in_use.variable_types)
 
 

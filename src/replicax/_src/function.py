@@ -127,7 +127,7 @@ class Function(LoweredAlone, Generic[_P, _R]):
         return self._runs_as_python
 
     def place(self, strategy: Strategy, step: Step) -> StepProgram:
-        """The program of a call, for lowering; it runs and keeps nothing.
+        """Returns the program of a call, for lowering; it runs and keeps nothing.
 
         Raises:
           UnsupportedError: It loops over a distributed dataset.
@@ -212,7 +212,7 @@ class Function(LoweredAlone, Generic[_P, _R]):
 
 
 def _num_replicas(mesh: Any) -> int | None:
-    """The number of replicas that a function will be compiled for; None if only its trace will show it."""
+    """Returns the number of replicas that a function will be compiled for; None if only its trace will show it."""
     if mesh is not None:
         return mesh.shape[REPLICA_AXIS]
     return context.get_strategy().num_replicas_in_sync if context.has_strategy() else None

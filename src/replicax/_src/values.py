@@ -49,7 +49,7 @@ class ArrayLike(abc.ABC):
 
     @abc.abstractmethod
     def as_array(self) -> Any:
-        """The array, or a typed error that says why there is not one."""
+        """Returns the array, or a typed error that says why there is not one."""
 
     def __jax_array__(self) -> Any:
         return jnp.asarray(self.as_array())
@@ -236,7 +236,7 @@ class PerReplica(DistributedValues):
         return self.is_equal and self.num_replicas == 1
 
     def component_shape(self, replica_id: int) -> tuple[int, ...]:
-        """The true shape of one component."""
+        """Returns the true shape of one component."""
         if self.shapes is not None:
             return self.shapes[replica_id]
         shape = tuple(self.stored.shape)
@@ -310,7 +310,7 @@ class PerReplica(DistributedValues):
 
 
 def shown_value(array: Any) -> str | None:
-    """A small value that is there already, in this process, for a table; None of others: nothing waits, little
+    """Returns a small value that is there already, in this process, for a table; None of others: nothing waits, little
     moves.
     """
     if isinstance(array, np.ndarray):
@@ -325,13 +325,15 @@ def shown_value(array: Any) -> str | None:
 
 
 def _is_on_replicas(array: Any, num_replicas: int) -> bool:
-    """True if the replicas' devices hold ``array``; what a coordinator has of its workers' replicas is in one place."""
+    """Returns True if the replicas' devices hold ``array``; what a coordinator has of its workers' replicas is in one
+    place.
+    """
     is_placed = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
     return is_placed and len(array.sharding.device_set) >= num_replicas
 
 
 def _component_shown(data: Any, shape: Sequence[int], is_equal: bool) -> str | None:
-    """The value of one replica's component, of what its device holds."""
+    """Returns the value of one replica's component, of what its device holds."""
     if jnp.issubdtype(data.dtype, jax.dtypes.extended):  # random keys
         return None
     whole = data.size if data.is_ready() else _MAX_SHOWN + 1
@@ -342,7 +344,7 @@ def _component_shown(data: Any, shape: Sequence[int], is_equal: bool) -> str | N
 
 
 def _local_replicas(array: Any, num_replicas: int, is_equal: bool) -> Sequence[int]:
-    """The numbers of the replicas whose components are in this process."""
+    """Returns the numbers of the replicas whose components are in this process."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return range(num_replicas)
     num_logical = len(array.sharding.device_set) // num_replicas
@@ -441,7 +443,7 @@ def _donated(kind: str) -> DonatedError:
 
 
 def cut(array: Any, shape: Sequence[int]) -> Any:
-    """The leading corner of a padded array."""
+    """Returns the leading corner of a padded array."""
     if tuple(array.shape) == tuple(shape):
         return array
     return array[tuple(slice(0, size) for size in shape)]
@@ -456,7 +458,7 @@ def pad(array: Any, shape: Sequence[int]) -> Any:
 
 
 def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The smallest shape that all of ``shapes`` (of one rank) fit in."""
+    """Returns the smallest shape that all of ``shapes`` (of one rank) fit in."""
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
 
@@ -474,7 +476,7 @@ class Results:
         self._num_replicas, self._tree, self._leaves = num_replicas, tree, leaves
 
     def wrap(self, arrays: Sequence[Any]) -> Any:
-        """The results of a call."""
+        """Returns the results of a call."""
         remaining = iter(arrays)
         num_replicas = self._num_replicas
         if num_replicas == 1:
@@ -509,7 +511,7 @@ def per_replica_from_components(
 
 
 def is_value(value: Any) -> bool:
-    """Whether a value is a DistributedValues or a variable: a leaf, for those who walk pytrees."""
+    """Returns True if a value is a DistributedValues or a variable: a leaf, for those who walk pytrees."""
     return isinstance(value, DistributedValues) or is_variable(value)
 
 

@@ -92,7 +92,7 @@ def _open(pytree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
 
 
 def _single(value: Any, path: str) -> Any:
-    """The one array of a proven-equal value.
+    """Returns the one array of a proven-equal value.
 
     Raises:
       DivergenceError: It differs between replicas.

@@ -11,7 +11,7 @@ from replicax._src.tracing.capture import current_capture
 
 
 def aggregate_gradients() -> Any:
-    """An optax transformation that sums gradients over replicas; put it first in a chain.
+    """Returns an optax transformation that sums gradients over replicas; put it first in a chain.
 
     In ``run`` every gradient is summed over replicas, but for those that have been all-reduced already. Elsewhere it
     changes nothing, so that the same optimizer works on one device.

@@ -30,7 +30,7 @@ class WorkerRows(np.ndarray):
 
     @classmethod
     def of(cls, array: Any, all_sizes: Sequence[int]) -> WorkerRows:
-        """An array, with the sizes."""
+        """Returns an array, with the sizes."""
         rows = np.asarray(array).view(cls)
         rows.all_sizes = tuple(all_sizes)
         return rows
@@ -122,7 +122,7 @@ class BatchLayout:
         return self._topology.stacked if is_stacked else self._topology.per_replica
 
     def described(self) -> Any:
-        """The array as programs take it, without a value: shape, dtype and sharding."""
+        """Returns the array as programs take it, without a value: shape, dtype and sharding."""
         return jax.ShapeDtypeStruct(self._padded, self._dtype, sharding=self.sharding(is_stacked=False))
 
     def without_padding(self, leaf: Any) -> Any:

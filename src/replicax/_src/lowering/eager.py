@@ -132,7 +132,7 @@ def _explained() -> Iterator[None]:
 
 
 def _argument(leaf: Any, num_replicas: int) -> Any:
-    """A leaf of the arguments as the one replica gets it: a copy of an array, everything else as it is."""
+    """Returns a leaf of the arguments as the one replica gets it: a copy of an array, everything else as it is."""
     if not isinstance(leaf, (PerReplica, Mirrored)):
         return on_no_device(leaf) if key.is_array(leaf) else leaf
     if isinstance(leaf, PerReplica) and leaf.is_of_whole_batch:
@@ -149,7 +149,7 @@ def _argument(leaf: Any, num_replicas: int) -> Any:
 
 
 def _joined(value: PerReplica) -> jax.Array:
-    """The components as one batch: see ``RunOptions.eager``."""
+    """Returns the components as one batch: see ``RunOptions.eager``."""
     stored = on_no_device(value.stored)
     components = [cut(stored[r], value.component_shape(r)) for r in range(value.num_replicas)]
     if components[0].ndim:
@@ -166,7 +166,7 @@ def _joined(value: PerReplica) -> jax.Array:
 
 
 def _result(leaf: Any, num_replicas: int) -> Any:
-    """A leaf of what the function returned, as ``run`` returns it."""
+    """Returns a leaf of what the function returned, as ``run`` returns it."""
     if isinstance(leaf, DistributedValues):
         leaf = leaf.as_array()
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):

@@ -58,7 +58,7 @@ class GlobalStep:
         self._programs: dict[Hashable, _Program] = {}
 
     def program(self, state: HeldState, batch: Batch, capacity: int) -> _Program:
-        """The program for batches like this one, traced and compiled if there is none yet.
+        """Returns the program for batches like this one, traced and compiled if there is none yet.
 
         Args:
           state: What the step will be given.
@@ -191,12 +191,12 @@ class _Program:
 
     @property
     def is_slow_in_a_loop(self) -> bool:
-        """Whether the step takes longer inside of a loop than alone: on CPU, XLA has a slow convolution there, which
+        """True if the step takes longer inside of a loop than alone: on CPU, XLA has a slow convolution there, which
         cost a small network a factor of 3 to 5 (jax 0.10)."""
         return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
 
     def _plan_by_rows(self, num_whole: int) -> RowsPlan | None:
-        """The program split by rows, where that is faster and can be done."""
+        """Returns the program split by rows, where that is faster and can be done."""
         topology = self._topology
         if (
             topology.peers is None
@@ -294,7 +294,7 @@ class _Program:
         return [jnp.zeros((), jnp.int8)] if self._needs_token else []
 
     def described(self, state: HeldState) -> tuple[Any, list[Any]]:
-        """The program as ``jax.jit`` gave it, and what it takes for one batch, which is only described."""
+        """Returns the program as ``jax.jit`` gave it, and what it takes for one batch, which is only described."""
         values = state.values()
         written, read = [values[i] for i in self.written], [values[i] for i in self._read]
         return self._compiled, [written, read, self._consts, [layout.described() for layout in self._layouts]]

@@ -21,8 +21,8 @@ from replicax._src.tracing.replication import collective_axes, is_call_with_coll
 
 
 def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable[..., Any]:
-    """A function of one replica that does what ``function`` does, with its sums over the replicas in as few rounds as
-    can be.
+    """Returns a function of one replica that does what ``function`` does, with its sums over the replicas in as few
+    rounds as can be.
 
     A function with effects stays as it is: their order counts.
     """

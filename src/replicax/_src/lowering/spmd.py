@@ -127,7 +127,7 @@ def replica_body(
 
 
 def _evaluate_alone(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a program with collectives, of a replica that has no others, but several devices.
+    """Returns the outputs of a program with collectives, of a replica that has no others, but several devices.
 
     XLA's partitioner fails at collectives over an axis of size 1 if their operands are divided (jax 0.10). Those of a
     mapped axis are none when they are compiled.
@@ -218,7 +218,7 @@ class BindingGroup:
             self._written = None
 
     def load(self, *, for_donation: bool) -> list[Any]:
-        """The values as the program takes them; adopts those that it did not write, and copies those that
+        """Returns the values as the program takes them; adopts those that it did not write, and copies those that
         somebody else holds if they are to be donated."""
         values = self._held()
         if self._parameter_device is not None:
@@ -327,7 +327,7 @@ class ProgramState:
         return [*self.written.bindings, *self.read.bindings]
 
     def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
-        """The values of both groups."""
+        """Returns the values of both groups."""
         BindingGroup.tell_slots(but=self.written)
         written = self.written.load(for_donation=for_donation)
         return written, self.read.load(for_donation=False) if self.read.bindings else []
@@ -390,7 +390,7 @@ class ProgramState:
 def followed_by_updates(
     placed: Callable[..., Any], before: ProgramState, whole: ProgramState, updates: Updates, layouts: Any
 ) -> Callable[..., Any]:
-    """A placed program, then its updates, of the pieces of variables.
+    """Returns a placed program, then its updates, of the pieces of variables.
 
     Args:
       placed: The program before the updates, as ``Launcher`` places it.
@@ -494,7 +494,7 @@ class Launcher:
         return self.state.written.bindings, self.state.read.bindings
 
     def lower(self, args: Sequence[Any]) -> Any:
-        """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it."""
+        """Returns the program lowered for ``args``, as ``jax.jit(...).lower`` gives it."""
         return self.compiled.lower(*self.described(args))
 
     def described(self, args: Sequence[Any]) -> list[Any]:
@@ -509,8 +509,8 @@ class Launcher:
         placement: VariablePlacement,
         rows: Sequence[int] | None,
     ) -> Callable[..., Any]:
-        """The program as ``_place`` gives it, with its updates behind the ``shard_map``: of the pieces that devices
-        have.
+        """Returns the program as ``_place`` gives it, with its updates behind the ``shard_map``: of the pieces that
+        devices have.
         """
         written = [before.bindings[i] for i in before.written]
         state = ProgramState(before.bindings, written, placement)
@@ -520,7 +520,7 @@ class Launcher:
     def _place(
         self, program: ReplicaProgram, program_state: ProgramState, rows: Sequence[int] | None
     ) -> Callable[..., Any]:
-        """A program over the mesh: (written state, read state, constants, donated arguments, other
+        """Returns a program over the mesh: (written state, read state, constants, donated arguments, other
         arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
         single = self._topology.num_replicas == 1
         body = replica_body(program, self._topology, rows)

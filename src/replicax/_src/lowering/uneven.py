@@ -221,7 +221,7 @@ def _shared_values(
 
 
 def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:
-    """Whether all variants evaluate an equation alike; what has only an effect stays with its replica."""
+    """Returns True if all variants evaluate an equation alike; what has only an effect stays with its replica."""
     return bool(eqn.outvars) and all(v in shared for v in eqn.outvars)
 
 

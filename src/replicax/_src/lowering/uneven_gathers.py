@@ -57,8 +57,8 @@ def evaluate_uneven_gathering(
 def _cut_at_gathers(
     program: ReplicaProgram, state: Sequence[Sequence[Any]]
 ) -> tuple[UnevenEvaluator, list[list[Any]]] | None:
-    """The program of shards, with gathers between branches, and its further constants; None where these cannot stand
-    there.
+    """Returns the program of shards, with gathers between branches, and its further constants; None where these cannot
+    stand there.
     """
     num_replicas = len(program.variant_of_replica)
     variants = [
@@ -83,7 +83,7 @@ def _cut_at_gathers(
 
 
 def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) -> Variant:
-    """The variant of one replica's shards, with gathers among its equations."""
+    """Returns the variant of one replica's shards, with gathers among its equations."""
     first = len(variant.consts)
     divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Sharded)}
 

@@ -69,7 +69,7 @@ def rule_of_batches(num_rows: int, topology: Topology, *, is_padded: bool) -> Ru
 
 
 def is_wrong_in_replicas(eqn: Any) -> bool:
-    """The rule for programs of one replica, whose logical devices may divide any dim."""
+    """Returns the rule for programs of one replica, whose logical devices may divide any dim."""
     if _is_pooling(eqn):
         sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
         return any(size > stride for size, stride in zip(sizes, strides, strict=True))
@@ -82,7 +82,7 @@ def _needs_mesh(eqn: Any) -> bool:
 
 
 def _may_have_rows(shape: Sequence[int], num_rows: int) -> bool:
-    """Whether an array may be one of rows, perhaps reshaped, and not one such as a table."""
+    """Returns True if an array may be one of rows, perhaps reshaped, and not one such as a table."""
     return any(size > 0 and size % num_rows == 0 for size in shape)
 
 
@@ -91,7 +91,7 @@ def _is_scatter(eqn: Any) -> bool:
 
 
 def _is_pooling(eqn: Any) -> bool:
-    """The gradient of a maximum or minimum over windows: of (cotangents, what was pooled)."""
+    """Returns the gradient of a maximum or minimum over windows: of (cotangents, what was pooled)."""
     return eqn.primitive.name in ("select_and_scatter_add", "select_and_gather_add")
 
 
@@ -119,7 +119,7 @@ def _slides_over(eqn: Any, num_rows: int) -> bool:
 
 
 def has_wrong(jaxpr: Any, is_wrong: Rule) -> bool:
-    """Whether a program has an operation to which a rule applies, at any depth."""
+    """Returns True if a program has an operation to which a rule applies, at any depth."""
     return any(map(is_wrong, equations(jaxpr)))
 
 
@@ -151,7 +151,7 @@ def evaluate(
 
 
 def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any) -> Any:
-    """A parameter of an equation with the same done to the functions in it."""
+    """Returns a parameter of an equation with the same done to the functions in it."""
     if isinstance(param, (tuple, list)) and any(map(jax_compat.is_jaxpr, param)):
         return type(param)(_changed(each, is_wrong, whole, mesh) for each in param)
     if not jax_compat.is_jaxpr(param):
@@ -160,7 +160,7 @@ def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any)
 
 
 def make_whole(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
-    """A program of replicas that have several devices each, with such operations whole on each of them."""
+    """Returns a program of replicas that have several devices each, with such operations whole on each of them."""
 
     def whole(value: Any) -> Any:
         return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))

@@ -41,7 +41,7 @@ class CarriedLeaf:
     maker: Any = None
 
     def described(self, num_replicas: int) -> Leaf:
-        """The leaf as the program takes it."""
+        """Returns the leaf as the program takes it."""
         is_row = self.kind == "row"
         return Leaf("whole", (num_replicas, *self.shape) if is_row else self.shape, self.dtype)
 
@@ -52,7 +52,7 @@ class CarriedLeaf:
         return PerReplica(array, num_replicas, is_equal=self.kind == "whole", maker=self.maker)
 
     def returned(self, value: Any, num_replicas: int) -> Any:
-        """The value that a step returned for this leaf, in the form in which the next step takes it.
+        """Returns the value that a step returned for this leaf, in the form in which the next step takes it.
 
         Raises:
           StructureError: It is no array, or has another shape or dtype.
@@ -94,11 +94,11 @@ class StateForm:
     num_replicas: int
 
     def described(self) -> list[Leaf]:
-        """The leaves, as a program takes them."""
+        """Returns the leaves, as a program takes them."""
         return [leaf.described(self.num_replicas) for leaf in self.leaves]
 
     def state_of(self, arrays: Sequence[Any]) -> Any:
-        """The pytree that a step takes."""
+        """Returns the pytree that a step takes."""
         values = [leaf.value_of(a, self.num_replicas) for leaf, a in zip(self.leaves, arrays, strict=True)]
         return self.tree.unflatten(values)
 
@@ -141,7 +141,7 @@ NO_STATE = StateForm(None, (), 1)
 
 
 def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
-    """The form of a state, and its arrays where the program takes them.
+    """Returns the form of a state, and its arrays where the program takes them.
 
     Raises:
       InvalidArgumentError: A leaf is no array or number, or its replicas' components have different shapes.

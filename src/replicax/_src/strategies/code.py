@@ -93,7 +93,7 @@ class TracedCode:
 
 
 def mesh_of(arrays: Sequence[Any]) -> Any:
-    """The mesh of the strategy whose values are among ``arrays``; None if there is none."""
+    """Returns the mesh of the strategy whose values are among ``arrays``; None if there is none."""
     for array in arrays:
         sharding = array.sharding if isinstance(array, jax.Array) else None
         if isinstance(sharding, jax.sharding.NamedSharding) and is_replica_mesh(sharding.mesh):
@@ -285,7 +285,7 @@ class LoweredCode:
         self._home = code.strategy.variable_placement.parameter_device
 
     def described(self, args: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The program as ``jax.jit`` gave it, and what it takes; the state is only described."""
+        """Returns the program as ``jax.jit`` gave it, and what it takes; the state is only described."""
         variables = self._variables
         state = variables.state.described(self._topology)
         return self._compiled, [*state, variables.consts, list(args)]

@@ -29,7 +29,7 @@ from replicax._src.values import PerReplica, largest_shape, pad, per_replica_fro
 def distribute(
     topology: Topology, dataset: Any, options: InputOptions | None, distribute_options: Any
 ) -> DistributedDataset:
-    """A dataset whose global batches are cut over the replicas."""
+    """Returns a dataset whose global batches are cut over the replicas."""
     options = _checked(options)
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise UnsupportedSourceError(
@@ -54,7 +54,7 @@ def distribute_from_function(
     options: InputOptions | None,
     worker: Membership | None = None,
 ) -> DistributedDataset:
-    """A dataset of per-replica batches, as ``dataset_fn`` makes it.
+    """Returns a dataset of per-replica batches, as ``dataset_fn`` makes it.
 
     Args:
       worker: Which one this is, of workers that each run a program of their own.
@@ -107,7 +107,8 @@ def _distributed(
 
 
 def from_numpy(numpy_input: Any) -> ArrayDataset:
-    """A dataset over the rows of a pytree of arrays, which are copied; lists are stacked, as TensorFlow does."""
+    """Returns a dataset over the rows of a pytree of arrays, which are copied; lists are stacked, as TensorFlow does.
+    """
     stacked = jax.tree_util.tree_map(
         np.array, numpy_input, is_leaf=lambda x: isinstance(x, list) or not isinstance(x, (tuple, dict))
     )
@@ -142,7 +143,7 @@ class StepForm:
     num_replicas: int
 
     def step_of(self, arrays: Sequence[Any]) -> Any:
-        """The pytree of PerReplica of arrays [R, ...]; with one replica of the arrays."""
+        """Returns the pytree of PerReplica of arrays [R, ...]; with one replica of the arrays."""
         if self.num_replicas == 1:
             return self.tree.unflatten(arrays)
         values = [PerReplica(a, self.num_replicas, s) for a, s in zip(arrays, self.shapes, strict=True)]
@@ -162,7 +163,7 @@ class BatchPlacer:
         return self._topology
 
     def place(self, step: LocalRows) -> Any:
-        """A pytree of PerReplica; with one replica of arrays on its device."""
+        """Returns a pytree of PerReplica; with one replica of arrays on its device."""
         topology, sizes = self._topology, step.sizes
         arrays = narrowed(step.arrays, step.tree, "batch")
         if topology.num_replicas == 1:
@@ -225,7 +226,7 @@ def _put_whole(topology: Topology, array: Any) -> jax.Array:
 
 
 def _rows_of_replicas(array: Any, sizes: tuple[int, ...], most: int) -> Any:
-    """The rows of an array as [replicas, most, ...]: those of each replica, and zeros where it has fewer."""
+    """Returns the rows of an array as [replicas, most, ...]: those of each replica, and zeros where it has fewer."""
     shape = (len(sizes), most, *array.shape[1:])
     if min(sizes) == most:
         return array.reshape(shape)
@@ -252,7 +253,7 @@ class PartsPlacer:
         return self._topology
 
     def place(self, step: Sequence[Any]) -> Any:
-        """A pytree of PerReplica; with one replica of arrays on its device."""
+        """Returns a pytree of PerReplica; with one replica of arrays on its device."""
         if self._topology.num_replicas == 1:
             return self._topology.put_whole(narrowed_pytree(step[0], "batch"))
         return join_components(self._topology, step)
@@ -296,12 +297,12 @@ def join_components(topology: Topology, pytrees: Sequence[Any]) -> Any:
 
 
 def _shapes_of_all(pytrees: Sequence[Any], position: int) -> tuple[tuple[int, ...], ...] | None:
-    """The shapes of one leaf on all replicas, where processes have agreed on them."""
+    """Returns the shapes of one leaf on all replicas, where processes have agreed on them."""
     return tuple(pytrees.shapes[position]) if isinstance(pytrees, AgreedParts) else None
 
 
 def _components(pytrees: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
-    """The common structure of the replicas' pytrees, and for each leaf the replicas' arrays."""
+    """Returns the common structure of the replicas' pytrees, and for each leaf the replicas' arrays."""
     flat = [jax.tree_util.tree_flatten(pytree) for pytree in pytrees]
     flat = [(narrowed(leaves, tree, "batch"), tree) for leaves, tree in flat]
     trees = [tree for _, tree in flat]

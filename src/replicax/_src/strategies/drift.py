@@ -80,7 +80,7 @@ def _held_by(fn: types.FunctionType) -> Iterator[Any]:
 
 
 def shared_shapes(paths: Sequence[str], described: Sequence[Leaf]) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of the floating leaves that are the same on all replicas, by path."""
+    """Returns the shapes of the floating leaves that are the same on all replicas, by path."""
     return {
         path: leaf.shape
         for path, leaf in zip(paths, described, strict=True)
@@ -108,7 +108,7 @@ def drifted_paths(
 
 
 def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> bool:
-    """True if an argument only goes, element by element, into its own next value, as a sum over steps does.
+    """Returns True if an argument only goes, element by element, into its own next value, as a sum over steps does.
 
     On this way it may be multiplied once by what differs between replicas, such as a mask. Gradient descent does so
     twice: in the loss, and in its derivative.

@@ -70,27 +70,27 @@ class StrategyExtended:
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether replicas must have the same shapes: no."""
+        """True if replicas must have the same shapes: no."""
         return False
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether every worker builds a program of its own."""
+        """True if every worker builds a program of its own."""
         return self._strategy.topology.peers is not None or self._strategy.worker_of_own is not None
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process initialises variables: where each worker runs by itself on shared servers, the chief."""
+        """True if this process initialises variables: where each worker runs by itself on shared servers, the chief."""
         return self._strategy.worker_of_own is None or self._strategy.is_chief
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints: the chief."""
+        """True if this process writes checkpoints: the chief."""
         return self._strategy.is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: the chief."""
+        """True if this process writes summaries: the chief."""
         return self._strategy.is_chief
 
     # --- running --------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class StrategyExtended:
         return [self.reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """A ``Mirrored`` of ``tensor`` on the replicas' devices; with one replica an array."""
+        """Returns a ``Mirrored`` of ``tensor`` on the replicas' devices; with one replica an array."""
         del destinations
         strategy = self._strategy
         is_traced = strategy.joins_trace()
@@ -247,7 +247,7 @@ class StrategyExtended:
         return result if group else (result,) * self._strategy.num_replicas_in_sync
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether ``v`` was made in this strategy's scope."""
+        """Returns True if ``v`` was made in this strategy's scope."""
         return context.owner_of(v) is self._strategy
 
     @contextlib.contextmanager
@@ -265,7 +265,7 @@ class StrategyExtended:
         yield
 
     def read_var(self, v: Any) -> Any:
-        """The value of a variable, aggregated over replicas if it is ON_READ."""
+        """Returns the value of a variable, aggregated over replicas if it is ON_READ."""
         return v.value
 
     def value_container(self, value: Any) -> Any:

@@ -111,7 +111,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _marked(topology: Topology, tensor: Any, spec: PartitionSpec) -> Any:
-    """The tensor; in a trace with a mark that the compiler will be told of."""
+    """Returns the tensor; in a trace with a mark that the compiler will be told of."""
     value = tensor.value if is_variable(tensor) else tensor
     if not isinstance(value, jax_compat.Tracer):
         return tensor

@@ -107,14 +107,14 @@ class LoweredAlone(abc.ABC):
 
     @abc.abstractmethod
     def place(self, strategy: Strategy, step: Step) -> StepProgram:
-        """The program of a call, whose function this is."""
+        """Returns the program of a call, whose function this is."""
 
 
 Placer = Callable[[Any, Step], StepProgram]
 
 
 def lower(strategy: Strategy, step: Step, topology: str | None) -> jax.stages.Lowered:
-    """The program of a step, as JAX lowers it; see ``Strategy.lower``."""
+    """Returns the program of a step, as JAX lowers it; see ``Strategy.lower``."""
     check(strategy, step)
     if topology is None:
         devices = own_devices(strategy)
@@ -136,7 +136,7 @@ def check(strategy: Strategy, step: Step) -> None:
 
 
 def own_devices(strategy: Strategy) -> Topology:
-    """The strategy's own devices, as a topology on which arrays are only described."""
+    """Returns the strategy's own devices, as a topology on which arrays are only described."""
     mesh = strategy.topology.mesh
     assert isinstance(mesh, jax.sharding.Mesh)  # of devices that are here
     return Topology.of_mesh(mesh, is_ahead=True)
@@ -173,7 +173,7 @@ def _placed(strategy: Strategy, step: Step) -> StepProgram:
 
 
 def place_replica_function(strategy: Strategy, step: Step) -> StepProgram:
-    """The program that ``strategy.run`` would run."""
+    """Returns the program that ``strategy.run`` would run."""
     topology = strategy.topology
     given = arguments_on(topology, step)
     runner = strategy.runner
@@ -249,7 +249,7 @@ def _component(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
 
 
 def _on_devices(leaf: Any, topology: Topology) -> Any:
-    """An argument as it is on the devices; None if it is no array."""
+    """Returns an argument as it is on the devices; None if it is no array."""
     if isinstance(leaf, (PerReplica, Mirrored)):
         return leaf.stored
     return topology.put_whole(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
@@ -264,7 +264,7 @@ def on_devices(arrays: Sequence[Any], topology: Topology) -> list[Any]:
 
 
 def of_bindings(written: Sequence[Binding], read: Sequence[Binding], topology: Topology) -> list[NamedArray]:
-    """The variables of a program, described."""
+    """Returns the variables of a program, described."""
     return [
         NamedArray("variable", binding.name, binding.described(topology), is_written)
         for bindings, is_written in ((written, True), (read, False))

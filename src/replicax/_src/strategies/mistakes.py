@@ -80,7 +80,7 @@ def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 
 
 def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
-    """The error for a public name that a strategy does not have. It names the one that was probably meant."""
+    """Returns the error for a public name that a strategy does not have. It names the one that was probably meant."""
     extended = {each: f"extended.{each}" for each in dir(strategy.extended)}
     names = {**extended, **{each: each for each in dir(type(strategy))}, "experimental_run_v2": "run"}
     close = difflib.get_close_matches(name, [each for each in names if not each.startswith("_")], n=1)
@@ -90,7 +90,7 @@ def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
 
 
 def no_strategies_of_users(name: str) -> UnsupportedError:
-    """The error for a subclass of a strategy, or of its ``extended``, that is written as in TensorFlow."""
+    """Returns the error for a subclass of a strategy, or of its ``extended``, that is written as in TensorFlow."""
     return UnsupportedError(
         f"{name}: strategies cannot be subclassed as in TensorFlow, where a StrategyExtended has their methods. Compose one: "
         "rx.MirroredStrategy(devices, cross_device_ops), with your own rx.CrossDeviceOps; rx.TPUStrategy(layout_map=…) divides "

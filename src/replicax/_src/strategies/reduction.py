@@ -206,7 +206,7 @@ def _compute(
     axes: tuple[int, ...] | None,
     array: Any,
 ) -> Any:
-    """The reduction of the stored form of a PerReplica: [R, ...], or [...] where all are equal."""
+    """Returns the reduction of the stored form of a PerReplica: [R, ...], or [...] where all are equal."""
     if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
         wide = _compute(op, num_replicas, is_equal, shapes, axes, array.astype(jnp.float32))
         return wide.astype(array.dtype)  # the mean of half precision fits where its sum may not
@@ -234,7 +234,7 @@ def _compute(
 def _reduce_through(
     ops: CrossDeviceOps, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None
 ) -> Any:
-    """A user's cross-device operations see the components."""
+    """Returns a user's cross-device operations see the components."""
     if axes is None:
         return ops.reduce(op, value)
     components = [in_replica.reducible(component, op) for component in Gathered.of(value).values]
@@ -292,7 +292,7 @@ def _compiled_join(topology: Topology, shapes: tuple[tuple[int, ...], ...], is_e
 
 
 def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: Any) -> Any:
-    """The components, in the stored form of a PerReplica, one after the other."""
+    """Returns the components, in the stored form of a PerReplica, one after the other."""
     return in_replica.concatenate(
         [cut(array if is_equal else array[r], shape) for r, shape in enumerate(shapes)], axis
     )

@@ -159,7 +159,7 @@ class Runner:
     def place(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> tuple[LoweredFunction, list[Any]]:
-        """The program that ``run`` would run, and what it takes, to be lowered: nothing is run or kept."""
+        """Returns the program that ``run`` would run, and what it takes, to be lowered: nothing is run or kept."""
         use_imported()
         call = Call(fn, args, kwargs, is_value, opens_modules=True)
         self._describe(call, None)
@@ -171,7 +171,8 @@ class Runner:
         return array
 
     def _shallow(self, args: Sequence[Any]) -> tuple[Any, list[Any]] | None:
-        """The signature and the arrays of the arguments that loops mostly have: placed values, or tuples of such.
+        """Returns the signature and the arrays of the arguments that loops mostly have: placed values, or tuples of
+        such.
 
         For everything else None: ``_describe`` knows it all, and takes longer.
         """

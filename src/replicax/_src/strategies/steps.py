@@ -393,7 +393,7 @@ def _check(fn: Any, num_steps: Any) -> int:
 
 
 def _joined(groups: Sequence[Any]) -> Any:
-    """The results of groups of steps, one after the other."""
+    """Returns the results of groups of steps, one after the other."""
     trees = [jax.tree_util.tree_structure(group, is_leaf=_is_distributed) for group in groups]
     if any(tree != trees[0] for tree in trees):
         raise StructureError(

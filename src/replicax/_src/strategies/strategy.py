@@ -218,7 +218,7 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes what is written once: checkpoints, summaries."""
+        """True if this process writes what is written once: checkpoints, summaries."""
         return self._is_chief
 
     @property
@@ -573,7 +573,7 @@ class Strategy:
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a per-replica value on this process's replicas.
+        """Returns the components of a per-replica value on this process's replicas.
 
         Returns:
           A tuple of one component per replica; of a pytree a tuple of R pytrees; of anything else ``(value,)``.
@@ -710,16 +710,16 @@ class Strategy:
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """The older name of ``distribute_datasets_from_function``."""
+        """Returns the older name of ``distribute_datasets_from_function``."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
-        """A dataset over the rows of NumPy arrays (a pytree; a list is stacked). Call ``batch`` on it next."""
+        """Returns a dataset over the rows of NumPy arrays (a pytree; a list is stacked). Call ``batch`` on it next."""
         del session
         return datasets.from_numpy(numpy_input)
 
     def make_experimental_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
-        """The name that the TensorFlow guide uses for ``experimental_make_numpy_dataset``."""
+        """Returns the name that the TensorFlow guide uses for ``experimental_make_numpy_dataset``."""
         return self.experimental_make_numpy_dataset(numpy_input, session)
 
     # --- logical devices ------------------------------------------------------------------------------
@@ -782,7 +782,7 @@ class Strategy:
     # --- older names ----------------------------------------------------------------------------------
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """The older name of ``experimental_local_results``."""
+        """Returns the older name of ``experimental_local_results``."""
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> Any:
@@ -791,12 +791,12 @@ class Strategy:
         return value
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
-        """The older form of ``run``: runs ``fn`` on the next element of an iterator (or on nothing)."""
+        """Returns the older form of ``run``: runs ``fn`` on the next element of an iterator (or on nothing)."""
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args=args)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """An iterator over a distributed dataset; ``initialize()`` restarts it."""
+        """Returns an iterator over a distributed dataset; ``initialize()`` restarts it."""
         return iter(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -804,7 +804,7 @@ class Strategy:
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
-        """An iterator over what ``input_fn`` makes; ``initialize()`` restarts it."""
+        """Returns an iterator over what ``input_fn`` makes; ``initialize()`` restarts it."""
         options = InputOptions(experimental_replication_mode=replication_mode)
         return iter(self.distribute_datasets_from_function(input_fn, options))
 

@@ -39,7 +39,7 @@ class TPUSystem:
 
     @classmethod
     def of(cls, resolver: ClusterResolver) -> TPUSystem:
-        """The devices that a resolver stands for. Joins the other hosts, if there are any and it has not yet.
+        """Returns the devices that a resolver stands for. Joins the other hosts, if there are any and it has not yet.
 
         Raises:
           DeviceError: They are no TPUs, where TPUs are needed; or not as many as the mesh has places.

@@ -210,7 +210,7 @@ def _needs_a_look(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _may_be_foreign(kind: type) -> bool:
-    """True if objects of a class may be tensors of another library than NumPy and JAX."""
+    """Returns True if objects of a class may be tensors of another library than NumPy and JAX."""
     # What has __jax_array__ JAX knows itself: variables of replicax, Keras and flax, and values of strategies.
     if issubclass(kind, np.ndarray | np.generic | jax.Array | jax_compat.Tracer) or _has(
         kind, "__jax_array__"

@@ -45,7 +45,7 @@ class Accessor(Protocol):
     """Reads and writes the value that variables of one kind hold now, by their holders: see ``Binding``."""
 
     def get(self, holders: Sequence[Any]) -> list[Any]:
-        """The values, in order."""
+        """Returns the values, in order."""
         ...
 
     def set(self, holders: Sequence[Any], values: Sequence[Any]) -> None:
@@ -116,13 +116,13 @@ class Binding:
         self.accessor.set([self.holder], [value])
 
     def placement_on(self, topology: Topology) -> Any:
-        """The sharding of the array that programs take for the variable."""
+        """Returns the sharding of the array that programs take for the variable."""
         if self.layout is not None:
             return self.layout
         return topology.per_replica if self.sync_policy.is_per_replica else topology.replicated
 
     def described(self, topology: Topology) -> Any:
-        """The value as programs over a topology take it, without a value: shape, dtype and sharding."""
+        """Returns the value as programs over a topology take it, without a value: shape, dtype and sharding."""
         shape = (topology.num_replicas, *self.shape) if self.sync_policy.is_per_replica else self.shape
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.placement_on(topology))
 
@@ -150,13 +150,15 @@ class BindingTable:
         self._mesh: Any = None
 
     def on(self, topology: Topology, layout_by_rule: Callable[[Any], Any] | None) -> BindingTable:
-        """A table for other devices, as many for each replica, over which variables lie as they were laid out here."""
+        """Returns a table for other devices, as many for each replica, over which variables lie as they were laid out
+        here.
+        """
         table = BindingTable(topology.num_replicas, layout_by_rule)
         table._layouts, table._mesh = self._layouts, topology.mesh
         return table
 
     def binding_of(self, variable: Any) -> Binding:
-        """The binding of ``variable``, made when it is first met."""
+        """Returns the binding of ``variable``, made when it is first met."""
         binding = self._bindings.get(id(variable))
         if binding is None:
             binding = make_binding(variable, self._num_replicas)
@@ -227,7 +229,7 @@ class BindingTable:
 
 
 def own_copy(value: Any, sharding: Any) -> jax.Array:
-    """A strongly typed copy of ``value`` in buffers that nobody else holds, placed by ``sharding``.
+    """Returns a strongly typed copy of ``value`` in buffers that nobody else holds, placed by ``sharding``.
 
     ``jax.device_put`` alone may share the buffer of its argument, and programs donate what they are given.
     """
@@ -248,7 +250,7 @@ def note_unshared(value: jax.Array) -> None:
 
 
 def placed_by_each(value: Any, topology: Topology) -> jax.Array:
-    """A copy of a value that is made outside of programs, whole on every device.
+    """Returns a copy of a value that is made outside of programs, whole on every device.
 
     In several processes each gives its own; they are compared when a variable or the state of ``run_steps`` takes it.
     """
@@ -259,19 +261,19 @@ def placed_by_each(value: Any, topology: Topology) -> jax.Array:
 
 
 def is_local(value: Any) -> bool:
-    """Whether a value is of this process only."""
+    """Returns True if a value is of this process only."""
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def made_by_each(value: Any) -> jax.Array | None:
-    """The value of this process, if each process has made its own and nobody has compared them; else None."""
+    """Returns the value of this process, if each process has made its own and nobody has compared them; else None."""
     if is_local(value):
         return own_copy_here(value)
     return own_copy_here(value.addressable_data(0)) if _uncompared.get(id(value)) is value else None
 
 
 def own_copy_here(value: Any) -> jax.Array:
-    """A strongly typed copy, where ``value`` is."""
+    """Returns a strongly typed copy, where ``value`` is."""
     if is_local(value) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         copy = jax_compat.copied(value)
     else:

@@ -13,7 +13,8 @@ from replicax._src.tracing.markers import read_p
 
 
 def without_conditions(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A jaxpr (whose leading inputs are ``consts``) with its conditions resolved, those in inner functions too."""
+    """Returns a jaxpr (whose leading inputs are ``consts``) with its conditions resolved, those in inner functions too.
+    """
     if not has_any(jaxpr, ("cond",)):
         return jaxpr, list(consts)
     program = FlatProgram(jaxpr, is_selected=lambda eqn: True)
@@ -27,5 +28,5 @@ def without_conditions(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any
 
 
 def reads_in(eqn: Any, numbers: Collection[int]) -> bool:
-    """Whether one of the reads of variables with these numbers is in an inner function of an operation."""
+    """Returns True if one of the reads of variables with these numbers is in an inner function of an operation."""
     return any(inner.primitive is read_p and inner.params["number"] in numbers for inner in equations_in(eqn))

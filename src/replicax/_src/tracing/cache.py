@@ -42,12 +42,12 @@ class Leaf(NamedTuple):
     value: Any = None
 
     def aval(self, replica_id: int = 0) -> Any:
-        """The abstract array that the replica's program takes."""
+        """Returns the abstract array that the replica's program takes."""
         shape = self.shape if self.shapes is None else self.shapes[replica_id]
         return jax_compat.shaped(shape, self.dtype, self.weak_type)
 
     def thaw(self) -> Any:
-        """The static leaf itself."""
+        """Returns the static leaf itself."""
         return self.value[1] if isinstance(self.value, tuple) else self.value.content
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Leaf(NamedTuple):
 
 
 def array_leaf(array: Any) -> Leaf:
-    """The leaf of an array that all replicas see alike."""
+    """Returns the leaf of an array that all replicas see alike."""
     dtype = array.dtype
     if isinstance(dtype, np.dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -65,7 +65,7 @@ def array_leaf(array: Any) -> Leaf:
 
 
 def static_leaf(value: Any) -> Leaf:
-    """The leaf of a Python value that is a constant of the program.
+    """Returns the leaf of a Python value that is a constant of the program.
 
     Numbers and strings by type and value (``1``, ``1.0`` and ``True`` are different programs), other objects by
     identity.
@@ -116,7 +116,7 @@ class FunctionPrograms(Generic[T]):
         return len(self._programs)
 
     def get(self, signature: Any) -> T | None:
-        """The program for ``signature``, if there is one."""
+        """Returns the program for ``signature``, if there is one."""
         found = self._programs.get(signature)
         return None if found is None else found[0]
 
@@ -144,7 +144,7 @@ class FunctionPrograms(Generic[T]):
                 self._static_floats.setdefault(position, leaf.value[1])
 
     def is_varying(self, position: int, value: float) -> bool:
-        """Whether a Python float has had two values at this place: then it is an input, not a constant."""
+        """Returns True if a Python float has had two values at this place: then it is an input, not a constant."""
         if position in self._traced_floats:
             return True
         if self._static_floats.setdefault(position, value) == value:
@@ -166,7 +166,7 @@ class ProgramCache(Generic[T]):
         return sum(len(programs) for programs in self._functions.values())
 
     def programs_of(self, fn: Callable[..., Any]) -> FunctionPrograms[T]:
-        """The programs of what ``fn`` is now."""
+        """Returns the programs of what ``fn`` is now."""
         fn_key = key.function_key(fn)
         programs = self._functions.get(fn_key)
         if programs is None:

@@ -64,7 +64,7 @@ class Uneven:
         return self
 
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes of the array exchanged now, by replica; this replica's own is ``shape``."""
+        """Returns the shapes of the array exchanged now, by replica; this replica's own is ``shape``."""
         self.seen.append(shape)
         if self.known is None or len(self.seen) > len(self.known):
             return [shape] * len(self.variant_of_replica)
@@ -93,7 +93,7 @@ class Observer(Protocol):
     """Looks on while a function is traced, where its assignments become messages to parameter servers."""
 
     def read(self, entry: Entry) -> Any:
-        """The value of a variable as the function shall see it: marked, so that the read can be found again."""
+        """Returns the value of a variable as the function shall see it: marked, so that the read can be found again."""
         ...
 
     def written(self, entry: Entry) -> None:
@@ -154,7 +154,7 @@ class Capture(abc.ABC):
 
     @abc.abstractmethod
     def read(self, variable: Any) -> Any:
-        """The variable's value at this point of the function, as one replica (or all) see it."""
+        """Returns the variable's value at this point of the function, as one replica (or all) see it."""
 
     @abc.abstractmethod
     def watch(self, tape_id: int, value: Any) -> None:
@@ -193,11 +193,11 @@ class Capture(abc.ABC):
 
     @property
     def is_in_branch(self) -> bool:
-        """Whether a branch of ``rx.cond`` is being traced."""
+        """True if a branch of ``rx.cond`` is being traced."""
         return bool(self._branches)
 
     def is_in_inner_trace(self) -> bool:
-        """Whether JAX is inside a scan, condition, grad, … of the function (or branch)."""
+        """Returns True if JAX is inside a scan, condition, grad, … of the function (or branch)."""
         home = self._branches[-1].trace if self._branches else self.trace
         return jax_compat.current_trace() is not home
 
@@ -247,7 +247,7 @@ class Capture(abc.ABC):
         return entry
 
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes, by replica, of an array of which this replica's has ``shape``."""
+        """Returns the shapes, by replica, of an array of which this replica's has ``shape``."""
         if self.uneven is None:
             return [shape] * (self.num_replicas or 1)
         return self.uneven.shapes_of_all_replicas(shape)
@@ -267,7 +267,7 @@ class Capture(abc.ABC):
         self._begin(tape, tape_id)
 
     def gradient(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]:
-        """The gradients by the sources, and the positions of those that are known to be unconnected.
+        """Returns the gradients by the sources, and the positions of those that are known to be unconnected.
 
         Raises:
           TapeError: In another trace than the one in which the tape was opened.
@@ -416,7 +416,7 @@ def _stack() -> list[Capture]:
 
 
 def current_capture() -> Capture | None:
-    """The capture of the innermost function that is being traced in this thread."""
+    """Returns the capture of the innermost function that is being traced in this thread."""
     stack = _stack()
     return stack[-1] if stack else None
 
@@ -429,7 +429,7 @@ def note_created(name: str) -> None:
 
 
 def created_again(variable: str) -> VariableError:
-    """The error of a function that creates a variable although it is not traced for the first time."""
+    """Returns the error of a function that creates a variable although it is not traced for the first time."""
     return VariableError(
         f"Variable {variable} would be created by every call: a function that strategy.run, rx.function or the like runs is "
         f"traced, and may create variables in its first call only. Create it once, before the function is called:\n"

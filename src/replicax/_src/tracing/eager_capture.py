@@ -37,7 +37,7 @@ NO_AXIS = (
 
 
 def on_no_device(array: Any) -> jax.Array:
-    """A copy on this thread's default device, bound to none, so that it mixes with arrays of all devices."""
+    """Returns a copy on this thread's default device, bound to none, so that it mixes with arrays of all devices."""
     if isinstance(array, jax.Array) and jax_compat.is_typed_key(array.dtype):
         data = np.asarray(jax.random.key_data(array))
         return jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(array))
@@ -83,7 +83,7 @@ class EagerCapture(Capture):
         return late
 
     def value_of(self, variable: Any) -> Any:
-        """The value of the variable, real also inside functions that JAX stages."""
+        """Returns the value of the variable, real also inside functions that JAX stages."""
         value = self._entry(variable).current
         for tape in self._tapes:
             tape.record_read(variable, value)
@@ -189,7 +189,7 @@ class EagerCapture(Capture):
         return outputs
 
     def _resolved(self, operation: Any, inputs: Sequence[Any]) -> Any:
-        """The operation with the marks inside (tapes in a scan or condition) resolved."""
+        """Returns the operation with the marks inside (tapes in a scan or condition) resolved."""
         if is_replica_collective(operation):
             raise UnsupportedError(NO_AXIS.format(line=user_line()))
         if not any(has_any(inner, MARKS) for inner in inner_jaxprs(operation)):

@@ -12,17 +12,17 @@ Rule = Callable[[Any, list[Any]], Sequence[Any]]
 
 
 def is_variable(atom: Any) -> bool:
-    """Whether an operand is computed, and no literal."""
+    """Returns True if an operand is computed, and no literal."""
     return not isinstance(atom, jax_compat.Literal)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The operands that are no literals."""
+    """Returns the operands that are no literals."""
     return [atom for atom in atoms if is_variable(atom)]
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The open jaxprs of the functions that an equation has."""
+    """Returns the open jaxprs of the functions that an equation has."""
     return [jax_compat.inner_jaxpr(sub)[0] for sub in jax_compat.sub_jaxprs(eqn)]
 
 
@@ -41,7 +41,7 @@ def equations_in(eqn: Any) -> Iterator[Any]:
 
 
 def has_any(jaxpr: Any, names: Container[str]) -> bool:
-    """Whether an operation of one of these names stands in a jaxpr, at any depth."""
+    """Returns True if an operation of one of these names stands in a jaxpr, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
@@ -81,12 +81,12 @@ def walked(
 def evaluated(
     jaxpr: Any, args: Sequence[Any], rule: Rule = jax_compat.bind_equation, consts: Sequence[Any] = ()
 ) -> list[Any]:
-    """The results of a jaxpr, each equation evaluated by a rule."""
+    """Returns the results of a jaxpr, each equation evaluated by a rule."""
     return walked(jaxpr, args, rule, consts)[0]
 
 
 def leading_to(eqns: Sequence[Any], results: Iterable[Any], *, keeps_effects: bool) -> list[Any]:
-    """The equations that results are computed by.
+    """Returns the equations that results are computed by.
 
     Args:
       keeps_effects: Those with an effect stay, with what they need.

@@ -78,7 +78,7 @@ class FiniteCheck:
 def watched(
     program: ReplicaProgram, name: str, arguments: Sequence[str], rows_of_replica: Sequence[int] | None
 ) -> tuple[ReplicaProgram, FiniteCheck]:
-    """A program with one more result, which the check takes.
+    """Returns a program with one more result, which the check takes.
 
     Args:
       arguments: What the arrays that it takes are called.
@@ -118,7 +118,7 @@ class _Watcher:
         self._inputs = [*("a constant of the function" for _ in variant.consts), *states, *arguments]
 
     def variant(self, num_replicas: int) -> Variant:
-        """The variant with one more result, after the others."""
+        """Returns the variant with one more result, after the others."""
         variant = self._variant
         changed = variant.retraced(
             lambda _, args: self._evaluate(args, num_replicas), [(REPLICA_AXIS, num_replicas)]
@@ -153,7 +153,7 @@ class _Watcher:
         return len(self.origins) - 1
 
     def _noted(self, births: Any, operands: Sequence[Any], results: Sequence[Any], number: int) -> Any:
-        """The births, after an operation."""
+        """Returns the births, after an operation."""
         operands, results = list(filter(_is_float, operands)), list(filter(_is_float, results))
         if not results:
             return births

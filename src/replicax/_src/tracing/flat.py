@@ -67,7 +67,7 @@ class FlatProgram:
         self.outputs = self._inline(jaxpr, consts, self.inputs)
 
     def slice(self, wanted: Iterable[Atom], given: Collection[int] = ()) -> list[Operation]:
-        """The operations that compute the values ``wanted``, in order; values that are ``given`` need none."""
+        """Returns the operations that compute the values ``wanted``, in order; values that are ``given`` need none."""
         chosen: set[int] = set()
         missing = list(wanted)
         while missing:
@@ -114,8 +114,8 @@ class FlatProgram:
 
 
 def _selected(num_branches: int, index: Any, *results: Any) -> list[Any]:
-    """The results of the branch that ``index`` says, as a condition of JAX takes it; ``results`` has each one of all
-    branches.
+    """Returns the results of the branch that ``index`` says, as a condition of JAX takes it; ``results`` has each one
+    of all branches.
     """
     if jnp.issubdtype(index.dtype, jnp.integer):
         index = jax.lax.clamp(0, index, num_branches - 1)
@@ -134,12 +134,12 @@ def _is_plain_call(eqn: Any) -> bool:
 
 
 def read(env: Mapping[int, Any], atom: Atom) -> Any:
-    """The value of an atom, given those of all numbers."""
+    """Returns the value of an atom, given those of all numbers."""
     return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
 
 
 def numbers_in(operations: Sequence[Operation], atoms: Sequence[Atom] = ()) -> set[int]:
-    """The numbers of all values that operations take, and of ``atoms``."""
+    """Returns the numbers of all values that operations take, and of ``atoms``."""
     return set(variables(itertools.chain(atoms, *(operation.operands for operation in operations))))
 
 

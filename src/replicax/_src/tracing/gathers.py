@@ -34,7 +34,7 @@ _MOST_GATHERS = 4
 
 
 def is_large(num_bytes: int) -> bool:
-    """Whether a variable is gathered where it is needed."""
+    """Returns True if a variable is gathered where it is needed."""
     return num_bytes >= LEAST_GATHERED_BYTES
 
 
@@ -75,8 +75,8 @@ class Sharded:
 
 
 def evaluate_gathering(jaxpr: Any, args: Sequence[Any], *, recomputes_gathers: bool = True) -> list[Any]:
-    """The outputs of a jaxpr without constvars, in a trace; what is ``Sharded`` among its arguments, or marked, is
-    gathered late.
+    """Returns the outputs of a jaxpr without constvars, in a trace; what is ``Sharded`` among its arguments, or marked,
+    is gathered late.
 
     Args:
       recomputes_gathers: What is computed once more on the way back gathers inside; else before it, for all of it.
@@ -115,7 +115,7 @@ class _Evaluation:
         self._is_in_shards: set[int] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-        """The outputs of a jaxpr; they may be ``Sharded``."""
+        """Returns the outputs of a jaxpr; they may be ``Sharded``."""
         self._scattered.update(_scattered_later(jaxpr))
         return evaluated(jaxpr, list(map(self._as_given, args)), self._outputs, consts)
 
@@ -125,7 +125,7 @@ class _Evaluation:
         return value
 
     def whole(self, value: Any) -> Any:
-        """An array, gathered if need be."""
+        """Returns an array, gathered if need be."""
         return self._tied([value])[0]
 
     def _outputs(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -156,7 +156,7 @@ class _Evaluation:
         return jax_compat.bind_equation(eqn, self._tied(operands))
 
     def _tied(self, operands: Sequence[Any], kept: Sequence[int] = ()) -> list[Any]:
-        """The operands of an equation, gathered when all the others are there.
+        """Returns the operands of an equation, gathered when all the others are there.
 
         Args:
           kept: Positions of those that stay in shards.
@@ -187,8 +187,8 @@ class _Evaluation:
         return jax_compat.bind_equation(eqn, [*more, *arrays], {**eqn.params, "jaxpr": jaxpr})
 
     def _scan(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """A scan over slices of a variable gathers each where it is needed; any other variable is gathered before
-        it.
+        """Returns a scan over slices of a variable gathers each where it is needed; any other variable is gathered
+        before it.
         """
         num_consts, num_carry = jax_compat.scan_counts(eqn)
         length = eqn.params["length"]
@@ -255,7 +255,7 @@ class _Scattered:
 
 
 def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
-    """The stacks of large slices of which a program asks only that they are whole, then in shards."""
+    """Returns the stacks of large slices of which a program asks only that they are whole, then in shards."""
     users = collections.defaultdict(list)
     for eqn in jaxpr.eqns:
         for atom in filter(is_variable, eqn.invars):
@@ -284,7 +284,7 @@ def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
 
 
 def _of_slice(sharding: Any) -> NamedSharding | None:
-    """The sharding of what is stacked; None where it is the slices that are divided among devices."""
+    """Returns the sharding of what is stacked; None where it is the slices that are divided among devices."""
     if not isinstance(sharding, NamedSharding) or (sharding.spec and sharding.spec[0] is not None):
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
@@ -303,7 +303,7 @@ def _marked(eqn: Any, value: Any) -> Sharded:
 
 
 def _is_of_one(eqn: Any) -> bool:
-    """Whether an equation takes one array, and else numbers."""
+    """Returns True if an equation takes one array, and else numbers."""
     numbers = [a for a in eqn.invars if isinstance(a, jax_compat.Literal) and not getattr(a.val, "shape", ())]
     return len(eqn.outvars) == 1 and len(numbers) == len(eqn.invars) - 1
 
@@ -321,7 +321,7 @@ def _aside(eqn: Any, operands: Sequence[Any], value: Sharded) -> Sharded:
 
 
 def _leaves_shards(eqn: Any, value: Sharded) -> bool:
-    """Whether each device has its shard of a slice, which is large."""
+    """Returns True if each device has its shard of a slice, which is large."""
     result, dim, params = eqn.outvars[0].aval, value.dim, eqn.params
     if value.later or not is_large(_num_bytes(result)):
         return False
@@ -329,7 +329,7 @@ def _leaves_shards(eqn: Any, value: Sharded) -> bool:
 
 
 def _sliced(eqn: Any, value: Sharded) -> Sharded:
-    """A slice, or without dims of one row: gathered as a variable by itself."""
+    """Returns a slice, or without dims of one row: gathered as a variable by itself."""
     params, dim = dict(eqn.params), value.dim
     if "dimensions" in params:
         dim -= sum(other < dim for other in params["dimensions"])
@@ -344,13 +344,13 @@ def _sliced(eqn: Any, value: Sharded) -> Sharded:
 
 
 def _applied(eqn: Any, value: Any) -> Any:
-    """An equation of one array, and else numbers."""
+    """Returns an equation of one array, and else numbers."""
     operands = [atom.val if isinstance(atom, jax_compat.Literal) else value for atom in eqn.invars]
     return jax_compat.bind_equation(eqn, operands)[0]
 
 
 def _can_wait(value: Any) -> bool:
-    """Whether a gather can be tied to an operand."""
+    """Returns True if a gather can be tied to an operand."""
     return isinstance(value, jax_compat.Tracer) and not jax_compat.is_typed_key(value.dtype)
 
 
@@ -359,12 +359,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _can_be_sliced(value: Any, length: int) -> bool:
-    """Whether slices of a value are large, and each device has its shard of each."""
+    """Returns True if slices of a value are large, and each device has its shard of each."""
     return _is_plain(value) and value.dim > 0 and is_large(value.num_bytes // max(length, 1))
 
 
 def _slice_of(value: Sharded, length: int) -> Sharded:
-    """A slice along the first dim, described."""
+    """Returns a slice along the first dim, described."""
     shards = jax.ShapeDtypeStruct(value.shards.shape[1:], value.shards.dtype)
     return dataclasses.replace(
         value, shards=shards, dim=value.dim - 1, num_bytes=value.num_bytes // max(length, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def held_elsewhere(values: Sequence[Any], num_own: int) -> Sequence[int]:
-    """The positions of the values that somebody else holds too.
+    """Returns the positions of the values that somebody else holds too.
 
     Args:
       values: A list, which holds each value too.

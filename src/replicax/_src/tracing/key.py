@@ -28,7 +28,7 @@ _LIBRARY = tuple(
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The Python function, or the method of an object, behind ``rx.function`` objects."""
+    """Returns the Python function, or the method of an object, behind ``rx.function`` objects."""
     if type(fn) is types.MethodType:
         return types.MethodType(unwrap(fn.__func__), fn.__self__)
     if type(fn) is types.FunctionType:  # functools.wraps gives it the attributes of what it wraps
@@ -46,7 +46,7 @@ def _inside(fn: Any) -> Callable[..., Any] | None:
 
 
 def function_key(fn: Callable[..., Any], anchors: list[Any] | None = None) -> Hashable:
-    """A hashable that is equal for functions that are the same program.
+    """Returns a hashable that is equal for functions that are the same program.
 
     Args:
       anchors: Where to append the objects that the key names by identity.
@@ -150,7 +150,7 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of numbers, JAX's or NumPy's, NumPy scalars included."""
+    """Returns True if a value is an array of numbers, JAX's or NumPy's, NumPy scalars included."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) and _is_numeric(value.dtype)
 
 
@@ -166,7 +166,7 @@ def _is_numeric(dtype: Any) -> bool:
 
 
 def is_lifted(content: Any) -> bool:
-    """Whether the content of a closure cell becomes an input: arrays, or tuples and dicts of nothing else."""
+    """Returns True if the content of a closure cell becomes an input: arrays, or tuples and dicts of nothing else."""
     if is_array(content) or isinstance(content, DistributedValues):
         return True
     if type(content) in (tuple, dict) and content:
@@ -190,7 +190,7 @@ def array_key(value: Any) -> Hashable:
 
 
 def lifted_cells(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The contents of ``fn``'s closure that become inputs, by name."""
+    """Returns the contents of ``fn``'s closure that become inputs, by name."""
     if type(fn) is not types.FunctionType or not fn.__closure__ or _is_library(fn.__code__.co_filename):
         return {}
     found = {}
@@ -227,7 +227,7 @@ def with_cells(fn: Callable[..., Any], contents: dict[str, Any]) -> Callable[...
 
 @functools.lru_cache(maxsize=4096)
 def _assigns(code: types.CodeType, name: str) -> bool:
-    """Whether the function assigns to the closure variable (``nonlocal``)."""
+    """Returns True if the function assigns to the closure variable (``nonlocal``)."""
     return any(i.opname == "STORE_DEREF" and i.argval == name for i in dis.get_instructions(code)) or any(
         isinstance(c, types.CodeType) and name in c.co_freevars and _assigns(c, name) for c in code.co_consts
     )

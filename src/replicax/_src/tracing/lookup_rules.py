@@ -43,7 +43,7 @@ class Positions:
         self.lines: dict[int, str] = {}
 
     def look_up(self, table: int, shape: tuple[int, ...], line: str) -> Any:
-        """The positions for the next lookup, whose ids have to be added to ``ids``."""
+        """Returns the positions for the next lookup, whose ids have to be added to ``ids``."""
         self.found.append((table, shape))
         self.lines.setdefault(table, line)
         return jnp.zeros(shape, jnp.int32) if self._take is None else self._take(table, shape)
@@ -82,7 +82,7 @@ class _Gathered:
     numbers: Any
 
     def is_of(self, scatter: Any) -> bool:
-        """Whether an equation adds to an array of the table's shape what the lookup takes from the table."""
+        """Returns True if an equation adds to an array of the table's shape what the lookup takes from the table."""
         gathered, added = self.eqn.params["dimension_numbers"], scatter.params["dimension_numbers"]
         return (
             scatter.invars[0].aval.shape == self.eqn.invars[0].aval.shape
@@ -116,7 +116,7 @@ class Walk:
     def evaluate(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], called_at: str = UNKNOWN
     ) -> list[Any]:
-        """The results for operands that are arrays, or ByRows.
+        """Returns the results for operands that are arrays, or ByRows.
 
         Raises:
           NeedsWholeTable: An operation needs more than some rows.
@@ -162,7 +162,7 @@ class Walk:
     # --- lookups --------------------------------------------------------------------------------------
 
     def look_up(self, table: ByRows, ids: Any, mode: Any, line: str) -> tuple[Any, Any]:
-        """The positions of rows, [...] as their numbers, and which of these the table has."""
+        """Returns the positions of rows, [...] as their numbers, and which of these the table has."""
         num_rows = self._num_rows[table.table]
         positions = self._positions.look_up(table.table, tuple(ids.shape), line)
         ids = ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
@@ -180,7 +180,7 @@ class Walk:
     def inner(
         self, closed: Any, operands: Sequence[Any], avals: Sequence[Any], eqn: Any, line: str
     ) -> _Inner:
-        """An inner function for operands like these.
+        """Returns an inner function for operands like these.
 
         Args:
           avals: Of those that are no ByRows.
@@ -214,7 +214,7 @@ class Walk:
         return _Inner(rewritten, held, counted.found)
 
     def look_up_all(self, found: Sequence[tuple[int, tuple[int, ...]]], line: str) -> list[Any]:
-        """The positions for lookups of an inner function, whose ids have to be given to ``keep``."""
+        """Returns the positions for lookups of an inner function, whose ids have to be given to ``keep``."""
         return [self._positions.look_up(table, shape, line) for table, shape in found]
 
     def keep(self, ids: Sequence[Any]) -> None:
@@ -264,7 +264,7 @@ def _gather(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
 
 
 def _takes_rows(eqn: Any, mode: Any) -> bool:
-    """Whether whole rows are gathered. Where those are clipped, what else the indices say is clipped to 0."""
+    """Returns True if whole rows are gathered. Where those are clipped, what else the indices say is clipped to 0."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     is_known = tuple(numbers.start_index_map) == (0,) or (mode is Mode.CLIP and 0 in numbers.start_index_map)
     is_whole = tuple(params["slice_sizes"]) == (1, *eqn.invars[0].aval.shape[1:])
@@ -341,7 +341,7 @@ def _scan(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
 
 
 def _cond(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
-    """The branch that is not taken has ids that no row has."""
+    """Returns the branch that is not taken has ids that no row has."""
     index, *given = operands
     avals = [v.aval for v in eqn.invars[1:]]
     branches = [walk.inner(closed, given, avals, eqn, line) for closed in eqn.params["branches"]]

@@ -105,7 +105,9 @@ def find_lookups(jaxpr: Any, tables: Sequence[int], axis_env: Sequence[tuple[str
 
 
 def is_looked_up(jaxpr: Any, table: Any) -> bool:
-    """Whether some operation of a program, or of a function in it, takes rows of a variable of it by their numbers."""
+    """Returns True if some operation of a program, or of a function in it, takes rows of a variable of it by their
+    numbers.
+    """
     same = {table}
     for eqn in jaxpr.eqns:
         atoms = variables(eqn.invars)
@@ -173,7 +175,7 @@ def _avals(jaxpr: Any, tables: Sequence[int], given: Sequence[Given], num_ids: d
 def _counted(
     jaxpr: Any, tables: Sequence[int], given: Sequence[Given], axis_env: Sequence[tuple[str, int]]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The table and the ids' shape of each lookup, in order."""
+    """Returns the table and the ids' shape of each lookup, in order."""
     one = dict.fromkeys(tables, 1)
     run = _Run(jaxpr, tables, given, None)
     jax_compat.trace(run, _avals(jaxpr, tables, given, one), axis_env)
@@ -250,7 +252,7 @@ def _size(shape: Sequence[int]) -> int:
 def _lookup(
     traced: Any, output: int, table: int, inputs: Sequence[Given], num_ids: int, line: str
 ) -> TableLookup:
-    """The program of the ids alone.
+    """Returns the program of the ids alone.
 
     Raises:
       NeedsWholeTable: The ids are computed from rows, or from gradients.

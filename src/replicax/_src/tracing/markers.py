@@ -66,7 +66,7 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, mark: Any, operands: Sequence[Any] | None = None) -> Question:
-        """The question that a mark stands for, of its own operands or of others in their places."""
+        """Returns the question that a mark stands for, of its own operands or of others in their places."""
         rest = iter(mark.invars if operands is None else operands)
         targets, seeds, sources = ([next(rest) for _ in range(n)] for n in mark.params["lengths"])
         return cls(targets, seeds, sources, mark.params["derived"], list(rest))

@@ -20,19 +20,19 @@ def note_optimizer_slot(optimizer_slot: Any, variable: Any) -> None:
 
 
 def kept_for(optimizer_slot: Any) -> Any | None:
-    """The variable that one is kept for; None if it is kept for none."""
+    """Returns the variable that one is kept for; None if it is kept for none."""
     reference = _whose.get(id(optimizer_slot))
     return None if reference is None else reference()
 
 
 def model_variable_of(optimizer_slot: Any) -> Any | None:
-    """The variable that one is kept for, if it has its shape; else None."""
+    """Returns the variable that one is kept for, if it has its shape; else None."""
     variable = kept_for(optimizer_slot)
     is_alike = variable is not None and tuple(variable.shape) == tuple(optimizer_slot.shape)
     return variable if is_alike else None
 
 
 def optimizer_slots_of(variable: Any) -> list[Any]:
-    """The variables of its shape that are kept for one."""
+    """Returns the variables of its shape that are kept for one."""
     alive = [reference() for reference in _optimizer_slots.get(id(variable), ())]
     return [each for each in alive if each is not None and model_variable_of(each) is variable]

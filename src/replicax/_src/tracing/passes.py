@@ -323,7 +323,8 @@ def captured(
     capture: TracedCapture,
     axes: Sequence[tuple[str, int]],
 ) -> Variant:
-    """The trace of a function, with its marks; the variables that it met stand between constants and arguments."""
+    """Returns the trace of a function, with its marks; the variables that it met stand between constants and arguments.
+    """
     global _epoch
     tree: Any = None
     outputs: list[Output] = []
@@ -489,7 +490,7 @@ def open_calls(program: ReplicaProgram) -> ReplicaProgram:
 
 
 def compare_sizes(program: ReplicaProgram) -> ReplicaProgram:
-    """A result is the same on all replicas only if it also is the same computation in every variant."""
+    """Returns a result is the same on all replicas only if it also is the same computation in every variant."""
     if len(program.variants) == 1:
         return program
     num_arrays = program.variants[0].num_arrays

@@ -69,7 +69,7 @@ class Variant:
         return self.jaxpr.invars[len(self.consts) : len(self.consts) + len(self.entries)]
 
     def with_jaxpr(self, jaxpr: Any, consts: Sequence[Any]) -> Variant:
-        """The same computation, written otherwise.
+        """Returns the same computation, written otherwise.
 
         Args:
           consts: Of further invars, before all others.
@@ -149,23 +149,23 @@ class ReplicaProgram:
 
     @functools.cached_property
     def same_writes(self) -> list[bool]:
-        """Whether each written value is proven the same on all replicas."""
+        """True if each written value is proven the same on all replicas."""
         return [all(self._is_same_write(v, self.bindings[i]) for v in self.variants) for i in self.written]
 
     @functools.cached_property
     def same_outputs(self) -> list[bool]:
-        """Whether each array output is."""
+        """True if each array output is."""
         columns = zip(*(v.out_replications for v in self.variants), strict=True)
         return [all(replication.is_same for replication in column) for column in columns]
 
     @functools.cached_property
     def has_collectives(self) -> bool:
-        """Whether replicas meet in it, at any depth."""
+        """True if replicas meet in it, at any depth."""
         return any(has_replica_collective(v.jaxpr) for v in self.variants)
 
     @functools.cached_property
     def has_callbacks(self) -> bool:
-        """Whether Python is called back from it, at any depth."""
+        """True if Python is called back from it, at any depth."""
         return any(has_callback(v.jaxpr) for v in self.variants)
 
     @staticmethod
@@ -192,7 +192,7 @@ def check_no_leaks(variant: Variant) -> None:
 
 
 def leaked(line: str) -> TraceError:
-    """The error of a tracer that has left its trace."""
+    """Returns the error of a tracer that has left its trace."""
     return TraceError(
         f"At {line} a value is used that was computed in another, finished, trace: it was "
         f"stored in an object, a list or a global while a function was traced. Return it from the function "
@@ -201,15 +201,16 @@ def leaked(line: str) -> TraceError:
 
 
 def has_callback(jaxpr: Any) -> bool:
-    """Whether Python is called back from ``jaxpr``, at any depth; debug prints do not count."""
+    """Returns True if Python is called back from ``jaxpr``, at any depth; debug prints do not count."""
     return has_any(jaxpr, CALLBACKS)
 
 
 def is_print(eqn: Any) -> bool:
-    """Whether an equation is ``jax.debug.print`` or ``jax.debug.callback``: it gives nothing."""
+    """Returns True if an equation is ``jax.debug.print`` or ``jax.debug.callback``: it gives nothing."""
     return eqn.primitive.name in PRINTS
 
 
 def shows_how_often(jaxpr: Any) -> bool:
-    """Whether somebody sees how often ``jaxpr`` is evaluated: Python is called back, or something is printed."""
+    """Returns True if somebody sees how often ``jaxpr`` is evaluated: Python is called back, or something is printed.
+    """
     return has_any(jaxpr, CALLBACKS | PRINTS)

@@ -46,12 +46,14 @@ class Record:
             self.know(value)
 
     def is_active(self, value: Any, index: int) -> bool:
-        """Whether step ``index`` used the array when it was watched already; unwatched ones always count."""
+        """Returns True if step ``index`` used the array when it was watched already; unwatched ones always count."""
         return self.watched_at.get(id(value), 0) <= index
 
 
 def gradients_of(record: Record, asked: Question) -> list[Any]:
-    """The gradients by the sources, None where the targets do not depend on one: what a tape recorded, backwards."""
+    """Returns the gradients by the sources, None where the targets do not depend on one: what a tape recorded,
+    backwards.
+    """
     targets, seeds, sources, derived, watched = asked
     seeds = seeds or [jnp.ones_like(target) for target in targets]
     chosen, computed = _steps_from(record, sources)
@@ -86,7 +88,7 @@ def gradients_of(record: Record, asked: Question) -> list[Any]:
 
 
 def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[int]]:
-    """The steps through which derivatives by a source go, and the ids of what they compute."""
+    """Returns the steps through which derivatives by a source go, and the ids of what they compute."""
     wanted = {id(s) for s in sources}
     computed: set[int] = set()
     chosen = []
@@ -100,7 +102,7 @@ def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[
 
 
 def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
-    """The cotangents of a step's ``active`` inputs."""
+    """Returns the cotangents of a step's ``active`` inputs."""
     present = [i for i, g in enumerate(given) if g is not None]
 
     def forward(*values: Any) -> list[Any]:

@@ -42,7 +42,7 @@ class Replication(enum.IntEnum):
 def analyse(
     jaxpr: Any, inputs: Sequence[Replication], is_guarded: str | None = None
 ) -> tuple[list[Replication], dict[Any, Replication]]:
-    """The replication of every value of ``jaxpr``.
+    """Returns the replication of every value of ``jaxpr``.
 
     Args:
       inputs: The replications of its invars.
@@ -65,12 +65,12 @@ def analyse(
 
 
 def has_replica_collective(jaxpr: Any) -> bool:
-    """Whether replicas must meet in ``jaxpr``, at any depth."""
+    """Returns True if replicas must meet in ``jaxpr``, at any depth."""
     return any(map(is_replica_collective, equations(jaxpr)))
 
 
 def meets(eqn: Any) -> bool:
-    """Whether replicas must meet in an equation, or inside of it."""
+    """Returns True if replicas must meet in an equation, or inside of it."""
     return is_replica_collective(eqn) or any(map(is_replica_collective, equations_in(eqn)))
 
 
@@ -80,7 +80,7 @@ def has_backward_pass(jaxpr: Any) -> bool:
 
 
 def is_replica_collective(eqn: Any) -> bool:
-    """Whether replicas must meet in this equation itself."""
+    """Returns True if replicas must meet in this equation itself."""
     if eqn.primitive.name == "replicax_aggregate":
         return True
     return eqn.primitive.name in COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
@@ -96,34 +96,34 @@ def is_equalising(eqn: Any) -> bool:
 
 
 def is_movement(eqn: Any) -> bool:
-    """Whether an equation computes element by element, or moves elements."""
+    """Returns True if an equation computes element by element, or moves elements."""
     return eqn.primitive.name in KEEPS_REDUCED
 
 
 def is_call(eqn: Any) -> bool:
-    """Whether an equation calls a function: jit, checkpoint, those with derivatives of their own."""
+    """Returns True if an equation calls a function: jit, checkpoint, those with derivatives of their own."""
     return eqn.primitive.name in CALLS and bool(jax_compat.sub_jaxprs(eqn))
 
 
 def is_call_with_collective(eqn: Any) -> bool:
-    """Whether an equation calls a function in which replicas must meet."""
+    """Returns True if an equation calls a function in which replicas must meet."""
     return is_call(eqn) and has_replica_collective(inner_jaxprs(eqn)[0])
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
-    """The names of the axes that a collective equation goes over."""
+    """Returns the names of the axes that a collective equation goes over."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def join(replications: Sequence[Replication]) -> Replication:
-    """The replication of a value computed from values of these replications by an unknown operation."""
+    """Returns the replication of a value computed from values of these replications by an unknown operation."""
     worst = max(replications, default=Replication.INVARIANT)
     return Replication.INVARIANT if worst.is_same else Replication.VARYING
 
 
 def transfer(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[Replication]:
-    """The replications of the outputs of one equation, given those of its operands."""
+    """Returns the replications of the outputs of one equation, given those of its operands."""
     name = eqn.primitive.name
     count = len(eqn.outvars)
     if guarded is not None and name == "replicax_logical":

@@ -52,7 +52,7 @@ class Rewriter:
         self.sums: list[bool] = []
 
     def evaluate(self, jaxpr: Any, args: Sequence[Any], replications: Sequence[Replication]) -> list[Any]:
-        """The outputs of ``jaxpr`` (no constvars) for ``args``, whose replications are ``replications``."""
+        """Returns the outputs of ``jaxpr`` (no constvars) for ``args``, whose replications are ``replications``."""
         if not has_any(jaxpr, MARKS):
             return jax_compat.eval_jaxpr(jaxpr, args)
         _, known = analyse(jaxpr, replications)
@@ -146,7 +146,7 @@ class _Body:
         env: MutableMapping[Any, Any],
         settle: Callable[[list[list[Any]]], None] | None = None,
     ) -> list[Any]:
-        """The gradients of a marker.
+        """Returns the gradients of a marker.
 
         Args:
           sliced: The equations of its slice.
@@ -266,7 +266,7 @@ def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
 
 
 def _slice_of(eqns: Sequence[Any], stop: int, marker: Any) -> list[int]:
-    """The equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
+    """Returns the equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
     operands = Question.of(marker)
     depends = {_atom_key(a) for a in operands.sources}
     forward: list[int] = []
@@ -291,7 +291,8 @@ def _connected(
     watched_at: Mapping[Any, int],
     operands: Question,
 ) -> tuple[set[Any], set[int]]:
-    """The sources from which a chain of recorded, differentiable equations leads to a target; and these equations.
+    """Returns the sources from which a chain of recorded, differentiable equations leads to a target; and these
+    equations.
 
     The others of the slice need no derivative: what integers or a stop_gradient follow, or was not recorded.
     """
@@ -311,7 +312,7 @@ def _connected(
 def _reached(
     eqns: Sequence[Any], recorded: frozenset[int], watched_at: Mapping[Any, int], watched: Sequence[Any]
 ) -> set[Any]:
-    """The values that recorded, differentiable equations compute from watched ones."""
+    """Returns the values that recorded, differentiable equations compute from watched ones."""
     if not watched:
         return set()
     reached = {_atom_key(a) for a in watched}
@@ -324,7 +325,7 @@ def _reached(
 
 
 def _passes_gradients(eqn: Any, wanted: set[Any]) -> bool:
-    """Whether derivatives go through an equation to one of the ``wanted`` outputs."""
+    """Returns True if derivatives go through an equation to one of the ``wanted`` outputs."""
     if eqn.primitive.name == "stop_gradient":
         return False
     return any(v in wanted and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
@@ -352,7 +353,7 @@ def _stop_gradient(value: Any) -> Any:
 
 
 def evaluate_inlined(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """The outputs of ``jaxpr``, whose marks are resolved, with the calls in it that replicas meet in opened up.
+    """Returns the outputs of ``jaxpr``, whose marks are resolved, with the calls in it that replicas meet in opened up.
 
     To cut a trace at its collectives, all of them must stand at its top level. What a call means besides its
     body (recompute on the way back, a derivative of one's own) has had its effect by then.
@@ -400,7 +401,7 @@ def _evaluate_closed(
 def _resolved_params(
     rewriter: Rewriter, eqn: Any, args: list[Any], replications: list[Replication]
 ) -> dict[str, Any]:
-    """The parameters of a scan, while or cond with the marks in its sub-jaxprs resolved."""
+    """Returns the parameters of a scan, while or cond with the marks in its sub-jaxprs resolved."""
 
     def resolve(closed: Any, replications: Sequence[Replication]) -> Any:
         inner, consts = jax_compat.inner_jaxpr(closed)

@@ -55,7 +55,7 @@ class _MixesRows(Exception):
 def mixed_values(
     operations: Sequence[Operation], with_rows: Collection[int], wanted: Collection[Any] = ()
 ) -> dict[int, Mixing]:
-    """The values that come of several rows of one, at the operation that mixes them; none further on.
+    """Returns the values that come of several rows of one, at the operation that mixes them; none further on.
 
     Args:
       with_rows: The numbers of the inputs that have rows.
@@ -82,12 +82,12 @@ def mixed_values(
 
 
 def rows_of(value: Any, ids: Any) -> Any:
-    """The rows of a table, or a shard; for numbers that it does not have, any."""
+    """Returns the rows of a table, or a shard; for numbers that it does not have, any."""
     return jnp.take(value, ids, axis=0, mode="clip")
 
 
 def with_rows(value: Any, ids: Any, rows: Any) -> Any:
-    """A table with other rows; those of numbers that it does not have are left out."""
+    """Returns a table with other rows; those of numbers that it does not have are left out."""
     ids = jnp.where(ids < 0, value.shape[0], ids)  # NumPy's -1 is the last row
     return value.at[ids].set(rows, mode="drop")
 
@@ -125,7 +125,9 @@ def _apply(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
 
 
 def _keeps_rows(eqn: Any, kinds: Sequence[_Kind]) -> bool:
-    """Whether row i of the results is computed from row i of the operands, or from what is the same for all rows."""
+    """Returns True if row i of the results is computed from row i of the operands, or from what is the same for all
+    rows.
+    """
     name = eqn.primitive.name
     if name == "iota":
         return eqn.params["dimension"] != 0

@@ -199,7 +199,7 @@ def _code(fn: Any) -> types.CodeType:
 
 
 def _functions(fn: Any) -> list[Callable[..., Any]]:
-    """A function of the user's, and those that it names, and so on."""
+    """Returns a function of the user's, and those that it names, and so on."""
     found: dict[types.CodeType, Callable[..., Any]] = {}
     waiting = [fn]
     while waiting:
@@ -220,7 +220,7 @@ def _functions(fn: Any) -> list[Callable[..., Any]]:
 
 
 def _calls_of(value: Any) -> list[types.MethodType]:
-    """The methods that run when an object is called; those of Keras's layers and models are in ``call``."""
+    """Returns the methods that run when an object is called; those of Keras's layers and models are in ``call``."""
     methods = [inspect.getattr_static(type(value), name, None) for name in _CALLS]
     return [types.MethodType(method, value) for method in methods if isinstance(method, types.FunctionType)]
 
@@ -268,7 +268,7 @@ def _contents(fn: Any, site: _Site) -> Any:
 
 
 def _tracers(value: Any) -> list[Any]:
-    """The traced values among the items of a container, or that a value is."""
+    """Returns the traced values among the items of a container, or that a value is."""
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
         return [tracer for item in items for tracer in _tracers(item)]
@@ -325,7 +325,7 @@ def _sites(code: types.CodeType) -> tuple[_Site, ...]:
 
 
 def _source(code: types.CodeType) -> str:
-    """The lines of a function; "" if they are unknown, as of what was typed in.
+    """Returns the lines of a function; "" if they are unknown, as of what was typed in.
 
     ``inspect.getsource`` would look for the module among all that are imported, 0.2 s with Keras.
     """
@@ -334,7 +334,9 @@ def _source(code: types.CodeType) -> str:
 
 
 def _run_with(function: Any) -> Iterator[ast.AST]:
-    """The code of a function that runs whenever its line does: no branches within a line, and no functions in it."""
+    """Yields the code of a function that runs whenever its line does: no branches within a line, and no functions in
+    it.
+    """
     waiting: list[ast.AST] = function.body if isinstance(function.body, list) else [function.body]
     while waiting:
         node, *waiting = waiting
@@ -362,7 +364,7 @@ _RUN_LATER: Final = (
 
 
 def _targets(node: ast.expr) -> list[tuple[tuple[str, ...], Any]]:
-    """The paths of what may outlive a function that is assigned to, and the constant key of an item."""
+    """Returns the paths of what may outlive a function that is assigned to, and the constant key of an item."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return [found for each in node.elts for found in _targets(each)]
     item = _MISSING

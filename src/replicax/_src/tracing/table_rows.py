@@ -60,7 +60,9 @@ class ByRows:
 
 
 def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """The results of an equation; those of converting what is known now are known too, as limits of clipping are."""
+    """Returns the results of an equation; those of converting what is known now are known too, as limits of clipping
+    are.
+    """
     is_known = all(not isinstance(operand, jax_compat.Tracer) for operand in operands)
     if eqn.primitive.name == "convert_element_type" and is_known:
         with jax_compat.outside_traces():
@@ -69,7 +71,7 @@ def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = Non
 
 
 def whole_table(table: ByRows, eqn: Any, line: str, why: str) -> NeedsWholeTable:
-    """The error for an equation."""
+    """Returns the error for an equation."""
     return NeedsWholeTable(WholeTable(table.table, eqn.primitive.name, line, why))
 
 
@@ -79,7 +81,7 @@ def raw(operands: Sequence[Any]) -> list[Any]:
 
 
 def first_of(operands: Sequence[Any]) -> ByRows:
-    """The first one that stands for a table."""
+    """Returns the first one that stands for a table."""
     return next(operand for operand in operands if isinstance(operand, ByRows))
 
 
@@ -124,7 +126,7 @@ def _keeps_zero(eqn: Any, operands: Sequence[Any]) -> bool:
 
 
 def _is_limit(value: Any, *, is_upper: bool) -> bool:
-    """Whether it is known now, and lets 0 be."""
+    """Returns True if it is known now, and lets 0 be."""
     if isinstance(value, (ByRows, jax_compat.Tracer)):
         return False
     return bool(np.asarray(value) >= 0) if is_upper else bool(np.asarray(value) <= 0)

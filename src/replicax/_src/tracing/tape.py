@@ -134,7 +134,7 @@ class GradientTape:
             self._watched[id(leaf)] = leaf
 
     def watched_variables(self) -> tuple[Any, ...]:
-        """The variables read so far that the tape watches, in the order of their first read."""
+        """Returns the variables read so far that the tape watches, in the order of their first read."""
         return tuple(v for v, _ in self._reads.values() if self._is_watched_variable(v))
 
     def record_read(self, variable: Any, value: Any) -> None:
@@ -149,7 +149,7 @@ class GradientTape:
         return self._watches_variables and bool(getattr(variable, "trainable", False))
 
     def _readings(self, source: Any) -> list[Any]:
-        """The arrays whose gradients, added, are the gradient of ``source``."""
+        """Returns the arrays whose gradients, added, are the gradient of ``source``."""
         if is_variable(source):
             is_read = id(source) in self._reads and self._is_watched_variable(source)
             values = self._reads[id(source)][1] if is_read else []
@@ -158,7 +158,7 @@ class GradientTape:
         return [v for v in values if jnp.issubdtype(v.dtype, jnp.inexact)]
 
     def _watched_values(self) -> list[Any]:
-        """The arrays from which everything that the tape can differentiate by is computed."""
+        """Returns the arrays from which everything that the tape can differentiate by is computed."""
         values = [leaf for leaf in self._watched.values() if not is_variable(leaf)]
         for variable, readings in self._reads.values():
             if self._is_watched_variable(variable):
@@ -172,7 +172,7 @@ class GradientTape:
         output_gradients: Any = None,
         unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
     ) -> Any:
-        """The derivative of ``target`` (summed, where it has several elements) by each source.
+        """Returns the derivative of ``target`` (summed, where it has several elements) by each source.
 
         Args:
           target: An array, or a pytree of arrays, whose gradients add up.

@@ -37,8 +37,8 @@ class Updates:
 
 
 def cut_before_updates(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
-    """The program up to its updates, and these; None where replicas with different shapes end differently, or none ends
-    so.
+    """Returns the program up to its updates, and these; None where replicas with different shapes end differently, or
+    none ends so.
     """
     differing = [
         program.bindings[i] for i, same in zip(program.written, program.same_writes, strict=True) if not same
@@ -114,8 +114,8 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
 
 
 def _ending(eqns: Sequence[Any], replications: dict[Any, Replication], results: Sequence[Any]) -> list[Any]:
-    """The equations whose operands are the same on all replicas, and whose results only such equations and variables
-    take.
+    """Returns the equations whose operands are the same on all replicas, and whose results only such equations and
+    variables take.
 
     Args:
       results: What the program before them has to give.
@@ -149,7 +149,9 @@ def _without_unpacking(ending: Sequence[Any], state: set[Any]) -> list[Any]:
 def _kept_entries(
     variant: Variant, state: Sequence[Any], needed: set[Any], early: set[int]
 ) -> list[tuple[int, Entry]]:
-    """The entries that the program up to the updates still has, with their positions: those read or written by it."""
+    """Returns the entries that the program up to the updates still has, with their positions: those read or written by
+    it.
+    """
     kept = []
     for i, entry in enumerate(variant.entries):
         if state[i] in needed or id(entry) in early:

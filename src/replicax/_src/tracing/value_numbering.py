@@ -22,12 +22,12 @@ from replicax._src.tracing.replication import is_call, is_replica_collective
 
 
 def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
-    """A hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
+    """Returns a hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
     return _number(jaxpr, inputs)[1]
 
 
 def number_variant(variant: Variant) -> dict[Any, Any]:
-    """The numbers of a variant's values, comparable between variants of one function."""
+    """Returns the numbers of a variant's values, comparable between variants of one function."""
     args = variant.jaxpr.invars[len(variant.consts) + len(variant.entries) :]
     return number_values(
         variant.jaxpr,
@@ -40,12 +40,12 @@ def number_variant(variant: Variant) -> dict[Any, Any]:
 
 
 def number_of(numbers: dict[Any, Any], atom: Any) -> Any:
-    """The number of a variable or literal."""
+    """Returns the number of a variable or literal."""
     return number_constant(atom.val) if isinstance(atom, jax_compat.Literal) else numbers[atom]
 
 
 def number_constant(value: Any) -> Any:
-    """A hashable for a constant: its bytes, or its identity if it is being traced."""
+    """Returns a hashable for a constant: its bytes, or its identity if it is being traced."""
     if isinstance(value, jax_compat.Tracer):
         return ("tracer", id(value))
     if isinstance(value, jax.Array) and jax_compat.is_typed_key(value.dtype):
@@ -65,7 +65,7 @@ def number_results(operations: Iterable[Operation], numbers: dict[Any, Any]) -> 
 def _number(
     jaxpr: Any, inputs: Sequence[Any], *, is_nested: bool = False
 ) -> tuple[list[Any], dict[Any, Any]]:
-    """The numbers of the results, and of all variables."""
+    """Returns the numbers of the results, and of all variables."""
     collectives = itertools.count()
 
     def number(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -82,7 +82,7 @@ def _number(
 
 
 def number_params(eqn: Any) -> Any:
-    """A hashable for the parameters of an equation, jaxprs among them by what they compute."""
+    """Returns a hashable for the parameters of an equation, jaxprs among them by what they compute."""
     if is_call(eqn):  # the function that is called is what counts, not its rules for derivatives
         return _number_param(jax_compat.sub_jaxprs(eqn)[0])
     return tuple(sorted((name, _number_param(value)) for name, value in eqn.params.items()))

@@ -58,7 +58,7 @@ class LayoutMap(MutableMapping[str, Layout]):
 
     @classmethod
     def of(cls, given: Any) -> LayoutMap:
-        """A copy of a map, or of a dict of its entries."""
+        """Returns a copy of a map, or of a dict of its entries."""
         if isinstance(given, LayoutMap):
             return cls(given._layouts)
         if isinstance(given, Mapping):
@@ -83,12 +83,12 @@ class LayoutMap(MutableMapping[str, Layout]):
         self._patterns[pattern] = compiled
 
     def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
-        """The layout for a path; None where no pattern matches."""
+        """Returns the layout for a path; None where no pattern matches."""
         pattern = self.pattern_of(path)
         return None if pattern is None else self._layouts[pattern]
 
     def pattern_of(self, path: str) -> str | None:
-        """The key of the entry for a path; None where there is none."""
+        """Returns the key of the entry for a path; None where there is none."""
         if path in self._layouts:
             return path
         for matches in (re.Pattern.fullmatch, re.Pattern.search):
@@ -116,7 +116,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         return len(self._layouts)
 
     def entries(self) -> Iterator[tuple[str, Layout]]:
-        """The patterns, and what each says."""
+        """Returns the patterns, and what each says."""
         return iter(self._layouts.items())
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ def _checked(pattern: str, layout: Any) -> Layout:
 
 
 def _axes(dim: Any) -> tuple[str, ...] | None:
-    """The axes that one dim is divided over; None where that is not said properly."""
+    """Returns the axes that one dim is divided over; None where that is not said properly."""
     if dim is None:
         return ()
     names = (dim,) if isinstance(dim, str) else dim
@@ -151,7 +151,7 @@ def _axes(dim: Any) -> tuple[str, ...] | None:
 
 
 def shown(layout: Layout) -> str:
-    """A layout as it is written."""
+    """Returns a layout as it is written."""
     dims = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout]
     return repr(tuple(dims))
 

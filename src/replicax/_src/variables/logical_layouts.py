@@ -44,7 +44,7 @@ class LogicalLayouts:
             self._check_axes(pattern, layout)
 
     def on(self, topology: Topology) -> LogicalLayouts:
-        """The same over other devices. Both know which patterns have matched a variable."""
+        """Returns the same over other devices. Both know which patterns have matched a variable."""
         layouts = LogicalLayouts(self._map, topology)
         layouts._unused, layouts._paths = self._unused, self._paths
         layouts._paths_of_bindings, layouts._warned = self._paths_of_bindings, self._warned
@@ -148,7 +148,7 @@ class LogicalLayouts:
             log.warning("%s", told)
 
     def _closest(self, pattern: str) -> str:
-        """The paths that are most like a pattern, as a message shows them."""
+        """Returns the paths that are most like a pattern, as a message shows them."""
         of_bindings = [path for path in self._paths_of_bindings if re.search(pattern, path)]
         if of_bindings:
             return f"it matches {of_bindings[0]!r}, which an optimizer keeps for a variable and which lies as that variable does"

@@ -136,7 +136,7 @@ def _clipped(rows: jax.Array, max_norm: float, num_id_dims: int) -> jax.Array:
 
 
 def _norm(x: jax.Array, axes: tuple[int, ...], keepdims: bool) -> jax.Array:
-    """The 2-norm, whose gradient at 0 is 0."""
+    """Returns the 2-norm, whose gradient at 0 is 0."""
     squares = jnp.sum(x * x, axes, keepdims=keepdims)
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
 

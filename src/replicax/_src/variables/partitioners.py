@@ -168,7 +168,7 @@ def num_shards_of(partitioner: Callable[..., Sequence[int]] | None, shape: Seque
 
 
 def shard_rows(num_rows: int, num_shards: int) -> list[tuple[int, int]]:
-    """The rows ``[start, stop)`` of each shard.
+    """Returns the rows ``[start, stop)`` of each shard.
 
     >>> shard_rows(10, 4)
     [(0, 3), (3, 6), (6, 8), (8, 10)]

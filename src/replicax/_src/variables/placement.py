@@ -54,7 +54,7 @@ class VariablePlacement:
         return None if layouts is None else layouts.of
 
     def place(self, value: Any, components: Any | None) -> jax.Array:
-        """A copy of ``value``, or of ``components`` [R, ...] if there is one per replica, in its place."""
+        """Returns a copy of ``value``, or of ``components`` [R, ...] if there is one per replica, in its place."""
         if components is not None:
             return own_copy(components, self.topology.per_replica)
         if self.parameter_device is not None:
@@ -82,7 +82,8 @@ class VariablePlacement:
         return may_be and self.topology.peers is None and not stored.is_fully_replicated
 
     def current(self, stored: jax.Array) -> jax.Array:
-        """The value that is stored: whole, where other processes have shards of it, which have to read it too."""
+        """Returns the value that is stored: whole, where other processes have shards of it, which have to read it too.
+        """
         if self.layouts is not None and not stored.is_fully_addressable and self._lies_in_shards(stored):
             return self.layouts.whole(stored)
         return stored

@@ -104,22 +104,22 @@ class ServerArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def key_on(self, ps: int) -> str:
-        """The key of the copy on one server, of an array that has copies."""
+        """Returns the key of the copy on one server, of an array that has copies."""
         return self.shards[0].key if self.shards[0].ps == ps else self.copies[ps]
 
     def keys_on(self, ps: int) -> set[str]:
-        """The keys of all its shards on one server, and of its copy there."""
+        """Returns the keys of all its shards on one server, and of its copy there."""
         keys = {shard.key for shard in self.shards if shard.ps == ps}
         return keys | {self.copies[ps]} if ps in self.copies else keys
 
     def shape_of(self, shard: Shard) -> tuple[int, ...]:
-        """The shape of a shard."""
+        """Returns the shape of a shard."""
         if shard.rows is None:
             return self.shape
         return (shard.rows[1] - shard.rows[0], *self.shape[1:])
 
     def bytes_of(self, shard: Shard) -> int:
-        """The size of a shard in bytes."""
+        """Returns the size of a shard in bytes."""
         return math.prod(self.shape_of(shard)) * self.dtype.itemsize
 
     def place(self, balance: Balance) -> None:

@@ -54,20 +54,21 @@ class ServerPlacement:
         return tuple(f"/job:ps/task:{number}" for number in range(self.session.num_ps))
 
     def new_array(self, name: str, shape: Sequence[int], dtype: Any, initial: Initial) -> ServerArray:
-        """An array for a new variable, in shards if the partitioner says so; it is made when it is first used."""
+        """Returns an array for a new variable, in shards if the partitioner says so; it is made when it is first used.
+        """
         num_shards = num_shards_of(self.partitioner, shape, dtype)
         shards = shard_rows(shape[0], num_shards) if num_shards > 1 else ()
         return self.session.add(ServerArray(self.session, name, shape, dtype, initial, shards))
 
     def in_shards(self, variable: Any) -> Any:
-        """A variable, or if its array is in shards what shows it as these."""
+        """Returns a variable, or if its array is in shards what shows it as these."""
         stored: ServerArray = variable._value
         if not stored.row_ranges:
             return variable
         return ShardedVariable(ShardsOfOne([variable], len(stored.row_ranges)), variable.name)
 
     def place_initial(self, value: Any, components: Any | None, name: str) -> ServerArray:
-        """The array that a new variable keeps; it is made on the servers when it is first used."""
+        """Returns the array that a new variable keeps; it is made on the servers when it is first used."""
         del components
         held = np.array(value)
         return self.new_array(name, held.shape, held.dtype, lambda: held)
@@ -79,7 +80,7 @@ class ServerPlacement:
         return stored
 
     def current(self, stored: ServerArray) -> jax.Array:
-        """The value now. Communicates, and waits."""
+        """Returns the value now. Communicates, and waits."""
         return stored.read()
 
     def update(self, fn: Callable[..., Any], *args: Any) -> bool:
@@ -97,13 +98,13 @@ class ServerPlacement:
         return value
 
     def components(self, stored: ServerArray, has_components: bool) -> tuple[jax.Array, ...]:
-        """The value for each replica of a worker, which all read the one on the servers."""
+        """Returns the value for each replica of a worker, which all read the one on the servers."""
         del has_components
         return (stored.read(),) * self.topology.num_replicas
 
 
 def _is_sent_as_it_is(fn: Callable[..., Any], variable: Any, value: Any) -> bool:
-    """Whether an assignment replaces a value by an array of its kind, so that nothing is to be computed."""
+    """Returns True if an assignment replaces a value by an array of its kind, so that nothing is to be computed."""
     return (
         getattr(fn, "replicax_family", None) == "assign"
         and type(value) is np.ndarray
@@ -124,7 +125,8 @@ def array_of_table(variable: Any) -> ServerArray | None:
 
 
 def owner_of_table(variable: Any) -> tuple[Any, Any]:
-    """The strategy in whose scope a variable was made, and what holds all of its rows; None if there is none."""
+    """Returns the strategy in whose scope a variable was made, and what holds all of its rows; None if there is none.
+    """
     if isinstance(variable, ShardedVariable):
         variable, *others = variable.shards.held
         if others:

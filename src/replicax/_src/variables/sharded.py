@@ -106,11 +106,11 @@ class ShardedVariable(ArrayLike):
         return self._shards.read()
 
     def numpy(self) -> np.ndarray:
-        """The whole as a NumPy array (a copy). Blocks until it is computed."""
+        """Returns the whole as a NumPy array (a copy). Blocks until it is computed."""
         return np.array(self._shards.read())
 
     def __getitem__(self, index: Any) -> Any:
-        """The value's ``[]``: of ints, slices, ``...``, ``None``, masks and arrays of ints.
+        """Returns the value's ``[]``: of ints, slices, ``...``, ``None``, masks and arrays of ints.
 
         Raises:
           IndexError: An index is out of bounds, where that is known: not in traced arrays.
@@ -288,7 +288,7 @@ def _check_known(item: Any, dim: int, size: int) -> None:
 
 
 def _unflatten(description: tuple[Callable[..., Shards], tuple[Any, ...]], leaves: Sequence[Any]) -> Any:
-    """The variable again; of its shards' values, or gradients, the whole array."""
+    """Returns the variable again; of its shards' values, or gradients, the whole array."""
     kind, details = description
     leaves = tuple(leaves)
     if all(map(is_variable, leaves)):

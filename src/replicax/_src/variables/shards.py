@@ -53,7 +53,7 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> Any:
-        """The whole value: in a traced function, traced."""
+        """Returns the whole value: in a traced function, traced."""
 
     @abc.abstractmethod
     def update(self, method: str, value: Any) -> None:
@@ -198,7 +198,7 @@ class Shard(ArrayLike):
         return self.read_value()
 
     def numpy(self) -> np.ndarray:
-        """The rows as a NumPy array (a copy). Blocks until they are computed."""
+        """Returns the rows as a NumPy array (a copy). Blocks until they are computed."""
         return np.array(self.read_value())
 
     def assign(self, value: Any) -> Shard:

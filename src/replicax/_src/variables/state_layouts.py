@@ -31,7 +31,7 @@ def note_of_optimizer(variable: Any) -> None:
 
 
 def is_of_optimizer(variable: Any) -> bool:
-    """Whether a variable is one that an optimizer keeps."""
+    """Returns True if a variable is one that an optimizer keeps."""
     return id(variable) in _of_optimizers
 
 
@@ -66,7 +66,7 @@ class StateLayouts:
         return self._of_shapes[shape]
 
     def whole(self, value: jax.Array) -> jax.Array:
-        """An array in shards, whole on every device. All processes call it, in the same order as programs."""
+        """Returns an array in shards, whole on every device. All processes call it, in the same order as programs."""
         return self._gathering(value)
 
     @functools.cached_property
@@ -76,8 +76,8 @@ class StateLayouts:
         )
 
     def gathered(self, value: Any) -> Any:
-        """A traced array in the shards of its shape, to be computed with whole. A large one is marked: programs in the
-        global view gather it anew where it is needed.
+        """Returns a traced array in the shards of its shape, to be computed with whole. A large one is marked: programs
+        in the global view gather it anew where it is needed.
         """
         layout = self.of_shape(value.shape)
         if layout is None:
@@ -89,14 +89,14 @@ class StateLayouts:
         return sharded_read_p.bind(value, dim=_cut_dim(layout), whole=whole)
 
     def is_gathered_late(self, shape: Sequence[int], dtype: Any, layout: Any) -> bool:
-        """Whether a variable that lies in ``layout`` is gathered where a replica needs it, not where a program
+        """Returns True if a variable that lies in ``layout`` is gathered where a replica needs it, not where a program
         begins.
         """
         size = math.prod(shape) * dtype.itemsize
         return layout is not None and layout == self.of_shape(shape) and is_large(size)
 
     def in_rows(self, value: Any) -> Any:
-        """A traced array in the shards of its shape, as [R, ...] of which row r is the shard of replica r.
+        """Returns a traced array in the shards of its shape, as [R, ...] of which row r is the shard of replica r.
 
         Nothing moves.
         """
@@ -126,7 +126,7 @@ class StateLayouts:
         return self.topology.num_replicas // self.shards.num_shards
 
     def sharded(self, value: Any) -> Any:
-        """A traced array, to be computed with in the shards in which a divided one of its shape lies."""
+        """Returns a traced array, to be computed with in the shards in which a divided one of its shape lies."""
         layout = self.of_shape(value.shape)
         return value if layout is None else jax.lax.with_sharding_constraint(value, layout)
 

@@ -61,12 +61,12 @@ class StateShards:
         return cls(state, size)
 
     def divides(self, *, is_trainable: bool, is_of_optimizer: bool) -> bool:
-        """Whether variables of a kind are divided, if their shape allows."""
+        """Returns True if variables of a kind are divided, if their shape allows."""
         return is_of_optimizer or (is_trainable and self.state is ShardState.ALL)
 
     def dim_of(self, shape: Sequence[int], *, least_rows: int = 1) -> int | None:
-        """The dim along which an array is cut: the largest one that S divides, the first of several; None: it stays
-        whole.
+        """Returns the dim along which an array is cut: the largest one that S divides, the first of several; None: it
+        stays whole.
 
         Args:
           shape: [...] of the whole array.

@@ -164,7 +164,7 @@ class Variable(ArrayLike):
         return self.read_value()
 
     def numpy(self) -> np.ndarray:
-        """The value as a NumPy array (a copy). Blocks until it is computed."""
+        """Returns the value as a NumPy array (a copy). Blocks until it is computed."""
         return np.array(self.read_value())
 
     @property
@@ -180,7 +180,7 @@ class Variable(ArrayLike):
 
     @property
     def has_components(self) -> bool:
-        """Whether each replica has a value of its own (ON_READ, several replicas)."""
+        """True if each replica has a value of its own (ON_READ, several replicas)."""
         return self._has_components
 
     @property
@@ -238,7 +238,7 @@ class Variable(ArrayLike):
         return f"{head}, value={shown if isinstance(shown, jax_compat.Tracer) else np.asarray(shown)})"
 
     def _is_far(self) -> bool:
-        """Whether reading it takes other processes."""
+        """Returns True if reading it takes other processes."""
         if not isinstance(self._value, jax.Array):
             return True
         is_combined = self._has_components and self._placement.topology.peers is not None
@@ -269,7 +269,7 @@ class Variable(ArrayLike):
         return total if op is ReduceOp.SUM else in_replica.mean_of_sum(total, raw.shape[0])
 
     def _aggregation_op(self, what: str) -> ReduceOp | None:
-        """The reduction of the aggregation; None for the first replica's value."""
+        """Returns the reduction of the aggregation; None for the first replica's value."""
         if self.aggregation is VariableAggregation.NONE:
             raise VariableError(
                 f"Could not convert from `tf.VariableAggregation` {self.aggregation} to `tf.distribute.ReduceOp` "
@@ -489,7 +489,7 @@ class Variable(ArrayLike):
 
 
 def _on_servers(method: str) -> Callable[[Variable, Any], None]:
-    """A function for the servers of a variable that assigns it."""
+    """Returns a function for the servers of a variable that assigns it."""
 
     def assign(variable: Variable, value: Any) -> None:
         getattr(variable, method)(value)
@@ -548,7 +548,7 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether an array of ``shape`` can be repeated to ``target``."""
+    """Returns True if an array of ``shape`` can be repeated to ``target``."""
     missing = len(target) - len(shape)
     return missing >= 0 and all(s in (1, t) for s, t in zip(shape, target[missing:], strict=True))
 

@@ -70,7 +70,7 @@ class RowSplit:
         return [slice(r * self.largest, r * self.largest + size) for r, size in enumerate(self.sizes)]
 
     def local_shape(self, shape: Sequence[int], rows: Rows) -> tuple[int, ...]:
-        """The shape of what a replica holds of an array of this shape."""
+        """Returns the shape of what a replica holds of an array of this shape."""
         return (*shape[: rows.dim], self.largest * rows.unit, *shape[rows.dim + 1 :])
 
     # --- in the program of a replica ------------------------------------------------------------------
@@ -86,7 +86,7 @@ class RowSplit:
         return jax.lax.dynamic_slice_in_dim(value, start, self.largest * rows.unit, rows.dim)
 
     def cleared(self, value: Any, rows: Rows, neutral: Any = 0) -> Any:
-        """A value with ``neutral`` in place of garbage, to be combined over the rows."""
+        """Returns a value with ``neutral`` in place of garbage, to be combined over the rows."""
         if self.is_even:
             return value
         count = jnp.asarray(self.sizes, jnp.int32)[_replica()] * rows.unit
@@ -98,7 +98,7 @@ class RowSplit:
         return jnp.where(_replica() == 0, value, jnp.zeros_like(value))
 
     def converted(self, value: Any, layout: Layout, wanted: Layout) -> Any:
-        """A value in another layout: a whole one, as rows or as a sum; or as it is.
+        """Returns a value in another layout: a whole one, as rows or as a sum; or as it is.
 
         Raises:
           ValueError: That needs the other replicas.

@@ -175,7 +175,7 @@ def _checked(eqn: Any, applied: Applied) -> Applied:
 
 
 def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """The sum of whole values and of parts of a sum, as parts of a sum."""
+    """Returns the sum of whole values and of parts of a sum, as parts of a sum."""
     parts = [Shared.SUM] * len(layouts)
     applied = apply(eqn, parts, split)
     return Applied(
@@ -184,7 +184,9 @@ def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 
 
 def _extreme(value: Any, kind: Layout) -> Any:
-    """The largest or smallest of all replicas; nan if there is one, which XLA's own maximum over replicas drops."""
+    """Returns the largest or smallest of all replicas; nan if there is one, which XLA's own maximum over replicas
+    drops.
+    """
     combine = jnp.max if kind is Shared.MAX else jnp.min
     if value.dtype == bool:
         return _extreme(value.astype(jnp.int32), kind).astype(bool)
@@ -195,7 +197,7 @@ def _extreme(value: Any, kind: Layout) -> Any:
 
 
 def _scan(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """A loop whose steps need nothing of the other replicas; a sum that it adds up is summed after it."""
+    """Returns a loop whose steps need nothing of the other replicas; a sum that it adds up is summed after it."""
     if all(layout is Shared.WHOLE for layout in layouts) or eqn.effects:
         return apply(eqn, layouts, split)
     extremes = [i for i, layout in enumerate(layouts) if layout in (Shared.MAX, Shared.MIN)]

@@ -64,7 +64,7 @@ Rule = Callable[[Any, Sequence[Layout], RowSplit], Applied]
 
 
 def apply(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """The operation of an equation, for operands that lie like this.
+    """Returns the operation of an equation, for operands that lie like this.
 
     Raises:
       Incomplete: Some operands have to be completed first.
@@ -81,7 +81,7 @@ def apply(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 
 
 def refused(eqn: Any, why: str) -> NotByRowsError:
-    """The error for an equation."""
+    """Returns the error for an equation."""
     return NotByRowsError(f"{eqn.primitive.name} {why}")
 
 
@@ -197,7 +197,9 @@ def _of_parts(eqn: Any, layouts: Sequence[Layout]) -> Applied:
 
 
 def _is_plain(atom: Any) -> bool:
-    """A floating constant that parts of a sum may be multiplied with: with others, 0 and inf, nan would come of it."""
+    """Returns a floating constant that parts of a sum may be multiplied with: with others, 0 and inf, nan would come of
+    it.
+    """
     if not isinstance(atom, jax_compat.Literal) or not jnp.issubdtype(np.result_type(atom.val), jnp.inexact):
         return False
     return bool(np.isfinite(atom.val)) and atom.val != 0
@@ -208,7 +210,7 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _keeps_sums(old: Any, new: Any) -> bool:
-    """Whether the sum of converted numbers is the converted sum."""
+    """Returns True if the sum of converted numbers is the converted sum."""
     old_size, new_size = np.dtype(old).itemsize, np.dtype(new).itemsize
     if jnp.issubdtype(old, jnp.inexact):
         return jnp.issubdtype(new, jnp.inexact) and new_size >= old_size
@@ -431,7 +433,7 @@ def _dot_general(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
 
 
 def _partner(dim: int, contracted: Any, batch: Any, side: int) -> int | None:
-    """The dim of the other operand that goes with this one."""
+    """Returns the dim of the other operand that goes with this one."""
     for dims in (contracted, batch):
         if dim in dims[side]:
             return dims[1 - side][dims[side].index(dim)]
@@ -492,7 +494,7 @@ def _not_within_an_index(eqn: Any, of_indices: Rows) -> None:
 
 
 def _gather_within_rows(eqn: Any, rows: Rows, split: RowSplit) -> Applied:
-    """The same entries of every row."""
+    """Returns the same entries of every row."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if rows.dim in (*numbers.collapsed_slice_dims, *numbers.start_index_map):
         raise _mixed(eqn)
