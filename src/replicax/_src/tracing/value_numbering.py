@@ -1,8 +1,8 @@
-"""Value numbering: which values of two traces of one function are the same computation?
+"""Value numbering: finds the values of two traces of one function that are the same computation.
 
-Traces for different local batch sizes may hold different Python numbers (``x.shape[0]``) where the
-dataflow alone says "the same on all replicas". Equal numbers mean: same operation, same parameters, same
-operands, down to variables, arguments, and the bytes of constants.
+Traces for different local batch sizes may contain different Python numbers (``x.shape[0]``) where dataflow alone would
+say "the same on all replicas". Two values with equal numbers have the same operation, parameters and operands, down to
+variables, arguments, and the bytes of constants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replicax._src.tracing.replication import is_call, is_replica_collective
 
 
 def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
-    """Returns a hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
+    """Returns a hashable for each variable of ``jaxpr``, given hashables for its inputs that include their shapes."""
     return _number(jaxpr, inputs)[1]
 
 
@@ -45,7 +45,7 @@ def number_of(numbers: dict[Any, Any], atom: Any) -> Any:
 
 
 def number_constant(value: Any) -> Any:
-    """Returns a hashable for a constant: its bytes, or its identity if it is being traced."""
+    """Returns a hashable for a constant: its bytes, or its identity if it is a tracer."""
     if isinstance(value, jax_compat.Tracer):
         return ("tracer", id(value))
     if isinstance(value, jax.Array) and jax_compat.is_typed_key(value.dtype):
@@ -70,11 +70,11 @@ def _number(
 
     def number(eqn: Any, operands: list[Any]) -> list[Any]:
         if is_replica_collective(eqn) and not is_nested:
-            # Replicas meet here, so what each gave does not matter. In a scan or condition it does: there the
-            # equation around it is one for all replicas, and must compute the same for each.
+            # Replicas meet here, so their operands do not matter. In a scan or condition they do: the enclosing
+            # equation is shared by all replicas and must compute the same for each.
             base: Any = ("collective", next(collectives))
         else:
-            # Nested tuples would grow with the depth of the computation: keep their hash.
+            # Nested tuples would grow with the depth of the computation, so keep their hash.
             base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
         return [(base, position, tuple(var.aval.shape)) for position, var in enumerate(eqn.outvars)]
 
@@ -82,8 +82,8 @@ def _number(
 
 
 def number_params(eqn: Any) -> Any:
-    """Returns a hashable for the parameters of an equation, jaxprs among them by what they compute."""
-    if is_call(eqn):  # the function that is called is what counts, not its rules for derivatives
+    """Returns a hashable for the parameters of an equation. It compares jaxprs by the computation."""
+    if is_call(eqn):  # only the called function counts, not its rules for derivatives
         return _number_param(jax_compat.sub_jaxprs(eqn)[0])
     return tuple(sorted((name, _number_param(value)) for name, value in eqn.params.items()))
 
