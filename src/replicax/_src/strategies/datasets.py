@@ -107,8 +107,7 @@ def _distributed(
 
 
 def from_numpy(numpy_input: Any) -> ArrayDataset:
-    """Returns a dataset over the rows of a pytree of arrays, which are copied; lists are stacked, as TensorFlow does.
-    """
+    """Returns a dataset over the rows of a pytree of arrays, which are copied; lists are stacked, as TensorFlow does."""
     stacked = jax.tree_util.tree_map(
         np.array, numpy_input, is_leaf=lambda x: isinstance(x, list) or not isinstance(x, (tuple, dict))
     )

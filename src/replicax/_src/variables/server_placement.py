@@ -54,8 +54,7 @@ class ServerPlacement:
         return tuple(f"/job:ps/task:{number}" for number in range(self.session.num_ps))
 
     def new_array(self, name: str, shape: Sequence[int], dtype: Any, initial: Initial) -> ServerArray:
-        """Returns an array for a new variable, in shards if the partitioner says so; it is made when it is first used.
-        """
+        """Returns an array for a new variable, in shards if the partitioner says so; it is made when it is first used."""
         num_shards = num_shards_of(self.partitioner, shape, dtype)
         shards = shard_rows(shape[0], num_shards) if num_shards > 1 else ()
         return self.session.add(ServerArray(self.session, name, shape, dtype, initial, shards))
@@ -125,8 +124,7 @@ def array_of_table(variable: Any) -> ServerArray | None:
 
 
 def owner_of_table(variable: Any) -> tuple[Any, Any]:
-    """Returns the strategy in whose scope a variable was made, and what holds all of its rows; None if there is none.
-    """
+    """Returns the strategy in whose scope a variable was made, and what holds all of its rows; None if there is none."""
     if isinstance(variable, ShardedVariable):
         variable, *others = variable.shards.held
         if others:
