@@ -243,7 +243,7 @@ def test_axes_that_share_devices():
             (None, "logical"),
             ["'model/w' of shape (4, 7)", "'w$'", "dim 1, 7 long", "its 2 logical devices", "8 long"],
         ),
-        ((None, None, "logical"), ["(4, 7)", "for 3 dims, and it has 2"]),
+        ((None, None, "logical"), ["(4, 7)", "for 3 dims, but the variable has 2"]),
     ],
 )
 @pytest.mark.parametrize("make", [rx.Variable, keras.Variable])

@@ -117,7 +117,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         return len(self._layouts)
 
     def entries(self) -> Iterator[tuple[str, Layout]]:
-        """Returns the patterns, and what each says."""
+        """Returns the patterns and their layouts."""
         return iter(self._layouts.items())
 
     def __repr__(self) -> str:

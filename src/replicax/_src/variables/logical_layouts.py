@@ -106,7 +106,7 @@ class LogicalLayouts:
         what = f"Variable {path!r} of shape {tuple(shape)} has the layout {shown(layout)} of the layout map's {pattern!r}"
         if len(dims) > len(shape):
             raise InvalidArgumentError(
-                f"{what}, which has {len(dims)} dims, but the variable has {len(shape)}. Give one entry per dim, or make the pattern "
+                f"{what}, which is for {len(dims)} dims, but the variable has {len(shape)}. Give one entry per dim, or make the pattern "
                 "match fewer variables."
             )
         for dim, (size, axes) in enumerate(zip(shape, dims, strict=False)):
