@@ -624,7 +624,7 @@ def test_scope_of_another_strategy(strategy):
 def test_default_scope_in_another(strategy):
     default = rx.get_strategy()
     message(
-        errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not pytree", repr(strategy)
+        errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not nest", repr(strategy)
     )
 
 
