@@ -594,7 +594,7 @@ def test_arrays_that_leaked_out(strategy):
     kept = []
     rx.function(lambda x: kept.append(x * 2))(jnp.float32(1))
     for use in (lambda: strategy.run(lambda: kept[0] + 1), rx.function(lambda: kept[0] + 1)):
-        with pytest.raises(errors.TraceError, match="finished, trace"):
+        with pytest.raises(errors.TraceError, match="which has ended"):
             use()
 
 
