@@ -1139,7 +1139,7 @@ def test_already_distributed_dataset(strategy):
         message(
             errors.UnsupportedSourceError,
             lambda given=given: strategy.experimental_distribute_dataset(given),
-            "has been distributed",
+            "is distributed already",
         )
     message(
         errors.InvalidArgumentError,
