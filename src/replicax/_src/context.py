@@ -488,16 +488,17 @@ class ReplicaContext:
 
         Args:
           reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
-          value: [...] per replica, or a pytree of such, or ``IndexedSlices``; the same shapes on all replicas.
-          options: How to communicate.
+          value: An array [...] per replica, a pytree of such, or ``IndexedSlices``. Shapes are the same on all
+            replicas.
+          options: The options of the communication.
 
         Returns:
-          The same structure, equal on all replicas.
+          The reduced value in the same structure, equal on all replicas.
 
         Raises:
-          InvalidArgumentError: ``reduce_op`` is neither.
+          InvalidArgumentError: ``reduce_op`` is unknown.
           ReductionError: A leaf is not numeric.
-          ReplicaContextError: Outside of the replica function that this is the context of.
+          ReplicaContextError: The call is outside of the replica function of this context.
 
         Source: tf.distribute.ReplicaContext.all_reduce.
         """
@@ -517,8 +518,8 @@ class ReplicaContext:
           axis: A dim of the values.
 
         Raises:
-          ReductionError: Scalars, a bad axis, or other dims that differ.
-          UnsupportedError: IndexedSlices.
+          ReductionError: The values are scalars, the axis is invalid, or other dims differ.
+          UnsupportedError: A leaf is ``IndexedSlices``.
 
         Source: tf.distribute.ReplicaContext.all_gather.
         """

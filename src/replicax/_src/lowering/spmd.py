@@ -350,7 +350,7 @@ class ProgramState:
         """
         if not jax_compat.is_evaluating():
             raise TraceError(
-                "strategy.run (or an rx.function) was called inside a function that JAX traces by itself (jax.jit, "
+                "strategy.run (or an rx.function) was called inside a function that JAX traces on its own (jax.jit, "
                 "jax.grad, jax.vmap, …), which does not track variables. Use rx.function instead of jax.jit."
             )
         launch = (

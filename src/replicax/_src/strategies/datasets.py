@@ -264,7 +264,7 @@ class PartsPlacer:
         columns_of_steps = [_components(step)[1] for step in steps]
         shapes: list[Any] = []
         arrays = []
-        for columns in zip(*columns_of_steps, strict=True):  # of one leaf: for each step the replicas' arrays
+        for columns in zip(*columns_of_steps, strict=True):  # the replicas' arrays of one leaf, for each step
             its_shapes = _shapes_of_all(steps[0], len(shapes)) or tuple(array.shape for array in columns[0])
             padded = largest_shape(its_shapes)
             rows = [np.stack([pad(np.asarray(array), padded) for array in column]) for column in columns]

@@ -507,7 +507,7 @@ class Strategy:
           ReductionError: The value cannot be reduced: it is a plain value or a mirrored variable with SUM, its shapes
             differ with axis=None, or an axis is out of range.
           InvalidArgumentError: ``axis`` is left out.
-          CrossReplicaContextError: Inside a replica function.
+          CrossReplicaContextError: The call is inside a replica function.
 
         Source: tf.distribute.Strategy.reduce.
         """
@@ -534,7 +534,7 @@ class Strategy:
           axis: A dim of the per-replica value.
 
         Raises:
-          CrossReplicaContextError: Inside a replica function; use ``all_gather`` there.
+          CrossReplicaContextError: The call is inside a replica function; use ``all_gather`` there.
           ReductionError: The components are scalars, the axis is invalid, or other dims differ.
         """
         if context.in_replica_function():

@@ -245,7 +245,7 @@ def _as_array(value: Any, name: Callable[[], str]) -> Any:
         return value
     try:
         array = np.asarray(value) if _has(kind, "__array__") else np.from_dlpack(value)
-    except Exception as error:  # of a GPU, or of a dtype that NumPy lacks, as torch.bfloat16
+    except Exception as error:  # the tensor is on a GPU, or NumPy lacks its dtype, such as torch.bfloat16
         try:
             return jax.dlpack.from_dlpack(value)
         except Exception:

@@ -202,7 +202,7 @@ class BindingTable:
         for each in [
             *optimizer_slots_of(variable),
             variable,
-        ]:  # which are laid out as it is, as soon as it is
+        ]:  # optimizer slots get the layout of their variable
             self._lay_out(each, layout, topology)
 
     def _lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:

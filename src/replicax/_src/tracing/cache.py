@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Leaf(NamedTuple):
-    """How one leaf of the arguments enters a program.
+    """The form in which one leaf of the arguments enters a program.
 
     Attributes:
       kind: "row" (PerReplica: device r holds row r), "whole" (replicated), or "static".

@@ -113,7 +113,7 @@ class Capture(abc.ABC):
     Attributes:
       binding_of: Returns the binding of a variable (from the strategy's table).
       num_replicas: R in a replica function, None in a cross-replica function.
-      uneven: What is known about the other replicas, if replicas have different shapes; else None.
+      uneven: The knowledge about the other replicas, if replicas have different shapes; else None.
       entries: The entries by ``id`` of the variable, in the order of discovery.
       trace: JAX's trace of the function itself.
       on_aggregate: Called with the gradients given to an optimizer: their names, the local and the applied values.
@@ -210,7 +210,7 @@ class Capture(abc.ABC):
         """Makes ``value`` the variable's value from here on. ``line`` is the user's line; by default the caller's.
 
         Raises:
-          TraceError: In a scan, condition or other inner trace, from which the value would leak.
+          TraceError: It is called in a scan, condition or other inner trace, from which the value would leak.
           VariableError: The shape differs from the variable's.
         """
         entry = self._entry(variable)

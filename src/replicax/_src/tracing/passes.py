@@ -386,7 +386,7 @@ def _output(leaf: Any) -> Output:
     if isinstance(leaf, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
         kind = "a coroutine (async def)" if isinstance(leaf, types.CoroutineType) else "a generator (yield)"
         if not isinstance(leaf, types.AsyncGeneratorType):
-            leaf.close()  # or Python warns that it was never awaited
+            leaf.close()  # otherwise Python warns that it was never awaited
         raise UnsupportedError(
             f"The function returns {kind}, {leaf.__qualname__}, and its body has not been run. Pass a function that returns its "
             "results."

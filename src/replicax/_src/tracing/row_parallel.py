@@ -65,7 +65,7 @@ def mixed_values(
     mixed: dict[int, Mixing] = {}
     for operation in operations:
         given = [
-            _of_shape(var.aval.shape)  # of an input that has no rows
+            _of_shape(var.aval.shape)  # an input without rows
             if isinstance(atom, jax_compat.Literal) or atom not in kinds
             else kinds[atom]
             for var, atom in zip(operation.eqn.invars, operation.operands, strict=True)
