@@ -778,7 +778,11 @@ def test_a_value_that_leaked_out_of_run(strategy):
         return kept[0] + 1
 
     text = message(
-        errors.TraceError, lambda: strategy.run(use), "another trace, which has ended", "Return it", "rx.Variable"
+        errors.TraceError,
+        lambda: strategy.run(use),
+        "another trace, which has ended",
+        "Return it",
+        "rx.Variable",
     )
     assert f"{__file__}:{use.__code__.co_firstlineno + 1} in use" in text
     message(

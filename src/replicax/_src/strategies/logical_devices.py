@@ -80,8 +80,8 @@ def _checked_pieces(tensor: Any, partition_dimensions: Sequence[int], count: int
         pieces = ()
     if any(piece < 1 for piece in pieces) or (not pieces and shape):
         raise InvalidArgumentError(
-            f"`partition_dimensions` must be a list of whole numbers of at least 1, one for each dim: into how many pieces it is "
-            f"cut. Received {partition_dimensions!r} for shape {shape}."
+            f"`partition_dimensions` must be a list of whole numbers of at least 1, one for each dim: the number "
+            f"of its shards. Received {partition_dimensions!r} for shape {shape}."
         )
     if len(pieces) != len(shape):
         raise InvalidArgumentError(
