@@ -383,8 +383,8 @@ def test_gather_of_incompatible_values(strategy):
     values = values_of(strategy)
     scalars = strategy.run(lambda x: x[0], (values,))
     message(reduction, lambda: strategy.gather(scalars, axis=0), "Cannot gather scalars", "value[None]")
-    message(reduction, lambda: strategy.gather(values, axis=1), "axis is 1", "1 dim(s)")
-    message(reduction, lambda: strategy.gather(values, axis=None), "axis must be an int", "None")
+    message(reduction, lambda: strategy.gather(values, axis=1), "axis of gather is 1", "1 dim(s)")
+    message(reduction, lambda: strategy.gather(values, axis=None), "axis of gather must be an int", "None")
     shapes = strategy.experimental_distribute_values_from_function(
         lambda c: np.ones((2, 1 + c.replica_id_in_sync_group))
     )
