@@ -624,7 +624,7 @@ def test_scope_of_another_strategy(strategy):
 def test_default_scope_in_another(strategy):
     default = rx.get_strategy()
     message(
-        errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not pytree", repr(strategy)
+        errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not nest", repr(strategy)
     )
 
 
@@ -778,7 +778,11 @@ def test_a_value_that_leaked_out_of_run(strategy):
         return kept[0] + 1
 
     text = message(
-        errors.TraceError, lambda: strategy.run(use), "another, finished, trace", "Return it", "rx.Variable"
+        errors.TraceError,
+        lambda: strategy.run(use),
+        "another trace, which has ended",
+        "Return it",
+        "rx.Variable",
     )
     assert f"{__file__}:{use.__code__.co_firstlineno + 1} in use" in text
     message(
@@ -1139,7 +1143,7 @@ def test_already_distributed_dataset(strategy):
         message(
             errors.UnsupportedSourceError,
             lambda given=given: strategy.experimental_distribute_dataset(given),
-            "has been distributed",
+            "is distributed already",
         )
     message(
         errors.InvalidArgumentError,

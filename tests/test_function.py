@@ -110,8 +110,8 @@ async def waiting(x):
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (yielding, ("a generator (yield), yielding", "nothing that stands in it has been run")),
-        (waiting, ("a coroutine (async def), waiting", "nothing that stands in it has been run")),
+        (yielding, ("a generator (yield), yielding", "its body has not been run")),
+        (waiting, ("a coroutine (async def), waiting", "its body has not been run")),
         (lambda x: {"name": np.array(["a"])}, ("ndarray of dtype <U1", "Return a str or a list")),
         (lambda x: np.datetime64("2026-01-01"), ("datetime64 of dtype datetime64[D]",)),
     ],
@@ -594,7 +594,7 @@ def test_arrays_that_leaked_out(strategy):
     kept = []
     rx.function(lambda x: kept.append(x * 2))(jnp.float32(1))
     for use in (lambda: strategy.run(lambda: kept[0] + 1), rx.function(lambda: kept[0] + 1)):
-        with pytest.raises(errors.TraceError, match="finished, trace"):
+        with pytest.raises(errors.TraceError, match="which has ended"):
             use()
 
 

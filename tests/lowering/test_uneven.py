@@ -429,7 +429,7 @@ def test_other_variables_for_other_sizes_raise():
     def step(x):
         (first if x.shape[0] > 1 else second).assign(1.0)
 
-    with pytest.raises(StructureError, match="assigns other variables"):
+    with pytest.raises(StructureError, match="assigns different variables"):
         strategy.run(step, args=(rows((2, 1)),))
     assert float(first) == float(second) == 0.0
 

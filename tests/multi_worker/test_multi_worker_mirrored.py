@@ -333,7 +333,7 @@ def test_unsplittable_step_stays_in_the_global_view_and_the_log_names_the_operat
         of_similarities, of_similarities_at_the_end, of_squares, _ = worker["said"]
         assert of_similarities == of_similarities_at_the_end  # 6 rows, another program
         assert of_similarities.startswith(
-            "WARNING: Sequential.train_step: the processes sum each array by itself"
+            "WARNING: Sequential.train_step: the processes sum each array separately"
         )
         assert "dot_general mixes rows of the batch" in of_similarities
         assert "in similarities" in of_similarities

@@ -361,7 +361,7 @@ def test_a_function_that_loops_over_a_dataset_is_several_programs(training):
     batches = training.strategy.experimental_distribute_dataset([np.ones((4, IN), np.float32)] * 2)
     with (
         iter(batches) as iterator,
-        pytest.raises(errors.UnsupportedError, match="what it gives to"),
+        pytest.raises(errors.UnsupportedError, match="the step that it passes to"),
     ):
         training.strategy.plan(several, (iterator,))
 

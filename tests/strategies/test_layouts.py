@@ -243,7 +243,7 @@ def test_axes_that_share_devices():
             (None, "logical"),
             ["'model/w' of shape (4, 7)", "'w$'", "dim 1, 7 long", "its 2 logical devices", "8 long"],
         ),
-        ((None, None, "logical"), ["(4, 7)", "for 3 dims, and it has 2"]),
+        ((None, None, "logical"), ["(4, 7)", "for 3 dims, but the variable has 2"]),
     ],
 )
 @pytest.mark.parametrize("make", [rx.Variable, keras.Variable])
@@ -297,7 +297,7 @@ BATCH = np.ones((8, 4), np.float32), np.ones((8, 1), np.float32)
 
 @pytest.mark.parametrize(
     ("pattern", "says"),
-    [("feature.*kernel", "kernel'"), ("up_kernel_momentum", "which an optimizer keeps")],
+    [("feature.*kernel", "kernel'"), ("up_kernel_momentum", "an optimizer slot")],
 )
 def test_fit_does_not_start_with_a_pattern_that_matches_no_variable(pattern, says):
     """Named as DTensor's notebook for Keras names variables. The pattern was ignored, and each device held all

@@ -675,13 +675,13 @@ def test_tape_under_a_transformation_of_jax_raises(wrap, words):
 
 
 def test_tape_outside_a_trace_raises():
-    with pytest.raises(TapeError, match="nothing is traced"):
+    with pytest.raises(TapeError, match="outside of a trace"):
         with rx.GradientTape():
             pass
 
 
 def test_tape_in_a_scope_but_outside_run_raises():
-    with one_replica().scope(), pytest.raises(TapeError, match="nothing is traced"):
+    with one_replica().scope(), pytest.raises(TapeError, match="outside of a trace"):
         rx.GradientTape().__enter__()
 
 

@@ -273,7 +273,7 @@ def test_functions_that_run_once_while_tracing_are_reported(strategy, tf, told):
     for _ in range(2):
         strategy.run(step, args=(jnp.ones(2),))
     (said,) = told()
-    assert f"{line_of(step, 'print')}: `tf.print('loss', x)` is run by TensorFlow once" in said
+    assert f"{line_of(step, 'print')}: `tf.print('loss', x)` runs in TensorFlow once" in said
     assert "Write jax.debug.print in place of tf.print." in said
 
 

@@ -1,8 +1,8 @@
-"""Which strategy is current, and who is calling: the program as a whole, or one replica of it.
+"""Tracks the current strategy, and whether the caller is the cross-replica program or one replica.
 
-Three contexts, per thread, as in tf.distribute: the default one (no strategy), cross-replica context (in a
-strategy's scope, or in ``merge_call``), and replica context (in a function that ``Strategy.run`` runs).
-Strategies are only passed through: nothing here depends on what they are.
+There are three contexts per thread, as in tf.distribute: the default one (no strategy), cross-replica context (in a
+strategy's scope or in ``merge_call``), and replica context (in a function that ``Strategy.run`` runs).
+This module only passes strategies through and does not depend on their kind.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("replicax")
 
 
 class _Frame(NamedTuple):
-    """One entry of the context stack: a strategy, and the replica context if in one."""
+    """One entry of the context stack: a strategy, and the replica context if there is one."""
 
     strategy: Strategy
     replica_context: ReplicaContext | None
@@ -60,22 +60,22 @@ class _Local(threading.local):
 
 _local = _Local()
 _global_strategy: Strategy | None = None
-_default: list[Any] = []  # the default strategy, once one was asked for
-# By thread: a strategy and its other parts. Empty almost always, which is quicker to see than a threading.local is
-# to read (36 and 73 ns with the call): every use of a strategy asks.
+_default: list[Any] = []  # the default strategy, after its first use
+# A strategy and its substitute parts, by thread. Every use of a strategy reads this, and it is almost always empty. The
+# check for emptiness is faster than reading a threading.local (36 and 73 ns with the call).
 _stand_ins: dict[int, tuple[Any, Any]] = {}
 
 
 def set_default_strategy(strategy: Strategy) -> None:
-    """Registers the default strategy, of which there is one.
+    """Registers the one default strategy.
 
     Raises:
-      ContextError: There is one already.
+      ContextError: There is a default strategy already.
     """
     if _default:
         raise ContextError(
-            f"{type(strategy).__name__}() was called, and there is only one default strategy. rx.get_strategy() returns it outside "
-            "of every scope; for a strategy of your own on one device make rx.OneDeviceStrategy('cpu:0')."
+            f"{type(strategy).__name__}() was called, but there is only one default strategy. rx.get_strategy() returns it outside "
+            "of every scope. For a separate strategy on one device make rx.OneDeviceStrategy('cpu:0')."
         )
     _default.append(strategy)
 
@@ -92,9 +92,9 @@ def _top() -> _Frame | None:
 
 
 def get_strategy() -> Any:
-    """The current strategy: of the innermost scope, the global one, or the default one.
+    """Returns the current strategy: the one of the innermost scope, the global one, or the default one.
 
-    May be called in every context, from every thread (scopes are per thread).
+    Call it in any context, from any thread (scopes are per thread).
     """
     top = _top()
     if top is not None:
@@ -103,16 +103,18 @@ def get_strategy() -> Any:
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default one."""
+    """Returns True if the current strategy is not the default one."""
     return get_strategy() is not _default_strategy()
 
 
-def get_replica_context() -> ReplicaContext | Any:  # Any for None, which a replica function need not look for
-    """The current replica's context.
+def get_replica_context() -> (
+    ReplicaContext | Any
+):  # Any instead of None, so that a replica function need not check for None
+    """Returns the current replica's context.
 
     Returns:
-      Inside ``Strategy.run`` that replica's context; in a scope or in ``merge_call`` None; outside any scope
-      the default strategy's context (one replica, id 0).
+      The replica's context inside ``Strategy.run``; None in a scope or in ``merge_call``; the default strategy's
+      context (one replica, id 0) outside any scope.
     """
     top = _top()
     if top is not None:
@@ -123,12 +125,12 @@ def get_replica_context() -> ReplicaContext | Any:  # Any for None, which a repl
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the caller is in cross-replica context: in a scope or in ``merge_call``."""
+    """Returns True if the caller is in cross-replica context: in a scope or in ``merge_call``."""
     return get_replica_context() is None
 
 
 def in_replica_function() -> bool:
-    """Whether the caller is inside a function that ``Strategy.run`` runs, and not in its ``merge_call``."""
+    """Returns True if the caller is inside a function that ``Strategy.run`` runs, and not in its ``merge_call``."""
     top = _top()
     return (
         top is not None and top.replica_context is not None and top.replica_context.communicator is not None
@@ -136,24 +138,24 @@ def in_replica_function() -> bool:
 
 
 def in_update() -> bool:
-    """Whether the caller is inside ``extended.update``, where variables are read and written as stored."""
+    """Returns True if the caller is inside ``extended.update``, where variables are read and written as stored."""
     top = _top()
     return top is not None and top.is_update
 
 
 def merge_communicator() -> Communicator | None:
-    """How the replicas meet, if the caller is inside their ``merge_call``; else None."""
+    """Returns the communicator of the replicas if the caller is inside their ``merge_call``; else None."""
     top = _top()
     return top.communicator if top is not None else None
 
 
 def experimental_set_strategy(strategy: Strategy) -> None:
-    """Makes ``strategy`` current without ``with strategy.scope()``; None takes it back.
+    """Makes ``strategy`` current without ``with strategy.scope()``. None undoes it.
 
-    Import Keras before: a model of a Keras that is imported later belongs to no strategy.
+    Import Keras before. If Keras is imported later, its models belong to no strategy.
 
     Raises:
-      ScopeNestingError: Inside a scope.
+      ScopeNestingError: It is called inside a scope.
     """
     global _global_strategy
     if _local.frames:
@@ -166,11 +168,10 @@ def experimental_set_strategy(strategy: Strategy) -> None:
 
 
 class Scope:
-    """Cross-replica context of a strategy, as a context manager that may be entered again and nested in itself.
+    """Cross-replica context of a strategy. The context manager may be entered again and nested in itself.
 
     Args:
-      made_at: The user's line, of a scope that the user enters. If the scope is dropped before it is entered, a warning
-        names the line.
+      made_at: The user's line that made the scope. If the scope is dropped before it is entered, a warning names it.
     """
 
     def __init__(self, strategy: Strategy, made_at: str | None = None):
@@ -182,7 +183,7 @@ class Scope:
     def __del__(self) -> None:
         if self._made_at is not None and not sys.is_finalizing():
             log.warning(
-                "%s: strategy.scope() has no effect by itself. Write `with strategy.scope():`, and make variables, models and "
+                "%s: strategy.scope() alone has no effect. Write `with strategy.scope():`, and make variables, models and "
                 "optimizers in its block.",
                 self._made_at,
             )
@@ -197,7 +198,9 @@ class Scope:
             ReplicaContext(strategy, 0) if strategy is _default_strategy() else None
         )  # it changes nothing
         top = _top()
-        if top is not None and top.strategy is strategy:  # perhaps in merge_call or update: still there
+        if (
+            top is not None and top.strategy is strategy
+        ):  # it may be in merge_call or update, which are still active
             _local.frames.append(_Frame(strategy, replica, top.communicator, top.is_update))
         else:
             _local.frames.append(_Frame(strategy, replica))
@@ -209,7 +212,7 @@ class Scope:
         if not self._is_of_user or had_keras or not _has_unowned_of_keras():
             return
         text = (
-            f"Keras was imported inside the scope of {self._strategy!r}, which does not see what Keras makes there: models made "
+            f"Keras was imported inside the scope of {self._strategy!r}, which does not track what Keras makes there: models made "
             "in it, and trained in it, are on one device. Import keras above `with strategy.scope():`."
         )
         if error is None:
@@ -218,7 +221,7 @@ class Scope:
 
 
 def _has_unowned_of_keras() -> bool:
-    """True if there is a variable or a model of Keras of which no strategy knows. Slow; for a rare case."""
+    """Returns True if there is a Keras variable or model that no strategy owns. It is slow, and for a rare case."""
     keras = sys.modules.get("keras")
     kinds = () if keras is None else (keras.Variable, keras.Model)
     return any(issubclass(type(each), kinds) and id(each) not in owners for each in gc.get_objects())
@@ -228,9 +231,9 @@ def check_may_enter(strategy: Strategy) -> None:
     """Raises unless ``strategy`` may be used in cross-replica context here.
 
     Raises:
-      MixedStrategiesError: Inside another strategy's scope.
-      ScopeNestingError: The default strategy inside another's scope.
-      CrossReplicaContextError: Inside a replica function.
+      MixedStrategiesError: The call is inside another strategy's scope.
+      ScopeNestingError: The default strategy is used inside another's scope.
+      CrossReplicaContextError: The call is inside a replica function.
     """
     top = _top()
     if top is None:
@@ -247,7 +250,7 @@ def check_may_enter(strategy: Strategy) -> None:
     elif top.strategy is not strategy and top.strategy is not _default_strategy():
         if strategy is _default_strategy():
             raise ScopeNestingError(
-                f"Must not pytree tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
+                f"Must not nest tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
                 f"the scope of {top.strategy!r}."
             )
         raise _mixed(top.strategy, strategy)
@@ -261,7 +264,7 @@ def _mixed(current: Any, other: Any) -> MixedStrategiesError:
 
 
 def check_strategy_of(owner: Any | None, what: str) -> None:
-    """Raises when a value made in the scope of ``owner`` is used under another strategy."""
+    """Raises if a value made in the scope of ``owner`` is used under another strategy."""
     top = _top()
     current = top.strategy if top is not None else _global_strategy
     if owner is None or current is None or current is owner or owner is _default_strategy():
@@ -273,11 +276,11 @@ def check_strategy_of(owner: Any | None, what: str) -> None:
 
 
 def strategy_for_new_variable() -> Any:
-    """The strategy that variables made now belong to.
+    """Returns the strategy that variables made now belong to.
 
     Raises:
       MixedStrategiesError: Scopes of two strategies are open.
-      InvalidArgumentError: In ``no_new_variables``.
+      InvalidArgumentError: ``no_new_variables`` is active.
     """
     if _local.no_variables is not None:
         raise InvalidArgumentError(_local.no_variables)
@@ -289,7 +292,7 @@ def strategy_for_new_variable() -> Any:
 
 @contextlib.contextmanager
 def no_new_variables(reason: str) -> Iterator[None]:
-    """Inside, in this thread, no variables can be made, for ``reason``."""
+    """Context in which this thread cannot make variables; errors give ``reason``."""
     before, _local.no_variables = _local.no_variables, reason
     try:
         yield
@@ -299,7 +302,7 @@ def no_new_variables(reason: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_iteration(reason: str) -> Iterator[None]:
-    """Inside, in this thread, no distributed dataset can be iterated, for ``reason``."""
+    """Context in which this thread cannot iterate distributed datasets; errors give ``reason``."""
     before, _local.no_iteration = _local.no_iteration, reason
     try:
         yield
@@ -308,11 +311,11 @@ def no_iteration(reason: str) -> Iterator[None]:
 
 
 def check_may_iterate() -> None:
-    """Raises where no distributed dataset may be iterated.
+    """Raises if distributed datasets cannot be iterated here.
 
     Raises:
-      InvalidArgumentError: In ``no_iteration``.
-      IterationContextError: In a replica function.
+      InvalidArgumentError: ``no_iteration`` is active.
+      IterationContextError: The caller is in a replica function.
     """
     if _local.no_iteration is not None:
         raise InvalidArgumentError(_local.no_iteration)
@@ -324,7 +327,7 @@ def check_may_iterate() -> None:
 
 
 def stand_in_of(strategy: Strategy) -> Any | None:
-    """The parts that ``strategy`` has instead of its own, here; None almost always."""
+    """Returns the substitute parts of ``strategy`` in this thread; None if there are none."""
     if not _stand_ins:
         return None
     stand_in = _stand_ins.get(threading.get_ident())
@@ -332,15 +335,15 @@ def stand_in_of(strategy: Strategy) -> Any | None:
 
 
 def is_standing_in() -> bool:
-    """Whether some strategy has other parts than its own, here."""
+    """Returns True if some strategy has substitute parts in this thread."""
     return threading.get_ident() in _stand_ins
 
 
 @contextlib.contextmanager
 def standing_in(strategy: Strategy, parts: Any) -> Iterator[None]:
-    """Inside, in this thread, ``strategy`` is composed of other parts than its own: fewer replicas, say.
+    """Context in which ``strategy`` has other parts in this thread, such as fewer replicas.
 
-    It stays the same object, so that variables made in its scope are still its own.
+    It stays the same object, so that it still owns the variables made in its scope.
     """
     thread = threading.get_ident()
     before = _stand_ins.get(thread)
@@ -356,7 +359,7 @@ def standing_in(strategy: Strategy, parts: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replica_context(strategy: Strategy, context: ReplicaContext) -> Iterator[None]:
-    """Replica context, while a replica function is traced or run."""
+    """Enters replica context while a replica function is traced or run."""
     _local.frames.append(_Frame(strategy, context))
     try:
         yield
@@ -368,7 +371,7 @@ def replica_context(strategy: Strategy, context: ReplicaContext) -> Iterator[Non
 def merge_context(
     strategy: Strategy, communicator: Communicator | None, is_update: bool = False
 ) -> Iterator[None]:
-    """Cross-replica context inside ``merge_call`` and ``extended.update``."""
+    """Enters cross-replica context inside ``merge_call`` and ``extended.update``."""
     _local.frames.append(_Frame(strategy, None, communicator, is_update))
     try:
         yield
@@ -377,7 +380,7 @@ def merge_context(
 
 
 class LocalPerReplica(DistributedValues):
-    """In ``merge_call``: one value per replica, of which the program that is traced sees its own.
+    """A per-replica value in ``merge_call``. The traced program sees its own component.
 
     Attributes:
       local: This replica's component.
@@ -409,10 +412,10 @@ class LocalPerReplica(DistributedValues):
 
 
 def local_components(pytree: Any, communicator: Communicator) -> Any:
-    """Returns ``PerReplica`` values as the program that is being traced in ``merge_call`` sees them.
+    """Converts ``PerReplica`` values for the program that is traced in ``merge_call``.
 
     Raises:
-      UnsupportedError: Components of different shapes: the program has one shape for all replicas.
+      UnsupportedError: The components have different shapes, but the program has one shape for all replicas.
     """
 
     def own(value: PerReplica) -> LocalPerReplica:
@@ -428,13 +431,13 @@ def local_components(pytree: Any, communicator: Communicator) -> Any:
 
 @final
 class ReplicaContext:
-    """What a replica function may know and do: its index, and collectives with the other replicas.
+    """The context of a replica function: its replica's index, and collectives with the other replicas.
 
     Get it with ``rx.get_replica_context()``.
 
     Args:
       strategy: The strategy whose replica this is.
-      replica_id_in_sync_group: Index of the replica, from 0.
+      replica_id_in_sync_group: The index of the replica, from 0.
     """
 
     def __init__(
@@ -451,12 +454,12 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R, a Python int."""
+        """The number of replicas R, a Python int."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """Index of this replica, from 0: a traced scalar int32 inside ``run``, 0 outside."""
+        """The index of this replica, from 0: a traced scalar int32 inside ``run``, 0 outside."""
         if self._communicator is None:
             return self._replica_id
         if not any(frame.replica_context is self for frame in _local.frames):
@@ -465,13 +468,12 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices of this replica's program, as ``jax.Device``: one per replica, since all are traced
-        at once."""
+        """The devices of the program, as ``jax.Device``: one per replica, because one trace serves all replicas."""
         return tuple(self._strategy.extended.worker_devices)
 
     @property
     def communicator(self) -> Communicator | None:
-        """How this replica meets the others; None for the default context."""
+        """The communicator with the other replicas; None for the default context."""
         return self._communicator
 
     def all_reduce(
@@ -486,16 +488,17 @@ class ReplicaContext:
 
         Args:
           reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
-          value: [...] per replica, or a pytree of such, or ``IndexedSlices``; the same shapes on all replicas.
-          options: How to communicate.
+          value: An array [...] per replica, a pytree of such, or ``IndexedSlices``. Shapes are the same on all
+            replicas.
+          options: The options of the communication.
 
         Returns:
-          The same structure, equal on all replicas.
+          The reduced value in the same structure, equal on all replicas.
 
         Raises:
-          InvalidArgumentError: ``reduce_op`` is neither.
+          InvalidArgumentError: ``reduce_op`` is unknown.
           ReductionError: A leaf is not numeric.
-          ReplicaContextError: Outside of the replica function that this is the context of.
+          ReplicaContextError: The call is outside of the replica function of this context.
 
         Source: tf.distribute.ReplicaContext.all_reduce.
         """
@@ -515,12 +518,12 @@ class ReplicaContext:
           axis: A dim of the values.
 
         Raises:
-          ReductionError: Scalars, a bad axis, or other dims that differ.
-          UnsupportedError: IndexedSlices.
+          ReductionError: The values are scalars, the axis is invalid, or other dims differ.
+          UnsupportedError: A leaf is ``IndexedSlices``.
 
         Source: tf.distribute.ReplicaContext.all_gather.
         """
-        del options  # one process: nothing to choose
+        del options  # there is nothing to choose
         self._check_here("all_gather")
         if self._communicator is None:
             return value
@@ -531,9 +534,9 @@ class ReplicaContext:
     ) -> Any:
         """Calls ``merge_fn(strategy, *args, **kwargs)`` once, in cross-replica context, for all replicas.
 
-        Arrays in ``args`` arrive as per-replica values, Python values as they are. Of what ``merge_fn``
-        returns each replica gets its own component of per-replica values, and everything else as it is.
-        Call it from every replica. Works under conditions and nested functions wherever a collective does.
+        Arrays in ``args`` arrive as per-replica values, Python values unchanged. Each replica gets its own component of
+        per-replica values that ``merge_fn`` returns, and everything else unchanged.
+        Call it from every replica. It works in conditions and nested functions wherever a collective does.
 
         Source: tf.distribute.ReplicaContext.merge_call.
         """
@@ -549,7 +552,7 @@ class ReplicaContext:
         return jax.tree_util.tree_map(_as_local, result, is_leaf=is_value)
 
     def _check_here(self, what: str) -> None:
-        """Raises unless the caller is in the replica function that this is the context of."""
+        """Raises unless the caller is in the replica function of this context."""
         if self._communicator is not None and get_replica_context() is not self:
             raise self._not_here(what)
 
@@ -574,24 +577,25 @@ def _as_local(leaf: Any) -> Any:
     return leaf.as_array() if isinstance(leaf, Mirrored) else leaf
 
 
-# Strategies of variables and models that cannot say so themselves (Keras's), by id; entries go with them.
+# Strategies of variables and models that have no attribute for it (Keras's), by id. An entry is removed with its
+# object.
 owners: dict[int, Any] = {}
 
 
 def owner_of(variable: Any) -> Any:
-    """The strategy in whose scope a variable was made; None if it was in none."""
+    """Returns the strategy in whose scope a variable was made; None if it was in none."""
     return getattr(variable, "distribute_strategy", None) or owners.get(id(variable))
 
 
 def remember_owner(made: Any) -> None:
-    """Notes in whose scope a variable or a model of another library is made, if in any."""
+    """Records the strategy in whose scope a variable or model of another library is made, if there is one."""
     if has_strategy():
         owners[id(made)] = strategy_for_new_variable()
         weakref.finalize(made, owners.pop, id(made), None)
 
 
 def default_has_no(what: str) -> ContextError:
-    """The error for asking the default strategy about devices."""
+    """Returns the error for asking the default strategy about devices."""
     return ContextError(
         f"`{what}` is not known for the default strategy, which places nothing. Use rx.OneDeviceStrategy or "
         f"rx.MirroredStrategy, or jax.local_devices()."

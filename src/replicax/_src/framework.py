@@ -1,7 +1,7 @@
-"""``Framework``: the interface to a framework whose objects programs use (Keras, flax nnx). Tracks those in use.
+"""``Framework``: the interface to frameworks whose objects programs use (Keras, flax nnx). Tracks those in use.
 
 ``use_imported`` starts using a framework once the user has imported it. ``rx.Variable`` is one more ``Framework``.
-optax needs none: its states are pytrees of arrays.
+optax needs no ``Framework``, because its states are pytrees of arrays.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class Modules:
     """Turns modules among the arguments of ``run`` into arrays, and back into modules.
 
     Attributes:
-      open: Replaces modules in a pytree by their arrays; the second result writes new arrays back into them. The first
-        one ends with the pytree without its modules, and with a dict of their arrays by path. None if there are none.
-      enter: In the function: makes modules from traced arrays; the second result adds their new state to the results.
+      open: Replaces modules in a pytree by their arrays. Its second result writes new arrays back into the modules. Its
+        first result ends with the pytree without its modules and a dict of their arrays by path. Returns None if there
+        are no modules.
+      enter: Makes modules from traced arrays, inside the function. The second result adds their new state to the
+        results.
     """
 
     open: Callable[[Any], tuple[Any, Close] | None]
@@ -36,15 +38,17 @@ class Modules:
 @final
 @dataclass(frozen=True)
 class Tracking:
-    """Tells a checkpoint what to save of a framework's objects. Each function is asked about objects of every kind.
+    """Tells a checkpoint which parts of a framework's objects to save. Each function is called with objects of any
+    kind.
 
     Attributes:
-      parts_of: What is below an object, or the leaf that it is (``checkpoint/tracked.py``); None if it is unknown.
-      kind_of: Tells objects apart whose parts have the same names and other meanings; "" if it is unknown.
-      is_growing: Whether the object is going to have more parts than it has.
-      watch: Given an object that lacks parts and a restoration: has that advance when the object has got more.
-      finish: Called with each restored object: some compute other values from what was restored.
-      prepare: Called with each object before its values are copied: newer ones may be elsewhere.
+      parts_of: Returns the parts of an object, or the leaf that it is (``checkpoint/tracked.py``); None if it is
+        unknown.
+      kind_of: Returns a name that distinguishes objects whose equally named parts differ in meaning; "" if unknown.
+      is_growing: Returns True if the object will get more parts.
+      watch: Takes an object that lacks parts and a restore. Continues the restore when the object gets more parts.
+      finish: Called with each restored object, because some objects compute other values from restored ones.
+      prepare: Called with each object before its values are copied, because newer ones may be elsewhere.
     """
 
     parts_of: Callable[[Any], Any]
@@ -62,12 +66,13 @@ class Framework:
 
     Attributes:
       name: The module that the user imports.
-      variable_types: The classes of its variables: leaves of pytrees.
-      make_binding: Binds one of its variables to a number of replicas: gives the ``Binding`` (``tracing/bindings.py``).
-      trace_scope: A context entered around every trace, made of the ``Capture``.
-      modules: For those that have modules which are arguments of ``run``.
-      tracking: For those with objects that checkpoints see into.
-      lowering_of: What places a bound method or function for ``Strategy.plan``; None if it is not the framework's.
+      variable_types: The classes of its variables, which are leaves of pytrees.
+      make_binding: Returns the ``Binding`` of one of its variables to a number of replicas (``tracing/bindings.py``).
+      trace_scope: Returns the context to enter around every trace, given the ``Capture``.
+      modules: The conversion of modules that are arguments of ``run``; None if there are none.
+      tracking: The tracking of objects in checkpoints; None if there is none.
+      lowering_of: Returns the lowering of a bound method or function for ``Strategy.plan``; None if it is not the
+        framework's.
     """
 
     name: str
@@ -79,7 +84,7 @@ class Framework:
     lowering_of: Callable[[Any], Any] = lambda fn: None
 
 
-# Where each framework's module is. Where two know an object, the first one has it: with nnx-backed Keras
+# The module of each framework. If two frameworks know an object, the first one handles it: with nnx-backed Keras
 # (KERAS_NNX_ENABLED) a layer is an nnx module, too.
 _PLACES: Final = {
     "keras": "replicax._src.keras.bridge",
@@ -91,11 +96,11 @@ _OWN: Final = "replicax"
 
 
 class _InUse:
-    """The frameworks in use. One object, replaced as a whole, so that threads see all of it or nothing.
+    """The frameworks in use. Replaced as one object, so that threads see a consistent state.
 
     Attributes:
-      frameworks: In the order of ``_PLACES``.
-      variable_types: Of all of them.
+      frameworks: The frameworks, in the order of ``_PLACES``.
+      variable_types: The variable classes of all of them.
     """
 
     def __init__(self, frameworks: Sequence[Framework]):
@@ -106,11 +111,11 @@ class _InUse:
 
 
 _in_use = _InUse(())
-_changing = threading.RLock()  # loading one framework's module may use another
+_changing = threading.RLock()  # loading one framework's module may start using another
 
 
 def use(framework: Framework) -> None:
-    """Starts using a framework. Does nothing if it is in use."""
+    """Starts using a framework. Does nothing if it is in use already."""
     global _in_use
     with _changing:
         if framework.name in _in_use.names:
@@ -119,18 +124,18 @@ def use(framework: Framework) -> None:
 
 
 def stop_using(name: str) -> None:
-    """Forgets a framework; ``use_imported`` would use it again."""
+    """Stops using a framework until the next ``use_imported``."""
     global _in_use
     _in_use = _InUse([framework for framework in _in_use.frameworks if framework.name != name])
 
 
 def use_imported() -> None:
-    """Starts using the frameworks that the user has imported by now. Cheap; call it often.
+    """Starts using the frameworks that the user has imported by now. It is cheap; call it often.
 
-    It is called where a program first gives replicax something of a framework's: when a scope is entered, ``run``, a
-    function of ``rx.function`` or ``fit`` of a plan is called, a dataset is distributed, a ``Checkpoint`` or a callback
-    of ``rx.keras`` is made. What a framework needs stays in place from then on: ``fit`` is called after the ``with``
-    block of its scope has ended. Importing replicax, and making a strategy, change nothing of Keras.
+    Callers call it when a program may first pass framework objects to replicax: when it enters a scope, calls ``run``,
+    an ``rx.function`` or a plan of ``fit``, distributes a dataset, or makes a ``Checkpoint`` or a callback of
+    ``rx.keras``. The support of a framework stays active from then on, because users call ``fit`` after the ``with``
+    block of its scope. Importing replicax or making a strategy does not change Keras.
     """
     if len(_in_use.names) > len(_PLACES):
         return
@@ -140,24 +145,24 @@ def use_imported() -> None:
 
 
 def frameworks_in_use() -> tuple[Framework, ...]:
-    """Returns the frameworks in use; where two know an object, the first one has it."""
+    """Returns the frameworks in use. If two know an object, the first one handles it."""
     return _in_use.frameworks
 
 
 def is_variable(value: Any) -> bool:
-    """True if a value is a variable, ours or a framework's, and so a leaf of a pytree."""
+    """Returns True if a value is a variable, ours or a framework's, and so a leaf of a pytree."""
     return isinstance(value, _in_use.variable_types)
 
 
 def make_binding(variable: Any, num_replicas: int) -> Any:
-    """Binds a variable to a number of replicas: returns its ``Binding``."""
+    """Returns the ``Binding`` of a variable to a number of replicas."""
     framework = next(each for each in _in_use.frameworks if isinstance(variable, each.variable_types))
     assert framework.make_binding is not None
     return framework.make_binding(variable, num_replicas)
 
 
 def trackings() -> list[Tracking]:
-    """Returns what frameworks in use say of what is saved."""
+    """Returns the trackings of the frameworks in use."""
     return [framework.tracking for framework in _in_use.frameworks if framework.tracking is not None]
 
 
@@ -165,7 +170,9 @@ def trackings() -> list[Tracking]:
 
 
 def open_modules(pytree: Any) -> tuple[Any, Close | None]:
-    """Replaces framework modules in the arguments by their arrays; gives what closes the results, if any."""
+    """Replaces framework modules in the arguments by their arrays. Returns the function that writes results back, if
+    any.
+    """
     for modules in _with_modules():
         opened = modules.open(pytree)
         if opened is not None:
@@ -174,7 +181,9 @@ def open_modules(pytree: Any) -> tuple[Any, Close | None]:
 
 
 def enter_modules(opened: Any, has_modules: bool) -> tuple[Any, Close]:
-    """Inside the function: the arguments with modules again, and what adds their new state to the results."""
+    """Returns the arguments with modules, inside the function, and the function that adds their new state to the
+    results.
+    """
     if not has_modules:
         return opened, _unchanged
     (modules,) = _with_modules()  # one framework has modules

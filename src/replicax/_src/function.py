@@ -1,4 +1,4 @@
-"""``rx.function``: traces cross-replica code, with the ``run`` and ``reduce`` in it, into one program."""
+"""``rx.function``: traces cross-replica code, including its ``run`` and ``reduce`` calls, into one program."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ def function(func: None = None, **options: Any) -> Callable[[Callable[_P, _R]], 
 
 
 def function(func: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compiles a function of cross-replica code into one program; a decorator.
+    """Compiles a function of cross-replica code into one program. Use it as a decorator.
 
     The function is traced once per signature of its arguments. ``strategy.run``, ``reduce`` and ``gather`` in it
     become part of its program, so that a step is one call. The function may read and assign variables, and use a
-    ``GradientTape``. Called inside another traced function it is a plain function. A function that loops over a
-    distributed dataset runs as Python, and each ``run`` and ``reduce`` in it is compiled; a log line says so once.
+    ``GradientTape``. Inside another traced function it is a plain function. A function that loops over a distributed
+    dataset runs as Python, and each ``run`` and ``reduce`` in it is compiled. A log line says so once.
 
     Args:
-      func: The function; without it, a decorator is returned.
+      func: The function; if it is missing, the result is a decorator.
       **options: ``input_signature``, ``autograph``, ``jit_compile``, ``reduce_retracing`` and
         ``experimental_*`` of ``tf.function`` are accepted and change nothing.
 
     Raises:
-      InvalidArgumentError: An unknown option, or ``func`` is not callable.
+      InvalidArgumentError: An option is unknown, or ``func`` is not callable.
 
     Source: tf.function.
 
@@ -123,14 +123,14 @@ class Function(LoweredAlone, Generic[_P, _R]):
 
     @property
     def runs_as_python(self) -> bool:
-        """True if its trace has shown that it loops over a distributed dataset, so that it is not one program."""
+        """True if its trace found a loop over a distributed dataset, so that it is not one program."""
         return self._runs_as_python
 
     def place(self, strategy: Strategy, step: Step) -> StepProgram:
-        """The program of a call, for lowering; it runs and keeps nothing.
+        """Returns the program of a call, for lowering. Runs and keeps nothing.
 
         Raises:
-          UnsupportedError: It loops over a distributed dataset.
+          UnsupportedError: The function loops over a distributed dataset.
         """
         use_imported()
         fn = self.python_function
@@ -145,7 +145,7 @@ class Function(LoweredAlone, Generic[_P, _R]):
             self._runs_as_python = True
             raise UnsupportedError(
                 f"{key.name_of(fn)} loops over a distributed dataset, so that rx.function runs it as Python: each strategy.run in "
-                "it is a program of its own. Lower or plan what it gives to strategy.run: strategy.plan(step, (batch,)), where "
+                "it is a separate program. Lower or plan the step that it passes to strategy.run: strategy.plan(step, (batch,)), where "
                 "batch is next(iterator), or described by jax.ShapeDtypeStruct."
             ) from None
         compiled, operands = placed.described(on_devices(call.arrays, strategy.topology))
@@ -212,7 +212,7 @@ class Function(LoweredAlone, Generic[_P, _R]):
 
 
 def _num_replicas(mesh: Any) -> int | None:
-    """The number of replicas that a function will be compiled for; None if only its trace will show it."""
+    """Returns the number of replicas that a function will be compiled for; None if only its trace will show it."""
     if mesh is not None:
         return mesh.shape[REPLICA_AXIS]
     return context.get_strategy().num_replicas_in_sync if context.has_strategy() else None

@@ -1,8 +1,8 @@
 """Values with one component per replica: DistributedValues, PerReplica, Mirrored. No strategies here.
 
-Layout: a ``PerReplica`` is one global array [R, ...], device r holding row r. Components of different
-shapes are padded to the largest, and the true shapes stand beside. A ``PerReplica`` whose components a
-replication has proven equal is stored as a ``Mirrored`` is: one array that every device holds whole.
+Layout: a ``PerReplica`` is one global array [R, ...], and device r holds row r. Components of different shapes are
+padded to the largest, and the true shapes are kept beside. A ``PerReplica`` whose components are proven equal is stored
+like a ``Mirrored``: one replicated array.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ArrayLike(abc.ABC):
 
     @abc.abstractmethod
     def as_array(self) -> Any:
-        """The array, or a typed error that says why there is not one."""
+        """Returns the array. Raises a typed error if there is none."""
 
     def __jax_array__(self) -> Any:
         return jnp.asarray(self.as_array())
@@ -114,7 +114,7 @@ def _plain(other: Any) -> Any:
 
 
 def _array_operator(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
-    # The dunder of the array itself, so that weak types, dtypes and NotImplemented are the array's own.
+    # Calls the array's own dunder, so that weak types, dtypes and NotImplemented are those of the array.
     attribute = f"__{'r' if reflected else ''}{name}__"
 
     def method(self: ArrayLike, other: Any) -> Any:
@@ -152,10 +152,10 @@ class DistributedValues(ArrayLike):
         """The components of this process's replicas, in replica order."""
 
     def __copy__(self) -> Any:
-        return jax.tree_util.tree_map(lambda array: array, self)  # which notes that the array is shared now
+        return jax.tree_util.tree_map(lambda array: array, self)  # flattening marks the array as shared
 
 
-_MAX_SHOWN = 16  # numbers that a message shows
+_MAX_SHOWN = 16  # numbers in a message
 
 
 class PerReplica(DistributedValues):
@@ -165,9 +165,9 @@ class PerReplica(DistributedValues):
     (``Strategy.reduce``) or for all of them (``Strategy.experimental_local_results``).
 
     Attributes:
-      num_replicas: R.
-      shapes: The true shape of each component where they differ, else None.
-      is_equal: The components were proven equal when the value was made.
+      num_replicas: The number of replicas R.
+      shapes: The true shape of each component if they differ, else None.
+      is_equal: True if the components were proven equal when the value was made.
     """
 
     __slots__ = (
@@ -195,27 +195,27 @@ class PerReplica(DistributedValues):
         self.maker = maker  # see ``strategies/drift.py``
         self.shapes = shapes
         self.is_equal = is_equal
-        self.is_ours = is_ours  # a program made the array: nobody else holds its buffer
-        self.is_shared = False  # but it has been handed out since
+        self.is_ours = is_ours  # a program made the array, and nobody else holds its buffer
+        self.is_shared = False  # True after the array was handed out
 
     @property
     def array(self) -> Any:
-        """The array behind the value; it will not be donated from now on.
+        """The array behind the value. It will not be donated from now on.
 
-        [R, ...], row r on the device of replica r; or [...] on every device where ``is_equal``.
+        The array is [R, ...] with row r on the device of replica r, or a replicated [...] if ``is_equal``.
         """
         self.is_shared = True
         return self.stored
 
     @property
     def stored(self) -> Any:
-        """The array, for replicax itself, which does not keep it."""
+        """The array, for internal callers that do not keep it."""
         if self._array is None:
             raise _donated("PerReplica")
         return self._array
 
     def donate(self) -> None:
-        """Forgets the array: a program owns its buffer now."""
+        """Drops the array, because a program owns its buffer now."""
         self._array = None
 
     @property
@@ -225,18 +225,18 @@ class PerReplica(DistributedValues):
 
     @property
     def description(self) -> str:
-        """What it is, without its values."""
+        """A description without the values."""
         shapes = dict.fromkeys(self.component_shape(r) for r in range(self.num_replicas))
         kinds = ", ".join(f"{self.dtype}{list(shape)}" for shape in shapes)
         return f"PerReplica({self.num_replicas} components of {kinds})"
 
     @property
     def is_of_whole_batch(self) -> bool:
-        """True for a result of an eager run: its one component is that of the rows of all replicas."""
+        """True for a result of an eager run, whose one component is for the rows of all replicas."""
         return self.is_equal and self.num_replicas == 1
 
     def component_shape(self, replica_id: int) -> tuple[int, ...]:
-        """The true shape of one component."""
+        """Returns the true shape of one component."""
         if self.shapes is not None:
             return self.shapes[replica_id]
         shape = tuple(self.stored.shape)
@@ -310,9 +310,7 @@ class PerReplica(DistributedValues):
 
 
 def shown_value(array: Any) -> str | None:
-    """A small value that is there already, in this process, for a table; None of others: nothing waits, little
-    moves.
-    """
+    """Returns the text of a small value that is already computed in this process; None otherwise. It does not wait."""
     if isinstance(array, np.ndarray):
         return str(array) if array.size <= _MAX_SHOWN else None
     if not isinstance(array, jax.Array) or isinstance(array, jax_compat.Tracer) or array.size > _MAX_SHOWN:
@@ -325,13 +323,13 @@ def shown_value(array: Any) -> str | None:
 
 
 def _is_on_replicas(array: Any, num_replicas: int) -> bool:
-    """True if the replicas' devices hold ``array``; what a coordinator has of its workers' replicas is in one place."""
+    """Returns True if the replicas' devices hold ``array``. A coordinator has its workers' values in one place."""
     is_placed = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
     return is_placed and len(array.sharding.device_set) >= num_replicas
 
 
 def _component_shown(data: Any, shape: Sequence[int], is_equal: bool) -> str | None:
-    """The value of one replica's component, of what its device holds."""
+    """Returns the text of one replica's component, given the data on its device."""
     if jnp.issubdtype(data.dtype, jax.dtypes.extended):  # random keys
         return None
     whole = data.size if data.is_ready() else _MAX_SHOWN + 1
@@ -342,7 +340,7 @@ def _component_shown(data: Any, shape: Sequence[int], is_equal: bool) -> str | N
 
 
 def _local_replicas(array: Any, num_replicas: int, is_equal: bool) -> Sequence[int]:
-    """The numbers of the replicas whose components are in this process."""
+    """Returns the indices of the replicas whose components are in this process."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return range(num_replicas)
     num_logical = len(array.sharding.device_set) // num_replicas
@@ -355,24 +353,24 @@ def _local_replicas(array: Any, num_replicas: int, is_equal: bool) -> Sequence[i
 
 
 def shards_of_replicas(array: jax.Array, num_replicas: int, *, has_rows: bool) -> list[Any]:
-    """What this process's replicas hold of an array: a shard for each replica, in replica order.
+    """Returns the shard of an array for each of this process's replicas, in replica order.
 
     Args:
-      has_rows: Each replica holds one row of it; else all of it.
+      has_rows: True if each replica holds one row; False if the array is replicated.
     """
     shards = sorted(
         array.addressable_shards,
         key=lambda shard: (shard.index[0].start or 0) if has_rows else shard.replica_id,
     )
-    # The logical devices of a replica hold the same.
+    # All logical devices of a replica hold the same data.
     return shards[:: max(len(array.sharding.device_set) // num_replicas, 1)]
 
 
 class Mirrored(DistributedValues):
-    """One array that every replica's device holds whole.
+    """One array that is replicated over the replicas' devices.
 
     Attributes:
-      num_replicas: R.
+      num_replicas: The number of replicas R.
     """
 
     __slots__ = ("__weakref__", "_array", "is_ours", "is_shared", "num_replicas")
@@ -385,19 +383,19 @@ class Mirrored(DistributedValues):
 
     @property
     def array(self) -> Any:
-        """[...], replicated over the devices; it will not be donated from now on."""
+        """The array [...], replicated over the devices. It will not be donated from now on."""
         self.is_shared = True
         return self.stored
 
     @property
     def stored(self) -> Any:
-        """The array, for replicax itself, which does not keep it."""
+        """The array, for internal callers that do not keep it."""
         if self._array is None:
             raise _donated("Mirrored")
         return self._array
 
     def donate(self) -> None:
-        """Forgets the array: a program owns its buffer now."""
+        """Drops the array, because a program owns its buffer now."""
         self._array = None
 
     @property
@@ -441,14 +439,14 @@ def _donated(kind: str) -> DonatedError:
 
 
 def cut(array: Any, shape: Sequence[int]) -> Any:
-    """The leading corner of a padded array."""
+    """Returns the leading corner of a padded array."""
     if tuple(array.shape) == tuple(shape):
         return array
     return array[tuple(slice(0, size) for size in shape)]
 
 
 def pad(array: Any, shape: Sequence[int]) -> Any:
-    """``array`` with zeros appended up to ``shape``; NumPy stays NumPy."""
+    """Returns ``array`` padded with zeros up to ``shape``. A NumPy array stays one."""
     if tuple(array.shape) == tuple(shape):
         return array
     widths = [(0, want - have) for have, want in zip(array.shape, shape, strict=True)]
@@ -456,25 +454,25 @@ def pad(array: Any, shape: Sequence[int]) -> Any:
 
 
 def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The smallest shape that all of ``shapes`` (of one rank) fit in."""
+    """Returns the smallest shape that all of ``shapes`` (of one rank) fit in."""
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
 
 @final
 class Results:
-    """Turns the arrays that a program gives into what ``run`` returns.
+    """Converts the arrays that a program returns into the results of ``run``.
 
     Args:
       tree: The structure that the function returned.
-      leaves: For each leaf: True if it is an array; its shapes by replica, or the Python value; True if all replicas
-        have the same; what the array replaces, for warnings of state that drifts apart.
+      leaves: For each leaf: True if it is an array; its shapes by replica, or the Python value; True if it is the same
+        on all replicas; the maker of the value, for warnings of state that drifts apart.
     """
 
     def __init__(self, num_replicas: int, tree: Any, leaves: Sequence[tuple[bool, Any, bool, Any]]):
         self._num_replicas, self._tree, self._leaves = num_replicas, tree, leaves
 
     def wrap(self, arrays: Sequence[Any]) -> Any:
-        """The results of a call."""
+        """Returns the results of a call."""
         remaining = iter(arrays)
         num_replicas = self._num_replicas
         if num_replicas == 1:
@@ -490,12 +488,12 @@ class Results:
 def per_replica_from_components(
     topology: Topology, components: Sequence[Any], shapes: tuple[tuple[int, ...], ...] | None = None
 ) -> PerReplica:
-    """Places one host or device array for each replica of this process; in a trace one for each of all replicas.
+    """Places one host or device array per replica of this process, or in a trace one per replica of all processes.
 
-    Shapes may differ, ranks and dtypes may not. In several processes all call it.
+    Shapes may differ, but ranks and dtypes may not. All processes must call it.
 
     Args:
-      shapes: Of all R components, if they are known; else processes ask each other.
+      shapes: The shapes of all R components, if they are known; else the processes exchange them.
     """
     arrays = [np.asarray(c) if not isinstance(c, jax.Array) else c for c in components]
     if shapes is None:
@@ -509,11 +507,11 @@ def per_replica_from_components(
 
 
 def is_value(value: Any) -> bool:
-    """Whether a value is a DistributedValues or a variable: a leaf, for those who walk pytrees."""
+    """Returns True if a value is a DistributedValues or a variable, which are leaves of pytrees."""
     return isinstance(value, DistributedValues) or is_variable(value)
 
 
-# Who flattens a value may keep its array: `array`, not `stored`.
+# Code that flattens a value may keep its array, so it gets `array`, not `stored`.
 jax.tree_util.register_pytree_node(
     PerReplica,
     lambda v: ((v.array,), (v.num_replicas, v.shapes, v.is_equal)),

@@ -23,10 +23,8 @@ class CrossDeviceOps:
     """The way in which a strategy reduces and broadcasts. Subclass it to change that.
 
     A subclass overrides some of the three ``*_implementation`` methods. They use jax.numpy on
-    ``per_replica_value.values``,
-    a tuple of one array per replica. ``Strategy.reduce`` calls them, and so do, traced, replicas that reduce
-    gradients or
-    call ``all_reduce``.
+    ``per_replica_value.values``, a tuple of one array per replica. ``Strategy.reduce`` calls them. Replicas that reduce
+    gradients or call ``all_reduce`` call them in a trace.
 
     Source: tf.distribute.CrossDeviceOps.
     """
@@ -90,8 +88,7 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Broadcasts an array. By default it returns the array, because a program has it on every device. Subclasses
-        may override
-        it.
+        may override it.
         """
         del destinations
         return tensor

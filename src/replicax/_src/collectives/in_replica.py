@@ -23,8 +23,7 @@ from replicax._src.tracing.capture import Capture
 from replicax._src.values import cut, largest_shape, pad
 
 # On CPUs each array of an all-reduce costs 10 to 20 µs in one process, and 100 µs to 3 ms between processes, whatever
-# its
-# size. Larger arrays are reduced on their own: joining or splitting them costs more in copies than it saves.
+# its size. Larger arrays are reduced on their own: joining or splitting them costs more in copies than it saves.
 _ALONE_BYTES, _SHARED_ALONE_BYTES = 256 * 1024, 2 * 1024 * 1024
 _DEFAULT_PACK_BYTES = 4 * 1024 * 1024
 # With more arrays than this, the compiler must not know where each begins in a buffer; see ``_hidden_starts``.

@@ -1,8 +1,7 @@
 """Random streams: one reproducible stream per replica, derived from one shared seed.
 
 Replica r gets the seed with its first word shifted by r * 0x9E3779B9 (the golden ratio in 32 bits, whose multiples
-spread evenly). Replica 0 gets the seed itself, so that a single replica draws the numbers of a single device. Only
-the
+spread evenly). Replica 0 gets the seed itself, so that a single replica draws the numbers of a single device. Only the
 shared seed is stored, so a checkpoint works with any number of replicas.
 """
 

@@ -1,8 +1,6 @@
-"""flax nnx modules as arguments of ``run``: opened into arrays on the way in, updated on the way out.
+"""Support for flax nnx modules: arguments of ``run`` become arrays and are updated after it; checkpoints save them.
 
-And what of them is saved.
-
-Splitting and updating costs a few hundred µs a step; state split once, outside the loop, costs nothing.
+Splitting and updating cost a few hundred µs per step. State that is split once, outside of the loop, costs nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class _Definition:
 
 @jax.tree_util.register_static
 class _Place:
-    """Where a module stood among the arguments."""
+    """The place of a module among the arguments."""
 
     def __init__(self, index: int):
         self.index = index
@@ -54,7 +52,7 @@ class _Place:
 
 
 def install() -> None:
-    """Makes ``run`` accept nnx modules, and checkpoints save them. Does nothing if it has been done."""
+    """Makes ``run`` accept nnx modules and checkpoints save them. A second call does nothing."""
     use(NNX)
 
 
@@ -67,7 +65,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _open(pytree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Replaces modules in the arguments by their state; the other result writes the new state back."""
+    """Replaces modules in the arguments by their state. The second result writes the new state back."""
     leaves, tree = jax.tree_util.tree_flatten(pytree, is_leaf=_is_leaf)
     places = [i for i, leaf in enumerate(leaves) if _is_module(leaf)]
     if not places:
@@ -77,7 +75,7 @@ def _open(pytree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
     for number, place in enumerate(places):
         leaves[place] = _Place(number)
     rest = jax.tree_util.tree_unflatten(tree, leaves)
-    # One array object for each variable, in a plain dict: PerReplica leaves cannot stand in an nnx.State.
+    # A plain dict has one array object for each variable, because an nnx.State cannot contain PerReplica leaves.
     found = jax.tree_util.tree_flatten_with_path(state)[0]
     flat = OrderedDict((jax.tree_util.keystr(path), leaf) for path, leaf in found)
     structure = jax.tree_util.tree_structure(state)
@@ -92,10 +90,10 @@ def _open(pytree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
 
 
 def _single(value: Any, path: str) -> Any:
-    """The one array of a proven-equal value.
+    """Returns the one array of a value that is proven to be the same on all replicas.
 
     Raises:
-      DivergenceError: It differs between replicas.
+      DivergenceError: The value may differ between replicas.
     """
     if isinstance(value, PerReplica):
         if not value.is_equal:
@@ -109,7 +107,7 @@ def _single(value: Any, path: str) -> Any:
 
 
 def _enter(opened: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """In the function: modules from traced state; the other result adds their new state to what it returns."""
+    """Makes modules from traced state, inside the function. The second result adds their new state to its results."""
     definition, structure, rest, named = opened
     flat = list(named.values())
     state = jax.tree_util.tree_unflatten(structure.graph, flat)
@@ -148,7 +146,7 @@ def _communicator() -> Any:
 
 
 def _stream(value: Any, kind: type, communicator: Any) -> Any:
-    """Random keys as this replica draws from them: replica 0's are the module's own."""
+    """Returns the random keys of this replica. Replica 0 has the module's own keys."""
     if not issubclass(kind, nnx.RngKey) or communicator.num_replicas == 1:
         return value
     index = communicator.replica_id()
@@ -157,7 +155,7 @@ def _stream(value: Any, kind: type, communicator: Any) -> Any:
 
 
 def _shared(value: Any, old: Any, kind: type, communicator: Any) -> Any:
-    """State brought together: random keys as they were, moving statistics averaged by rows."""
+    """Returns the shared state: random keys unchanged, and moving statistics averaged over rows."""
     if communicator.num_replicas == 1:
         return value
     if issubclass(kind, nnx.RngKey):
@@ -202,7 +200,7 @@ class _SavedVariable(ArrayLeaf):
 
 
 def _walk(tracked: Any) -> Leaf | Parts | None:
-    """Variables by their paths in a module; random keys as arrays of their data."""
+    """Returns a module's variables by path, with random keys as arrays of their data."""
     if isinstance(tracked, nnx.Variable):
         return _SavedVariable(tracked)
     if not _is_module(tracked):

@@ -1,4 +1,4 @@
-"""optax in replica functions: a transformation that sums gradients over replicas."""
+"""An optax transformation for replica functions that sums gradients over replicas."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from replicax._src.tracing.capture import current_capture
 
 
 def aggregate_gradients() -> Any:
-    """An optax transformation that sums gradients over replicas; put it first in a chain.
+    """Returns an optax transformation that sums gradients over replicas. Put it first in a chain.
 
-    In ``run`` every gradient is summed over replicas, but for those that have been all-reduced already. Elsewhere it
+    In ``run`` it sums every gradient over replicas, except gradients that have been all-reduced already. Elsewhere it
     changes nothing, so that the same optimizer works on one device.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A batch as a loop takes it from a dataset, and how its arrays lie on the devices of the replicas."""
+"""A batch from a dataset in a training loop, and the layout of its arrays over the replicas' devices."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _OF_KERAS = ("x", "y", "sample_weight")
 
 
 class WorkerRows(np.ndarray):
-    """An array of which this process has the rows of its replicas only.
+    """An array of which this process has only the rows of its own replicas.
 
     Attributes:
-      all_sizes: How many rows each of all R replicas has.
+      all_sizes: The number of rows of each of all R replicas.
     """
 
     all_sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, array: Any, all_sizes: Sequence[int]) -> WorkerRows:
-        """An array, with the sizes."""
+        """Returns an array with the sizes."""
         rows = np.asarray(array).view(cls)
         rows.all_sizes = tuple(all_sizes)
         return rows
@@ -44,11 +44,11 @@ class Batch:
     """One batch as it comes from a dataset, on the host or on devices.
 
     Attributes:
-      leaves: Its arrays.
-      tree: The structure of the pytree that they are the leaves of.
-      num_rows: The first dim of the first array, which is that of the others as a rule.
-      worker_sizes: How many rows each of all R replicas has, if this process has the rows of its own only.
-      signature: Equal for batches that one program takes.
+      leaves: The arrays.
+      tree: The structure of the pytree with these leaves.
+      num_rows: The size of the first array's first dim, which usually is that of the others.
+      worker_sizes: The number of rows of each of all R replicas, if this process has only the rows of its own replicas.
+      signature: A hashable that is equal for batches that one program takes.
     """
 
     __slots__ = ("leaves", "num_rows", "signature", "tree", "worker_sizes")
@@ -57,8 +57,8 @@ class Batch:
         """Takes what a dataset yields.
 
         Args:
-          pytree: Of arrays.
-          is_kept: The dataset may yield others, into the same memory, before this one is on the devices: copy it.
+          pytree: A pytree of arrays.
+          is_kept: True to copy the batch, because the dataset may reuse its memory before it is on the devices.
         """
         leaves, self.tree = jax.tree_util.tree_flatten(pytree)
         self.leaves = [
@@ -79,7 +79,9 @@ class Batch:
         )
 
     def sizes(self, num_replicas: int) -> Sequence[int]:
-        """How many rows each replica gets: of a whole batch all as many, but for the last ones, with less or none."""
+        """Returns the number of rows of each replica. A global batch gives equally many to all, and fewer or none to
+        the last.
+        """
         if self.worker_sizes is not None:
             return self.worker_sizes
         size = math.ceil(self.num_rows / num_replicas)
@@ -88,11 +90,11 @@ class Batch:
 
 @final
 class BatchLayout:
-    """How one array of a batch lies on the devices: its rows split, each device with as many, or whole.
+    """The layout of one array of a batch: its rows are split evenly over the devices, or it is replicated.
 
     Attributes:
-      is_split: Each device gets some rows.
-      aval: Of the whole batch, without padding.
+      is_split: True if each device gets some rows.
+      aval: The aval of the global array, without padding.
     """
 
     def __init__(self, leaf: Any, batch: Batch, split: RowSplit, topology: Topology):
@@ -112,21 +114,21 @@ class BatchLayout:
 
     @property
     def is_padded(self) -> bool:
-        """The rows do not divide."""
+        """True if the rows cannot be split evenly."""
         return self._padded != self._shape
 
     def sharding(self, *, is_stacked: bool) -> Any:
-        """Of the array, or of several stacked."""
+        """Returns the sharding of the array, or of several stacked arrays."""
         if not self.is_split:
             return self._topology.replicated
         return self._topology.stacked if is_stacked else self._topology.per_replica
 
     def described(self) -> Any:
-        """The array as programs take it, without a value: shape, dtype and sharding."""
+        """Returns the shape, dtype and sharding of the array that programs take."""
         return jax.ShapeDtypeStruct(self._padded, self._dtype, sharding=self.sharding(is_stacked=False))
 
     def without_padding(self, leaf: Any) -> Any:
-        """In a program that sees the whole array: the rows that there are."""
+        """Removes the padding rows, in a program that sees the global array."""
         if self._padded == self._shape:
             return leaf
         if self._is_whole_here:
@@ -134,7 +136,7 @@ class BatchLayout:
         return jnp.concatenate([leaf[rows] for rows in self._split.places])
 
     def put(self, leaf: Any) -> jax.Array:
-        """Places an array. One of the host is copied: who owns it may write the next batch into it."""
+        """Places an array. It copies a host array, because the owner may write the next batch into it."""
         sharding = self.sharding(is_stacked=False)
         if isinstance(leaf, jax.Array):
             return jax_compat.put(self._pad_on_device(leaf), sharding)
@@ -150,7 +152,7 @@ class BatchLayout:
         return self._topology.put_parts((capacity, *self._padded), self._parts(leaves, capacity), sharding)
 
     def _parts(self, leaves: Sequence[Any], capacity: int) -> list[np.ndarray]:
-        """What each replica of this process gets of several batches, and of as many more of zeros: [capacity, ...]."""
+        """Returns each local replica's part of several batches, filled up with zeros: [capacity, ...]."""
         replicas = self._topology.local_replicas
         if not self.is_split:
             whole = memory.empty((capacity, *self._shape), self._dtype)

@@ -1,7 +1,7 @@
-"""``RunOptions(eager=True)``: runs the function itself, in the calling thread, on real values. For debugging.
+"""``RunOptions(eager=True)``: runs the Python function in the calling thread on real values, for debugging.
 
-One replica gets the rows of all. Meanwhile the strategy has one replica, so that every denominator is that of the whole
-batch. Not a placement of a program: nothing is traced or kept.
+One replica gets the rows of all replicas. During the call the strategy has one replica, so that every denominator is
+that of the global batch. This is not a lowering of a program: it traces and keeps nothing.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def run_eagerly(
     A function that creates variables (Keras layers called for the first time) runs twice.
 
     Raises:
-      TraceError: In a function that is being traced.
-      UnsupportedError: The components of a per-replica argument do not make one batch.
+      TraceError: It is called in a function that is being traced.
+      UnsupportedError: The components of a per-replica argument are not rows of one batch.
       MixedStrategiesError: An argument is a value of another strategy.
-      VariableError: Each call would create a variable.
-      Exception: What ``fn`` raises; all state is as it was before.
+      VariableError: Every call would create a variable.
+      Exception: Any exception of ``fn``. All state is then unchanged.
     """
     use_imported()
     if current_capture() is not None or not jax_compat.is_evaluating():
@@ -74,7 +74,7 @@ def run_eagerly(
 
 @functools.cache
 def _say_what_differs() -> None:
-    """Once in a process."""
+    """Logs, once in a process, how an eager run differs from a compiled one."""
     log.warning(
         "RunOptions(eager=True) runs one replica on the whole batch. Losses, gradients and weights are those of a compiled step; "
         "batch statistics, random numbers and replica_id_in_sync_group are those of one replica."
@@ -88,10 +88,11 @@ def _run(
     kwargs: Mapping[str, Any],
     capture: EagerCapture,
 ) -> Callable[[], Any]:
-    """Calls the function; what it returns assigns the variables and gives the results."""
+    """Calls the function. Returns a function that assigns the variables and returns the results."""
     num_replicas = strategy.num_replicas_in_sync
     call = Call(fn, args, kwargs, is_value, opens_modules=True)
-    # Of the parts only the replicas are others: variables that the function creates are those of all replicas.
+    # Only the replicas differ from the strategy's own parts: variables that the function creates belong to all
+    # replicas.
     alone = dataclasses.replace(strategy.parts, topology=Topology.of(strategy.topology.devices[:1]))
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_device(alone.topology.devices[0]))
@@ -119,7 +120,7 @@ def _run(
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Says what to do about collectives of JAX's own."""
+    """Context that explains errors of JAX's own collectives."""
     try:
         yield
     except NameError as error:
@@ -132,7 +133,7 @@ def _explained() -> Iterator[None]:
 
 
 def _argument(leaf: Any, num_replicas: int) -> Any:
-    """A leaf of the arguments as the one replica gets it: a copy of an array, everything else as it is."""
+    """Returns a leaf of the arguments for the one replica: a copy of an array, anything else unchanged."""
     if not isinstance(leaf, (PerReplica, Mirrored)):
         return on_no_device(leaf) if key.is_array(leaf) else leaf
     if isinstance(leaf, PerReplica) and leaf.is_of_whole_batch:
@@ -149,7 +150,7 @@ def _argument(leaf: Any, num_replicas: int) -> Any:
 
 
 def _joined(value: PerReplica) -> jax.Array:
-    """The components as one batch: see ``RunOptions.eager``."""
+    """Returns the components joined into one batch; see ``RunOptions.eager``."""
     stored = on_no_device(value.stored)
     components = [cut(stored[r], value.component_shape(r)) for r in range(value.num_replicas)]
     if components[0].ndim:
@@ -166,7 +167,7 @@ def _joined(value: PerReplica) -> jax.Array:
 
 
 def _result(leaf: Any, num_replicas: int) -> Any:
-    """A leaf of what the function returned, as ``run`` returns it."""
+    """Returns a leaf of the function's result in the form that ``run`` returns."""
     if isinstance(leaf, DistributedValues):
         leaf = leaf.as_array()
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):

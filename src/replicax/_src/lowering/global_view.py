@@ -1,12 +1,12 @@
-"""The global view: a pure step of a whole batch, compiled over the replicas' devices.
+"""The global view: a pure step of a global batch, compiled over the replicas' devices.
 
-The program is the one that one device would run; the partitioner splits it. So every sum over the batch is over all of
-it, whatever the step computes, and no formula is needed. State is whole on every device, the rows of a batch are split;
-a batch that does not divide is padded on the host, and the program begins by cutting the padding off.
+The program is the one that one device would run, and XLA's partitioner splits it. Every sum over the batch is
+therefore over the global batch, and no formula is needed. State is replicated, and the rows of a batch are split. A
+batch that cannot be split evenly is padded on the host, and the program first removes the padding.
 
-The partitioner sums each array by itself, which costs processes on CPUs a round trip for each. There the program is
-split here instead, if all its operations are known to keep rows apart (``tracing/rows``): all that a step sums travels
-together.
+The partitioner sums each array separately, which costs processes on CPUs a round trip for each. There this module
+splits the program instead, if all its operations are known to keep rows apart (``tracing/row_partitioner``), so that
+all sums of a step travel together.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
 
 log = logging.getLogger("replicax")
 Step = Callable[[Any, Any], tuple[Any, Any]]
-"""From the state and a batch to the outputs and the new state; the structure of the state stays as it is."""
+"""Maps the state and a batch to the outputs and the new state, which has the structure of the state."""
 
 
 @final
 class GlobalStep:
-    """A step with its programs: one for each form of batch and of state.
+    """A step with its programs: one for each form of batch and state.
 
     Args:
-      step: Traced once for each form.
-      name: Of the step, for people.
+      step: The step, which is traced once for each form.
+      name: The name of the step for messages.
       topology: The devices.
-      donates: Whether programs overwrite the memory of the state that they change.
-      keeps_all: Of several steps in one call all outputs are wanted, not only the last.
+      donates: True if programs overwrite the memory of the state that they change.
+      keeps_all: True to return the outputs of all steps of a call, not only of the last.
     """
 
     def __init__(self, step: Step, name: str, topology: Topology, *, donates: bool, keeps_all: bool):
@@ -58,12 +58,12 @@ class GlobalStep:
         self._programs: dict[Hashable, _Program] = {}
 
     def program(self, state: HeldState, batch: Batch, capacity: int) -> _Program:
-        """The program for batches like this one, traced and compiled if there is none yet.
+        """Returns the program for batches like this one, and traces and compiles it if there is none yet.
 
         Args:
-          state: What the step will be given.
+          state: The state that the step will take.
           batch: One of the batches.
-          capacity: How many batches a call takes at most; with more than 1 they are stacked.
+          capacity: The largest number of batches per call. More than 1 are stacked.
         """
         form = _form(state, batch, capacity)
         program = self._programs.get(form)
@@ -82,8 +82,8 @@ class GlobalStep:
         """Runs the step on batches of one form: see ``_Program.__call__``.
 
         Args:
-          capacity: As of ``program``.
-          prepare: Called with the program before it is run.
+          capacity: See ``program``.
+          prepare: A function to call with the program before it runs.
         """
         form = _form(state, batches[0], capacity)
         program = self._programs.get(form)
@@ -97,7 +97,7 @@ class GlobalStep:
 
     @property
     def num_programs(self) -> int:
-        """How many programs there are."""
+        """The number of programs."""
         return len(self._programs)
 
 
@@ -107,10 +107,10 @@ def _form(state: HeldState, batch: Batch, capacity: int) -> Hashable:
 
 @final
 class _Program:
-    """The step for batches of one form, compiled.
+    """The compiled step for batches of one form.
 
     Attributes:
-      written: Which arrays of the state it changes; the others only go in.
+      written: The positions of the arrays of the state that it changes. The others are only inputs.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class _Program:
         new = jaxpr.outvars[:num_state]
         self.written = [i for i, (old, var) in enumerate(zip(invars, new, strict=True)) if var is not old]
         self._read = [i for i in range(num_state) if i not in set(self.written)]
-        # The state that does not change needs no way out of the program.
+        # State that does not change need not be an output.
         outs = [new[i] for i in self.written] + list(jaxpr.outvars[num_state:])
         self._jaxpr = jax_compat.rebuild(jaxpr, outvars=outs)
-        # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
+        # Two outputs may be one value and share one buffer, which cannot be donated twice.
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
         self._shardings = state.shardings
@@ -161,7 +161,7 @@ class _Program:
             outputs, new = step(given, batch.tree.unflatten(leaves))
             outputs, self._outputs_tree = jax.tree_util.tree_flatten(outputs)
             new = list(itertools.chain.from_iterable(new))
-            # A weakly typed value would be compiled anew when it comes in again.
+            # A weakly typed value would cause a recompilation when it is the next input.
             new = [
                 value if value is old else jax.lax.convert_element_type(value, old.dtype)
                 for value, old in zip(new, state, strict=True)
@@ -191,12 +191,13 @@ class _Program:
 
     @property
     def is_slow_in_a_loop(self) -> bool:
-        """Whether the step takes longer inside of a loop than alone: on CPU, XLA has a slow convolution there, which
-        cost a small network a factor of 3 to 5 (jax 0.10)."""
+        """True if the step is slower inside of a loop than alone. On CPU, XLA's convolution in a loop slowed a small
+        network by a factor of 3 to 5 (jax 0.10).
+        """
         return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
 
     def _plan_by_rows(self, num_whole: int) -> RowsPlan | None:
-        """The program split by rows, where that is faster and can be done."""
+        """Returns the program split by rows, if that is faster and possible; else None."""
         topology = self._topology
         if (
             topology.peers is None
@@ -210,7 +211,7 @@ class _Program:
         plan = split_by_rows(self._jaxpr, has_rows, self._split)
         if isinstance(plan, str):
             log.warning(
-                "%s: the processes sum each array by itself (the global view), not all together, which is slower: %s.",
+                "%s: the processes sum each array separately (the global view), not all together, which is slower: %s.",
                 self._name,
                 plan,
             )
@@ -294,16 +295,16 @@ class _Program:
         return [jnp.zeros((), jnp.int8)] if self._needs_token else []
 
     def described(self, state: HeldState) -> tuple[Any, list[Any]]:
-        """The program as ``jax.jit`` gave it, and what it takes for one batch, which is only described."""
+        """Returns the program from ``jax.jit``, and descriptions of its arguments for one batch."""
         values = state.values()
         written, read = [values[i] for i in self.written], [values[i] for i in self._read]
         return self._compiled, [written, read, self._consts, [layout.described() for layout in self._layouts]]
 
     def __call__(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
-        """Runs the step on each batch, and leaves the new state in ``state``. Does not block.
+        """Runs the step on each batch and leaves the new state in ``state``. Does not block.
 
         Returns:
-          The outputs: of all steps, if the step keeps all, else those of the last one at least.
+          The outputs: of all steps if ``keeps_all``, else at least those of the last one.
         """
         if self._capacity == 1:
             return [output for batch in batches for output in self._call(state, [batch])]
@@ -324,7 +325,7 @@ class _Program:
                 layout.put_stacked(column, self._capacity)
                 for layout, column in zip(self._layouts, columns, strict=True)
             ]
-        # (A number of the host would take the dispatch out of its quick way.)
+        # (A Python number would miss jit's fast dispatch path.)
         counts = [self._placed_count(len(batches))] if self._capacity > 1 else []
         with state_lock:
             values = state.values()

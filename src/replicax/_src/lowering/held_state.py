@@ -1,4 +1,4 @@
-"""The state of a loop between its steps: who holds its arrays, and which of them a program may overwrite."""
+"""The state of a loop between its steps: tracks who holds its arrays and which ones a program may overwrite."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from replicax._src.devices.topology import Topology
 from replicax._src.tracing.bindings import is_local, own_copy, own_copy_here
 from replicax._src.tracing.holders import held_elsewhere
 
-# Arrays that programs gave back, by id: their buffers belong to nothing else.
+# Arrays that programs returned, by id. Nothing else holds their buffers.
 _made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
 @final
 class Values:
-    """Arrays that change in place: who holds the group sees it as it is now. Not a list, which Keras would copy."""
+    """Arrays that change in place, so that every holder sees the current ones. It is no list, which Keras would copy."""
 
     __slots__ = ("arrays",)
 
@@ -38,14 +38,13 @@ class Values:
 class HeldState:
     """The state of one loop: groups of arrays, the same groups from its first step to its last.
 
-    A program overwrites the memory of what it changes. It may, where the array is *owned*: a program of ours made it
-    and nobody else holds it, or it is a copy. Everything else is copied first.
+    A program overwrites the memory of arrays that it changes. It may do so if the array is *owned*: a replicax program
+    made it and nobody else holds it, or it is a copy. All other arrays are copied first.
 
     Args:
-      topology: Where it is.
-      names: Of the arrays, for messages.
-      layouts: Of the arrays: how each lies over the logical devices of a replica; None where each device holds all of
-        it.
+      topology: The devices that hold it.
+      names: The names of the arrays for messages.
+      layouts: The sharding of each array over the logical devices of a replica; None for a replicated array.
     """
 
     def __init__(
@@ -69,12 +68,12 @@ class HeldState:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many arrays each group has."""
+        """The number of arrays in each group."""
         return tuple(map(len, self._groups or ()))
 
     @property
     def form(self) -> Hashable:
-        """Equal where the same program fits: the shapes and dtypes by group, which no step changes."""
+        """The key of programs for this state: the shapes and dtypes by group, which no step changes."""
         if self._form is None:
             shapes = tuple(tuple((v.shape, v.dtype) for v in group) for group in self._groups or ())
             self._form = shapes, tuple(self.shardings)
@@ -82,16 +81,16 @@ class HeldState:
 
     @property
     def shardings(self) -> list[Any]:
-        """Of the arrays in ``values()``: how programs take and give them."""
+        """The shardings of the arrays in ``values()``, for inputs and outputs of programs."""
         if self._shardings is None:
             layouts = self._layouts() if self._layouts else [None] * sum(self.sizes)
             self._shardings = [layout or self._topology.replicated for layout in layouts]
         return self._shardings
 
     def hold(self, state: Sequence[Values] | Sequence[list[Any]]) -> tuple[Values, ...]:
-        """Takes over the state that a step is given: the groups again, or new lists of arrays, which are emptied.
+        """Takes over the state that a step is given: its own groups, or new lists of arrays, which it empties.
 
-        Who holds the groups sees the new arrays in them.
+        Holders of the groups see the new arrays in them.
         """
         if self._groups is not None and state is self._groups:
             return self._groups
@@ -101,16 +100,16 @@ class HeldState:
         for group, given in zip(self._groups, state, strict=True):
             group.arrays = list(given)
             if isinstance(given, list):
-                given.clear()  # or its arrays would be held twice, and copied
+                given.clear()  # otherwise its arrays would be held twice, and copied
         self._forget()
         return self._groups
 
     def adopt(self, written: Sequence[int], held_by: Callable[[], Sequence[Any]]) -> None:
-        """Places the arrays, and makes those the state's own that a program will overwrite.
+        """Places the arrays, and makes the state the owner of those that a program will overwrite.
 
         Args:
-          written: Their positions in ``values()``.
-          held_by: For each array what its variable holds: the array too, or nothing any more.
+          written: The positions in ``values()`` of the arrays that a program will overwrite.
+          held_by: Returns, for each array, the value that its variable holds: the array or None.
         """
         if self._ready_for is written:
             return
@@ -122,7 +121,7 @@ class HeldState:
 
     def _own_and_place(self, to_own: set[int], variables: Sequence[Any]) -> None:
         values = self.values()
-        # Ours is the group's reference, and where the variable has the array, its own and that of ``variables``.
+        # Own references: the group's and, if the variable has the array, the variable's and that of ``variables``.
         held, held_beside_variable = (set(held_elsewhere(values, num_own)) for num_own in (1, 3))
         shardings = self.shardings
         to_copy, to_place = [], []
@@ -154,7 +153,7 @@ class HeldState:
         self.store(positions, [values[i] for i in positions])
 
     def values(self) -> list[Any]:
-        """All arrays, one group after the other."""
+        """Returns all arrays, one group after the other."""
         return list(itertools.chain.from_iterable(self._groups or ()))
 
     def store(self, positions: Sequence[int], values: Sequence[Any]) -> None:
@@ -169,7 +168,7 @@ class HeldState:
             start = stop
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Replaces all arrays by such as no program of ours has made."""
+        """Replaces all arrays by ones that no replicax program made."""
         self.store(range(len(values)), values)
         self._forget()
 
@@ -178,7 +177,7 @@ class HeldState:
         self._form = self._shardings = None
 
     def release(self) -> None:
-        """Lets go of the arrays: they are the variables' now. The groups are empty, whoever holds them."""
+        """Releases the arrays to the variables and empties the groups for all holders."""
         self._remember_owned()
         for group in self._groups or ():
             group.arrays = []

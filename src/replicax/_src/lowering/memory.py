@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-# Bytes. XLA's CPU client takes aligned NumPy arrays as they are, and accelerators copy them fast.
+# In bytes. XLA's CPU client takes aligned NumPy arrays without a copy, and accelerators copy them fast.
 _ALIGNMENT = 64
-_SMALL = 64 * 1024  # up to there the devices' own copy is cheaper than an aligned array
+_SMALL = 64 * 1024  # bytes; for smaller arrays the devices' own copy is cheaper than an aligned array
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an aligned array with any contents."""
+    """Returns an aligned array with arbitrary contents."""
     dtype = np.dtype(dtype)
     num_bytes = dtype.itemsize * math.prod(shape)
     if not num_bytes:
@@ -25,7 +25,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def copy(array: np.ndarray) -> np.ndarray:
-    """Returns a copy that nobody else writes into, aligned where that pays."""
+    """Returns a copy that nobody else writes into, aligned if that is faster."""
     if array.nbytes <= _SMALL:
         return array.copy()
     result = empty(array.shape, array.dtype)
@@ -34,18 +34,18 @@ def copy(array: np.ndarray) -> np.ndarray:
 
 
 def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns the rows with the given numbers, aligned where that pays."""
+    """Returns the rows with the given numbers, aligned if that is faster."""
     if not array.flags.c_contiguous:
-        return array[rows]  # np.take copies all of such an array
+        return array[rows]  # np.take would copy all of such an array
     if array.itemsize * math.prod(array.shape[1:]) * len(rows) <= _SMALL:
         return array.take(rows, axis=0)
     result = empty((len(rows), *array.shape[1:]), array.dtype)
-    # Other modes copy once more; the numbers are in range.
+    # Other modes copy once more, and the numbers are in range.
     return np.take(array, rows, axis=0, out=result, mode="clip")
 
 
 def stack(arrays: Sequence[np.ndarray], capacity: int) -> np.ndarray:
-    """Returns arrays of one shape joined along a new first dim of size ``capacity``; what is too much is zero."""
+    """Returns arrays of one shape stacked along a new first dim of size ``capacity``, filled up with zeros."""
     result = empty((capacity, *arrays[0].shape), arrays[0].dtype)
     for number, array in enumerate(arrays):
         result[number] = array
@@ -54,6 +54,6 @@ def stack(arrays: Sequence[np.ndarray], capacity: int) -> np.ndarray:
 
 
 def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns arrays ``[n, ...]`` one after the other."""
+    """Returns arrays ``[n, ...]`` joined along the first dim."""
     result = empty((sum(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
     return np.concatenate(arrays, out=result)

@@ -1,7 +1,7 @@
-"""Sums over replicas that do not wait for one another are made together.
+"""Combines sums over replicas that do not depend on each other.
 
-Between processes each array that is summed by itself costs a round trip, whatever XLA makes of it: gradients, metrics
-and statistics of a step are to travel in one buffer.
+Between processes each separately summed array costs a round trip, even after XLA's optimizations. So the gradients,
+metrics and statistics of a step travel in one buffer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from replicax._src.tracing.replication import collective_axes, is_call_with_coll
 
 
 def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable[..., Any]:
-    """A function of one replica that does what ``function`` does, with its sums over the replicas in as few rounds as
-    can be.
+    """Returns a replica function equivalent to ``function``, with as few rounds of sums over the replicas as possible.
 
-    A function with effects stays as it is: their order counts.
+    A function with effects is returned unchanged, because their order matters.
     """
 
     def joined(*args: Any) -> Any:
@@ -54,7 +53,7 @@ def _evaluate(program: FlatProgram, args: Sequence[Any], packing: Packing | None
 
 
 def _rounds(program: FlatProgram) -> list[tuple[list[Operation], list[Operation]]]:
-    """By round: what has only waited for the sums of the rounds before, and the sums of it."""
+    """Returns, for each round, the operations that depend only on sums of earlier rounds, and the sums of the round."""
     ready = dict.fromkeys([*program.inputs, *program.consts], 0)
     rounds: list[tuple[list[Operation], list[Operation]]] = [([], [])]
     for operation in program.operations:

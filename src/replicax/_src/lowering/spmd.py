@@ -1,7 +1,7 @@
-"""The spmd placement: one ``jit(shard_map(program))`` over the mesh, variables donated.
+"""The SPMD lowering: one ``jit(shard_map(program))`` over the mesh, with donated variables.
 
-Holds how state goes in and comes out: adoption, donation, the limit of programs in flight. Uneven batches
-are evaluated by ``uneven.py`` inside the same ``shard_map``.
+It handles the inputs and outputs of state: adoption, donation, and the limit of programs in flight. ``uneven.py``
+evaluates uneven batches inside the same ``shard_map``.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _IN_FLIGHT = 4
 
 
 class _InFlight:
-    """Bounds how many programs with collectives wait in the queues of CPU devices.
+    """Limits the number of programs with collectives in the queues of CPU devices.
 
-    More of them exhaust the thread pool that their collectives meet in, and XLA aborts the process.
+    More of them would exhaust the thread pool of the collectives, and XLA would abort the process.
     """
 
     def __init__(self) -> None:
@@ -91,14 +91,14 @@ in_flight = _InFlight()
 def replica_body(
     program: ReplicaProgram, topology: Topology, rows_of_replica: Sequence[int] | None
 ) -> Callable[..., tuple[list[Any], list[Any], list[Any]]]:
-    """What one replica computes.
+    """Returns the computation of one replica.
 
     Args:
-      rows_of_replica: Local batch sizes, to weigh statistics with; None where they are equal.
+      rows_of_replica: The local batch sizes, as weights of statistics; None if they are equal.
 
     Returns:
-      A function of (constants by variant, state by binding, arguments) that gives the array outputs, the new
-      values of written variables, and the sums shown by SUMMED ones.
+      A function of (constants by variant, state by binding, arguments) that returns the array outputs, the new values
+      of written variables, and the sums that SUMMED variables show.
     """
     is_sharded = topology.num_logical_devices > 1
     evaluate_uneven = UnevenEvaluator(program, is_sharded) if len(program.variants) > 1 else None
@@ -127,10 +127,10 @@ def replica_body(
 
 
 def _evaluate_alone(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a program with collectives, of a replica that has no others, but several devices.
+    """Returns the outputs of a program with collectives, for a single replica with several devices.
 
-    XLA's partitioner fails at collectives over an axis of size 1 if their operands are divided (jax 0.10). Those of a
-    mapped axis are none when they are compiled.
+    XLA's partitioner fails for collectives over an axis of size 1 if their operands are sharded (jax 0.10). Collectives
+    over a vmapped axis disappear before compilation.
     """
     mapped = jax.vmap(
         lambda *values: jax_compat.eval_jaxpr(jaxpr, values), axis_name=REPLICA_AXIS, axis_size=1
@@ -147,7 +147,7 @@ def _in_written_order(program: ReplicaProgram, writes: Sequence[Any]) -> list[An
 def _share_writes(
     program: ReplicaProgram, topology: Topology, writes: list[Any], rows_of_replica: Sequence[int] | None
 ) -> tuple[list[Any], list[Any]]:
-    """Brings the written values of shared variables together, in one packed all-reduce."""
+    """Combines the written values of shared variables in one packed all-reduce."""
     sync_policies = [program.bindings[i].sync_policy for i in program.written]
     summed = [i for i, sync_policy in enumerate(sync_policies) if sync_policy is SyncPolicy.SUMMED]
     differing = [i for i, same in enumerate(program.same_writes) if not same]
@@ -159,7 +159,7 @@ def _share_writes(
     index = jax.lax.axis_index(REPLICA_AXIS)
     if averaged:
         weight, total = _weight(rows_of_replica, topology.num_replicas, index)
-        # Where a replica has no rows its statistics may be nan: never 0 * nan.
+        # The statistics of a replica without rows may be NaN, so do not compute 0 * NaN.
         operands += [jnp.where(weight > 0, writes[i] * weight.astype(writes[i].dtype), 0) for i in averaged]
     operands += [jnp.where(index == 0, writes[i], jnp.zeros_like(writes[i])) for i in firsts]
     with jax.named_scope("share_variables"):
@@ -184,13 +184,13 @@ _placed = operator.attrgetter("placed")
 
 
 class BindingGroup:
-    """Bindings whose values go into a program together; reads and writes them with few Python operations.
+    """Bindings of one program, whose values it reads and writes with few Python operations.
 
-    The group that has stored last keeps what it wrote in one list, and tells its bindings when another program comes: a
-    loop of one program touches no binding. Use it with the ``state_lock`` held.
+    The group that stored last keeps its values in one list, and updates its bindings only when another program runs. A
+    loop of one program therefore touches no binding. Hold the ``state_lock`` to use it.
     """
 
-    _last: ClassVar[weakref.ref[BindingGroup] | None] = None  # weak, since programs may go
+    _last: ClassVar[weakref.ref[BindingGroup] | None] = None  # weak, because programs may be deleted
 
     def __init__(self, bindings: Sequence[Binding], placement: VariablePlacement):
         kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in bindings))}
@@ -200,12 +200,12 @@ class BindingGroup:
         self._accessors = list(dict.fromkeys(s.accessor for s in self.bindings))
         self._holders = [[s.holder for s in self.bindings if s.accessor is a] for a in self._accessors]
         self._summed = [i for i, s in enumerate(self.bindings) if s.sync_policy is SyncPolicy.SUMMED]
-        self._written: Sequence[Any] | None = None  # what the bindings have not been told
+        self._written: Sequence[Any] | None = None  # values that are not yet in the bindings
         self._reference: weakref.ref[BindingGroup] = weakref.ref(self)
 
     @classmethod
     def tell_slots(cls, but: BindingGroup | None = None) -> None:
-        """Gives all bindings what was written last; those of the group ``but`` need not know."""
+        """Updates all bindings with the values that were written last, except those of the group ``but``."""
         last = None if BindingGroup._last is None else BindingGroup._last()
         if last is not None and last is not but:
             last._tell_slots()
@@ -213,13 +213,14 @@ class BindingGroup:
     def _tell_slots(self) -> None:
         if self._written is not None:
             for binding, value in zip(self.bindings, self._written, strict=True):
-                if binding.sync_policy is not SyncPolicy.SUMMED:  # which know
+                if binding.sync_policy is not SyncPolicy.SUMMED:  # their bindings are up to date
                     binding.placed = value
             self._written = None
 
     def load(self, *, for_donation: bool) -> list[Any]:
-        """The values as the program takes them; adopts those that it did not write, and copies those that
-        somebody else holds if they are to be donated."""
+        """Returns the values for the program. Adopts those that it did not write. For donation, copies those that
+        somebody else holds.
+        """
         values = self._held()
         if self._parameter_device is not None:
             return self._fetch(values)
@@ -235,12 +236,12 @@ class BindingGroup:
         if for_donation:
             for i in held_elsewhere(
                 values, num_own=2
-            ):  # ours are the variable's, and the binding's or ``_written``
+            ):  # own references: the variable's, and the binding's or that of ``_written``
                 values[i] = own_copy(values[i], values[i].sharding)
         return values
 
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Copies the variables from the device that holds them all to the devices that compute."""
+        """Copies the variables from the device that stores them to the devices that compute."""
         whole, row = self._topology.replicated, self._topology.per_replica
         for binding, value in zip(self.bindings, values, strict=True):
             check_no_tracer(binding, value)
@@ -260,7 +261,7 @@ class BindingGroup:
         return [v for a, group in zip(self._accessors, self._holders, strict=True) for v in a.get(group)]
 
     def store(self, values: Sequence[Any], sums: Sequence[Any]) -> None:
-        """Gives the variables what the program wrote."""
+        """Gives the variables the values that the program wrote."""
         shown = list(values)
         for i, total in zip(self._summed, sums, strict=True):
             self.bindings[i].components = values[i]
@@ -278,7 +279,7 @@ class BindingGroup:
                 accessor.set(group, [next(remaining) for _ in group])
         BindingGroup.tell_slots(but=self)  # another thread's program may have stored meanwhile
         if self._written is None:
-            for binding in self.bindings:  # or the arrays before these would live on
+            for binding in self.bindings:  # otherwise the earlier arrays would stay alive
                 if binding.sync_policy is not SyncPolicy.SUMMED:
                     binding.placed = None
         self._written = shown
@@ -286,7 +287,7 @@ class BindingGroup:
 
 
 def note_nan(error: FloatingPointError) -> None:
-    """Says how to find the line of a NaN that JAX found (``jax_debug_nans``) in a compiled program."""
+    """Notes on the error how to find the line of a NaN that ``jax_debug_nans`` found in a compiled program."""
     error.add_note(
         "(A compiled program has no lines. strategy.run(step, args=..., options=rx.RunOptions(check_finite=True)) names the "
         "operation that gave the first NaN, and its line.)"
@@ -294,7 +295,7 @@ def note_nan(error: FloatingPointError) -> None:
 
 
 def note_loss(error: BaseException, donated: Sequence[Any]) -> None:
-    """Says, when a program fails after it was given the state, that the state is lost."""
+    """Notes on the error of a failed program that the donated state is lost."""
     if any(value.is_deleted() for value in donated):
         error.add_note(
             "The program failed after it had been given the variables' memory, so their values are lost. Make the "
@@ -306,7 +307,7 @@ class ProgramState:
     """The variables that one compiled program writes and those that it only reads.
 
     Args:
-      name: Of the program, for people; of those that are run.
+      name: The name of the program for messages; only for programs that run.
     """
 
     def __init__(
@@ -327,30 +328,30 @@ class ProgramState:
         return [*self.written.bindings, *self.read.bindings]
 
     def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
-        """The values of both groups."""
+        """Returns the values of the written and of the read group."""
         BindingGroup.tell_slots(but=self.written)
         written = self.written.load(for_donation=for_donation)
         return written, self.read.load(for_donation=False) if self.read.bindings else []
 
     def described(self, topology: Topology) -> tuple[list[Any], list[Any]]:
-        """Both groups as a program takes them, without the values: shapes, dtypes and shardings."""
+        """Returns the shapes, dtypes and shardings of both groups, as a program takes them."""
         groups = self.written.bindings, self.read.bindings
         written, read = ([binding.described(topology) for binding in group] for group in groups)
         return written, read
 
     def run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
-        """Gives the state to a program and stores what it returns.
+        """Passes the state to a program and stores the returned state.
 
         Args:
-          execute: Takes the written and the read state; returns the new state, the sums that SUMMED variables
-            show, the results, and the tokens to wait for.
-          donates: The program owns the written state. One that calls back into Python does not: it commits when
-            it has finished, and the state is free meanwhile, for a callback may read it.
+          execute: Takes the written and the read state. Returns the new state, the sums that SUMMED variables show, the
+            results, and the tokens to wait for.
+          donates: True if the program owns the written state. A program that calls back into Python does not, because a
+            callback may read the state; it stores the new state when it has finished.
         """
         if not jax_compat.is_evaluating():
             raise TraceError(
-                "strategy.run (or an rx.function) was called inside a function that JAX traces by itself (jax.jit, "
-                "jax.grad, jax.vmap, …), which knows nothing of variables. Use rx.function instead of jax.jit."
+                "strategy.run (or an rx.function) was called inside a function that JAX traces on its own (jax.jit, "
+                "jax.grad, jax.vmap, …), which does not track variables. Use rx.function instead of jax.jit."
             )
         launch = (
             contextlib.nullcontext()
@@ -390,12 +391,12 @@ class ProgramState:
 def followed_by_updates(
     placed: Callable[..., Any], before: ProgramState, whole: ProgramState, updates: Updates, layouts: Any
 ) -> Callable[..., Any]:
-    """A placed program, then its updates, of the pieces of variables.
+    """Returns a lowered program that is followed by its updates on the shards of variables.
 
     Args:
-      placed: The program before the updates, as ``Launcher`` places it.
-      before, whole: Its variables; and those of the whole program.
-      layouts: A ``StateLayouts``.
+      placed: The program before the updates, as lowered by ``Launcher``.
+      before, whole: The variables of that program, and those of the full program.
+      layouts: The ``StateLayouts`` of the strategy.
     """
 
     def run(written: Sequence[Any], read: Sequence[Any], *others: Any) -> tuple[Any, Any, Any, Any]:
@@ -417,13 +418,13 @@ def _cut(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
     if cut is None:
         return None
     before, updates = compare_sizes(cut[0]), cut[1]
-    # (What an update takes is the same on all replicas, since what it assigns is.)
+    # (An update takes only values that are the same on all replicas.)
     handed = before.same_outputs[len(before.same_outputs) - updates.num_handed :]
     return (before, updates) if all(handed) else None
 
 
 def _trains(program: ReplicaProgram, written: Sequence[Binding]) -> bool:
-    """Returns True if a program changes trainable variables by gradients, and does not only assign them."""
+    """Returns True if a program changes trainable variables by gradients and does not only assign them."""
     variables = [binding.variable for binding in written]
     return any(v.trainable for v in variables) and (
         any(map(is_of_optimizer, variables)) or any(has_backward_pass(v.jaxpr) for v in program.variants)
@@ -434,12 +435,12 @@ class Launcher:
     """A compiled program with the state that it reads and writes.
 
     Args:
-      name: Of the function, for people.
-      is_row: For each argument leaf, whether device r holds only row r of it.
-      shapes: For each argument leaf the padded local shape; only for several variants.
-      donated: Which argument leaves are given away.
+      name: The name of the function for messages.
+      is_row: For each argument leaf, True if device r holds only row r of it.
+      shapes: The padded local shape of each argument leaf; only for several variants.
+      donated: For each argument leaf, True if it is donated.
       rows_of_replica: See ``replica_body``.
-      check: Given the last array output before anything is stored; raises what is wrong with the step.
+      check: Takes the last array output before anything is stored, and raises an error if the step is wrong.
     """
 
     def __init__(
@@ -467,8 +468,8 @@ class Launcher:
         written = [program.bindings[i] for i in program.written]
         self.state = ProgramState(program.bindings, written, placement, name)
         if placement.logical_layouts is not None and _trains(program, written):
-            placement.logical_layouts.check_used(is_training=True)  # what it trains has been made
-        # By the compiler, with collectives of its own.
+            placement.logical_layouts.check_used(is_training=True)  # the trained variables exist by now
+        # The compiler does it, with its own collectives.
         is_sharded = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.bindings)
         self._needs_token = (program.has_collectives or is_sharded) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
@@ -484,7 +485,7 @@ class Launcher:
             has_one_form=True,
             donate_argnums=donate,
             compiler_options=compiler_options,
-            # The compiler would leave results as they fell, divided or not.
+            # Without this the compiler would choose the sharding of the results.
             out_shardings=self._shardings_of_results() if is_sharded else None,
         )
 
@@ -494,11 +495,11 @@ class Launcher:
         return self.state.written.bindings, self.state.read.bindings
 
     def lower(self, args: Sequence[Any]) -> Any:
-        """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it."""
+        """Returns the program lowered for ``args``, as ``jax.jit(...).lower`` does."""
         return self.compiled.lower(*self.described(args))
 
     def described(self, args: Sequence[Any]) -> list[Any]:
-        """What ``compiled`` takes for ``args``; the state is only described."""
+        """Returns the arguments of ``compiled`` for ``args``, with a description of the state."""
         given, kept = self._split(args)
         return [*self.state.described(self._topology), self.consts, given, kept]
 
@@ -509,9 +510,7 @@ class Launcher:
         placement: VariablePlacement,
         rows: Sequence[int] | None,
     ) -> Callable[..., Any]:
-        """The program as ``_place`` gives it, with its updates behind the ``shard_map``: of the pieces that devices
-        have.
-        """
+        """Returns the program of ``_place``, with its updates after the ``shard_map``, on the devices' shards."""
         written = [before.bindings[i] for i in before.written]
         state = ProgramState(before.bindings, written, placement)
         placed = self._place(before, state, rows)
@@ -520,7 +519,7 @@ class Launcher:
     def _place(
         self, program: ReplicaProgram, program_state: ProgramState, rows: Sequence[int] | None
     ) -> Callable[..., Any]:
-        """A program over the mesh: (written state, read state, constants, donated arguments, other
+        """Returns a program over the mesh: (written state, read state, constants, donated arguments, other
         arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
         single = self._topology.num_replicas == 1
         body = replica_body(program, self._topology, rows)
@@ -618,10 +617,10 @@ class Launcher:
         """Runs the program once.
 
         Args:
-          args: Arrays: rows [R, ...] where ``is_row``, else whole.
+          args: The arrays: rows [R, ...] where ``is_row``, else replicated.
 
         Returns:
-          The array outputs: whole where proven the same (or R is 1), else rows [R, ...].
+          The array outputs: replicated if proven the same (or R is 1), else rows [R, ...].
         """
         given, kept = self._split(args) if self._donates_args else ([], args)
 

@@ -1,8 +1,8 @@
 """Uneven batches: replicas with different shapes run one SPMD program.
 
 Every replica's arrays are padded to the largest shape. The traces of the variants are cut at their top-level
-collectives, and between the cuts each replica takes its own variant's piece with ``lax.switch``. Collectives stay
-outside the switch, so all replicas meet.
+collectives. Between the cuts each replica runs its own variant with ``lax.switch``. Collectives stay outside of the
+switch, so that all replicas meet.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from replicax._src.values import cut, largest_shape, pad
 class UnevenEvaluator:
     """Evaluates a program of several variants on one replica's padded arrays, inside ``shard_map``.
 
-    What all variants compute alike (an optimizer's update, after the gradients have been summed) is evaluated
-    once, outside of the switch.
+    Equations that all variants share (an optimizer's update, after the gradients are summed) are evaluated once,
+    outside of the switch.
 
     Args:
-      evaluates_all: Every replica evaluates all variants, and takes its own: the compiler may divide what one computes
-        over devices with collectives in which all replicas must meet, such as a permutation, and not in a branch.
-      divided: The bindings, by id, whose values are ``Sharded``, to be gathered where each variant needs them. All are
-        evaluated then too.
+      evaluates_all: True if every replica evaluates all variants and takes the results of its own. The compiler may
+        shard a variant over devices with collectives that all replicas must join, such as a permutation, which a branch
+        forbids.
+      divided: The ids of bindings whose values are ``Sharded`` and are gathered where each variant needs them. Every
+        replica then evaluates all variants, too.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class UnevenEvaluator:
         """Evaluates this replica's variant.
 
         Args:
-          consts, state: By variant, in the order of its invars.
-          args: Padded to the largest shapes.
+          consts, state: The values by variant, in the order of its invars.
+          args: The arguments, padded to the largest shapes.
 
         Returns:
-          Array outputs, padded, and the new values of written variables.
+          The padded array outputs, and the new values of written variables.
         """
         variants = self._program.variants
         table = jnp.asarray(self._program.variant_of_replica, jnp.int32)
@@ -89,7 +90,7 @@ class UnevenEvaluator:
         """Runs the equations between two cuts: the shared ones, then each variant's own in a branch.
 
         Returns:
-          What the pieces are wanted for, padded to the largest shapes. ``envs`` learn what lives on.
+          The wanted values of the pieces, padded to the largest shapes. ``envs`` get the values that later pieces need.
         """
         self._run_shared(envs, pieces)
         own = [
@@ -116,7 +117,7 @@ class UnevenEvaluator:
         return is_variable(atom) and atom in self._shared[number]
 
     def _run_shared(self, envs: list[dict[Any, Any]], pieces: Sequence[_Piece]) -> None:
-        """Evaluates what all variants compute alike, and tells every variant's environment."""
+        """Evaluates the equations that all variants share, and adds the results to every variant's environment."""
         made: dict[Any, Any] = {}
         for eqn in pieces[0].eqns:
             if _is_all_shared(eqn, self._shared[0]):
@@ -135,12 +136,12 @@ class UnevenEvaluator:
         wanted: Sequence[Sequence[Any]],
         live: Sequence[Sequence[Any]],
     ) -> list[Any]:
-        """Runs each variant's equations in a branch of its own; the values of ``wanted``, padded."""
+        """Runs each variant's equations in its own branch. Returns the values of ``wanted``, padded."""
         wanted_shapes = [_largest([a.aval for a in column]) for column in wanted]
         is_paired = _can_pair(live)
         if is_paired:
             live_shapes = [_largest([v.aval for v in column]) for column in zip(*live, strict=True)]
-        else:  # each variant's values travel in places of their own, zeros in the others'
+        else:  # each variant's values have their own slots, with zeros in the slots of the others
             live_shapes = [(v.aval.shape, v.aval.dtype) for own in live for v in own]
         firsts = [0 if is_paired else sum(len(other) for other in live[:n]) for n in range(len(live))]
 
@@ -148,7 +149,7 @@ class UnevenEvaluator:
             def taken() -> list[Any]:
                 env = dict(envs[number])
                 needed = [*(column[number] for column in wanted), *live[number]]
-                # Programs that print are not evaluated with gathers.
+                # Programs that print are not evaluated with late gathers.
                 is_ours = choice == number if self._evaluates_all else None
                 rule = functools.partial(_outputs, is_ours=is_ours)
                 evaluate = evaluate_gathering if self._gathers else functools.partial(evaluated, rule=rule)
@@ -182,16 +183,17 @@ class UnevenEvaluator:
 def _shared_values(
     variants: Sequence[Variant], cuts: Sequence[Sequence[int]], apart: Collection[int]
 ) -> list[dict[Any, tuple[Any, int]]]:
-    """Finds what all variants compute alike, between the same cuts, and not from the bindings with the ids ``apart``.
+    """Finds values that all variants compute alike, between the same cuts, and not from bindings with the ids
+    ``apart``.
 
-    (A value that one variant computes before a collective and another after it is no such value: it must be there
-    when each of them needs it.)
+    (A value that one variant computes before a collective and another one after it does not count, because it must
+    exist when each of them needs it.)
 
     Returns:
-      For each variant the values, and for each what it has in common with that of the others.
+      For each variant the shared values, each with a key that is equal in all variants.
     """
     known = [number_variant(v) for v in variants]
-    # An equation that is a cut counts to the piece before it.
+    # An equation that is a cut belongs to the piece before it.
     pieces = [
         {v: bisect.bisect_left(own, i) for i, eqn in enumerate(variant.jaxpr.eqns) for v in eqn.outvars}
         for variant, own in zip(variants, cuts, strict=True)
@@ -221,7 +223,7 @@ def _shared_values(
 
 
 def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:
-    """Whether all variants evaluate an equation alike; what has only an effect stays with its replica."""
+    """Returns True if all variants share an equation. An equation that has only an effect stays with its replica."""
     return bool(eqn.outvars) and all(v in shared for v in eqn.outvars)
 
 
@@ -232,7 +234,7 @@ def _evaluate(
     needed: Sequence[Any],
     evaluate: Callable[[Any, Sequence[Any]], list[Any]],
 ) -> None:
-    """Evaluates some of the equations of a jaxpr; ``env`` learns those of their results that are needed."""
+    """Evaluates some equations of a jaxpr and adds the needed results to ``env``."""
     made = {v for eqn in eqns for v in eqn.outvars}
     used = dict.fromkeys(a for eqn in eqns for a in variables(eqn.invars) if a not in made)
     results = dict.fromkeys(a for a in variables(needed) if a in made)
@@ -242,7 +244,7 @@ def _evaluate(
 
 
 def _outputs(eqn: Any, args: list[Any], is_ours: Any) -> list[Any]:
-    """Evaluates an equation. Where a replica evaluates all variants, only its own one prints, but in loops."""
+    """Evaluates an equation. If a replica evaluates all variants, only its own variant prints, except in loops."""
     if is_ours is not None and _prints(eqn):
         return _shown_if(is_ours, eqn, args)
     return jax_compat.bind_equation(eqn, args)
@@ -255,7 +257,7 @@ def _prints(eqn: Any) -> bool:
 
 
 def _shown_if(is_ours: Any, eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a print, or a call in which one stands; prints only if ``is_ours``."""
+    """Evaluates a print, or a call that contains one. Prints only if ``is_ours``."""
     if is_print(eqn):
         return jax.lax.cond(is_ours, lambda *a: jax_compat.bind_equation(eqn, a), lambda *_: [], *args)
     inner, consts, given = called(eqn, args)
@@ -266,8 +268,8 @@ class _Piece:
     """The equations of one variant between two cuts.
 
     Attributes:
-      wanted: What it is evaluated for: the operands of the collective after it, or the results.
-      live: Values that it makes and that later pieces need.
+      wanted: The values to compute: the operands of the next collective, or the results.
+      live: The values of this piece that later pieces need.
     """
 
     def __init__(self, jaxpr: Any, start: int, stop: int):
@@ -284,7 +286,7 @@ def _check_same_collective(a: Any, b: Any) -> None:
             return
         raise StructureError(
             f"The scan, loop or condition at {jax_compat.equation_line(a)} has a collective inside and computes "
-            f"something else for another local batch size (it uses x.shape[0], perhaps): it can only be one for all "
+            f"something else for another local batch size (perhaps it uses x.shape[0]): it must be the same for all "
             f"replicas. Compute what depends on the local batch size before it."
         )
     raise StructureError(
@@ -297,7 +299,7 @@ def _check_same_collective(a: Any, b: Any) -> None:
 
 
 def _live_across(jaxpr: Any, start: int, stop: int) -> list[Any]:
-    """Values made by the equations before ``stop``, since ``start``, that are needed after ``stop``."""
+    """Returns the values that the equations from ``start`` to ``stop`` compute and later equations need."""
     made = [v for eqn in jaxpr.eqns[start:stop] for v in eqn.outvars]
     needed = set(variables([*(a for eqn in jaxpr.eqns[stop + 1 :] for a in eqn.invars), *jaxpr.outvars]))
     return [v for v in made if not jax_compat.is_drop_var(v) and v in needed]

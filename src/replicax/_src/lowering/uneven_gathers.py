@@ -1,11 +1,11 @@
-"""Uneven batches with variables that replicas divide: where these are gathered when replicas have different shapes.
+"""Uneven batches with sharded variables: places the gathers if replicas have different shapes.
 
-A gather needs all replicas, so it may not stand in a branch that only some of them take. It becomes a cut between
-branches, as any collective is (``uneven.py``): each replica computes up to the equation that needs the variable, all
-gather it, each goes on. Gathers in a loop cannot be cut out of it, and replicas that would gather different things
-(other variables, or multiples of one by their number of rows) must not meet: there each replica evaluates all variants,
-gathers among them, and takes its own. But callbacks into Python would then be called for all variants: such programs
-gather where they begin.
+A gather needs all replicas, so it may not be in a branch that only some of them take. It becomes a cut between
+branches, like any collective (``uneven.py``): each replica computes up to the equation that needs the variable, all
+gather it, and each continues. Gathers in a loop cannot be cut out of it. Replicas that would gather different values
+(other variables, or multiples of one by their number of rows) must not meet. In these cases each replica evaluates all
+variants with their gathers, and takes the results of its own. This would call Python callbacks for all variants, so
+programs with callbacks gather at their start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def evaluate_uneven_gathering(
     state: Sequence[Sequence[Any]],
     args: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """What ``UnevenEvaluator`` gives, where some of the state is ``Sharded``. Inside ``shard_map``."""
+    """Returns the results of ``UnevenEvaluator`` for state that is partly ``Sharded``. Call it inside ``shard_map``."""
     cut = _cut_at_gathers(program, state)
     if cut is None and any(shows_how_often(variant.jaxpr) for variant in program.variants):
         shards = {id(value): value for values in state for value in values if isinstance(value, Sharded)}
@@ -57,8 +57,8 @@ def evaluate_uneven_gathering(
 def _cut_at_gathers(
     program: ReplicaProgram, state: Sequence[Sequence[Any]]
 ) -> tuple[UnevenEvaluator, list[list[Any]]] | None:
-    """The program of shards, with gathers between branches, and its further constants; None where these cannot stand
-    there.
+    """Returns the program of shards, with gathers between branches, and its further constants; None if the gathers
+    cannot be there.
     """
     num_replicas = len(program.variant_of_replica)
     variants = [
@@ -73,7 +73,7 @@ def _cut_at_gathers(
         return None
     try:
         evaluate = UnevenEvaluator(ReplicaProgram(variants, program.variant_of_replica))
-    except StructureError:  # they gather more often, or something of another shape
+    except StructureError:  # the variants gather a different number of times, or different shapes
         return None
     more = [
         len(after.consts) - len(before.consts)
@@ -83,7 +83,7 @@ def _cut_at_gathers(
 
 
 def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) -> Variant:
-    """The variant of one replica's shards, with gathers among its equations."""
+    """Returns the variant of one replica's shards, with gathers among its equations."""
     first = len(variant.consts)
     divided = {first + i: value for i, value in enumerate(values) if isinstance(value, Sharded)}
 
@@ -102,23 +102,23 @@ def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) ->
 
 
 def _shards_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
-    """Of each collective, by operand, which shards it is given, comparable between variants; None: what is not of
+    """Returns a key for the shards in each operand of each collective, comparable between variants; None without
     shards.
 
-    Their shapes do not tell: shards of two variables may have the same, and so has one that was divided by the number
-    of rows.
+    Shapes are not enough: shards of two variables may have equal shapes, and so does a shard that was divided by the
+    number of rows.
     """
     given: list[list[Any]] = []
 
     def known(eqn: Any, operands: list[Any]) -> list[Any]:
-        """What is known of the results: the numbers of shards, and of constants; None of all others."""
+        """Returns the value numbers of results that come from shards and constants; None for all others."""
         shards = [operand if isinstance(operand, _OfShards) else None for operand in operands]
         if meets(eqn):
             given.append(shards)
-        elif eqn.primitive.name == "optimization_barrier":  # gathers are tied by it to what differs
+        elif eqn.primitive.name == "optimization_barrier":  # it ties gathers to values that differ
             return shards
         elif any(shards):
-            base: Any = object()  # like no other
+            base: Any = object()  # equal to no other key
             if None not in operands:
                 base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
             return [_OfShards((base, i)) for i in range(len(eqn.outvars))]
@@ -135,11 +135,11 @@ def _shards_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
 
 
 class _OfShards(tuple):
-    """The number of a value that is computed from shards, and perhaps constants."""
+    """The value number of a value that is computed from shards, and perhaps constants."""
 
 
 def _num_in_loops(variant: Variant) -> int:
-    """How many equations have collectives inside."""
+    """Returns the number of equations that contain collectives."""
     return sum(any(map(has_replica_collective, inner_jaxprs(eqn))) for eqn in variant.jaxpr.eqns)
 
 

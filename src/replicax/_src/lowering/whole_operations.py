@@ -1,22 +1,22 @@
-"""Operations that XLA's partitioner computes wrongly where it divides them: what they take and give is made whole.
+"""Replicates the operands and results of operations that XLA's partitioner computes wrongly if it shards them.
 
-All were seen on CPU with jax 0.10, most of them as silent wrong numbers:
+All were seen on CPU with jax 0.10, most of them as silently wrong numbers:
 
-- A scatter over rows that are padded and on several devices each, such as the gradient of an embedding, counts the
-  padding in; one into an array that logical devices divide writes elsewhere. One into rows that are padded, such as the
-  gradient of a sort over the batch, aborts the process; so does one into more or fewer rows than the batch has, if
-  their number does not divide.
+- A scatter over padded rows that are each on several devices, such as the gradient of an embedding, includes the
+  padding. A scatter into an array that is sharded over logical devices writes to wrong places. A scatter into padded
+  rows, such as the gradient of a sort over the batch, aborts the process. So does one into more or fewer rows than the
+  batch has, if they cannot be split evenly.
 - The gradient of every n-th row, a pad between rows.
-- The gradient of a pooling whose windows overlap where the array is cut.
-- The gradient of the kernel of a convolution by groups, such as a depthwise one, if each row is on several devices; and
-  of one that slides over the rows.
+- The gradient of a pooling whose windows overlap at a shard boundary.
+- The gradient of the kernel of a grouped convolution, such as a depthwise one, if each row is on several devices, and
+  of a convolution that slides over the rows.
 - A reduction over the rows by anything but a sum, a product, a maximum or a minimum, such as ``bitwise_xor`` or a
-  function of the user's in ``jax.lax.reduce``, does not compile: the collectives have no such.
+  user's function in ``jax.lax.reduce``, does not compile, because no collective has such a reduction.
 
-What is divided cannot be seen in a program before it is compiled: the rules are for all that may be.
+A program does not show what is sharded before it is compiled, so the rules cover everything that may be.
 
-Three operations get the mesh here, which a program is traced without, as JAX cannot lower them where some axes of the
-mesh are the compiler's (jax 0.10 to 0.12): the number of a replica, and callbacks and prints for debugging.
+A program is traced without the mesh. Three operations get it here, because JAX cannot lower them if some axes of the
+mesh are automatic (jax 0.10 to 0.12): the index of a replica, debug callbacks and debug prints.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from replicax._src.tracing.markers import logical_p
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
 
 Rule = Callable[[Any], bool]
-"""Whether an equation would be computed wrongly."""
+"""A rule returns True if an equation would be computed wrongly."""
 
 
 # --- the rules ----------------------------------------------------------------------------------------------
 
 
 def rule_of_batches(num_rows: int, topology: Topology, *, is_padded: bool) -> Rule:
-    """For programs of a whole batch, the rows of which are split over the replicas.
+    """Returns the rule for programs of a global batch, whose rows are split over the replicas.
 
     Args:
-      is_padded: The rows do not divide.
+      is_padded: True if the rows cannot be split evenly.
     """
     is_on_several = topology.num_logical_devices > 1
 
@@ -69,7 +69,7 @@ def rule_of_batches(num_rows: int, topology: Topology, *, is_padded: bool) -> Ru
 
 
 def is_wrong_in_replicas(eqn: Any) -> bool:
-    """The rule for programs of one replica, whose logical devices may divide any dim."""
+    """Returns True for wrong operations in programs of one replica, whose logical devices may shard any dim."""
     if _is_pooling(eqn):
         sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
         return any(size > stride for size, stride in zip(sizes, strides, strict=True))
@@ -77,12 +77,14 @@ def is_wrong_in_replicas(eqn: Any) -> bool:
 
 
 def _needs_mesh(eqn: Any) -> bool:
-    """True for an operation whose lowering opens a ``shard_map`` over the mesh that the equation was made under."""
+    """Returns True for an operation whose lowering opens a ``shard_map`` over the mesh that the equation was made
+    under.
+    """
     return eqn.primitive.name == "axis_index" or is_print(eqn)
 
 
 def _may_have_rows(shape: Sequence[int], num_rows: int) -> bool:
-    """Whether an array may be one of rows, perhaps reshaped, and not one such as a table."""
+    """Returns True if an array of this shape may contain the rows, perhaps reshaped, and is not one such as a table."""
     return any(size > 0 and size % num_rows == 0 for size in shape)
 
 
@@ -91,12 +93,14 @@ def _is_scatter(eqn: Any) -> bool:
 
 
 def _is_pooling(eqn: Any) -> bool:
-    """The gradient of a maximum or minimum over windows: of (cotangents, what was pooled)."""
+    """Returns True for the gradient of a maximum or minimum over windows, whose operands are the cotangents and the
+    input.
+    """
     return eqn.primitive.name in ("select_and_scatter_add", "select_and_gather_add")
 
 
 def _has_no_collective(eqn: Any) -> bool:
-    """True for a reduction that devices cannot do together, each a part."""
+    """Returns True for a reduction that no collective supports."""
     name = eqn.primitive.name
     if name in ("reduce_and", "reduce_or"):
         return eqn.invars[0].aval.dtype != bool
@@ -104,7 +108,7 @@ def _has_no_collective(eqn: Any) -> bool:
 
 
 def _spreads_rows(eqn: Any, num_rows: int) -> bool:
-    """True for a pad between the entries of a dim, where no other dim may have the rows."""
+    """Returns True for a pad between the entries of a dim, unless another dim may have the rows."""
     sizes = eqn.invars[0].aval.shape
     return any(
         interior > 0 and not _may_have_rows(sizes[:dim] + sizes[dim + 1 :], num_rows)
@@ -119,7 +123,7 @@ def _slides_over(eqn: Any, num_rows: int) -> bool:
 
 
 def has_wrong(jaxpr: Any, is_wrong: Rule) -> bool:
-    """Whether a program has an operation to which a rule applies, at any depth."""
+    """Returns True if a program has an operation that a rule applies to, at any depth."""
     return any(map(is_wrong, equations(jaxpr)))
 
 
@@ -129,11 +133,11 @@ def has_wrong(jaxpr: Any, is_wrong: Rule) -> bool:
 def evaluate(
     jaxpr: Any, args: Sequence[Any], is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any = None
 ) -> list[Any]:
-    """Evaluates a jaxpr without constvars, in a trace; to what a rule applies takes whole arrays, and gives such.
+    """Evaluates a jaxpr without constvars, in a trace. Replicates operands and results of operations that a rule names.
 
     Args:
-      whole: Makes an array whole on each device.
-      mesh: Abstract, for the operations that need one, where there are such.
+      whole: Replicates an array.
+      mesh: The abstract mesh for operations that need one, or None.
     """
 
     def is_changed(eqn: Any) -> bool:
@@ -151,7 +155,7 @@ def evaluate(
 
 
 def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any) -> Any:
-    """A parameter of an equation with the same done to the functions in it."""
+    """Returns a parameter of an equation with the same change in its functions."""
     if isinstance(param, (tuple, list)) and any(map(jax_compat.is_jaxpr, param)):
         return type(param)(_changed(each, is_wrong, whole, mesh) for each in param)
     if not jax_compat.is_jaxpr(param):
@@ -160,7 +164,7 @@ def _changed(param: Any, is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any)
 
 
 def make_whole(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
-    """A program of replicas that have several devices each, with such operations whole on each of them."""
+    """Returns the program with such operations replicated over the logical devices of each replica."""
 
     def whole(value: Any) -> Any:
         return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))

@@ -1,6 +1,4 @@
-"""Functional state that the steps of one program hand to each other: how it enters the program, and what must come
-back.
-"""
+"""Functional state that the steps of one program pass on: converts it for the program and checks what steps return."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CarriedLeaf:
-    """One array of the state, as the steps see it.
+    """One array of the state, in the form that the steps see.
 
     Attributes:
-      path: Its name in messages.
-      kind: "row" (one component per replica) or "whole" (the same on all replicas).
-      shape, dtype: Of a component.
-      maker: What made the value, if a step did: see ``strategies/drift.py``.
+      path: The name in messages.
+      kind: "row" (one component per replica) or "whole" (replicated).
+      shape, dtype: The shape and dtype of a component.
+      maker: The maker of the value, if a step made it; see ``strategies/drift.py``.
     """
 
     path: str
@@ -41,35 +39,35 @@ class CarriedLeaf:
     maker: Any = None
 
     def described(self, num_replicas: int) -> Leaf:
-        """The leaf as the program takes it."""
+        """Returns the leaf as the program takes it."""
         is_row = self.kind == "row"
         return Leaf("whole", (num_replicas, *self.shape) if is_row else self.shape, self.dtype)
 
     def value_of(self, array: Any, num_replicas: int) -> Any:
-        """What ``strategy.run`` takes: an array of the program as a value of the strategy."""
+        """Returns the argument of ``strategy.run`` for an array of the program."""
         if num_replicas == 1:
             return array
         return PerReplica(array, num_replicas, is_equal=self.kind == "whole", maker=self.maker)
 
     def returned(self, value: Any, num_replicas: int) -> Any:
-        """The value that a step returned for this leaf, in the form in which the next step takes it.
+        """Returns the value that a step returned for this leaf, in the form for the next step.
 
         Raises:
-          StructureError: It is no array, or has another shape or dtype.
+          StructureError: The value is not an array, or has another shape or dtype.
         """
         if isinstance(value, (bool, int, float, complex)):
             keeps_dtype = jnp.result_type(value, self.dtype) == self.dtype
             value = jnp.asarray(value, self.dtype if keeps_dtype else None)
         if not (isinstance(value, PerReplica) or key.is_array(value)):
             raise StructureError(
-                f"{self.path} is an array, and the step returned {value!r} for it. Return state as it came in."
+                f"{self.path} is an array, but the step returned {value!r} for it. Return state with the structure of the argument."
             )
         shapes = None if not isinstance(value, PerReplica) else value.shapes
         shape = value.component_shape(0) if isinstance(value, PerReplica) else tuple(value.shape)
         if shapes is not None or shape != self.shape or value.dtype != self.dtype:
             returned = f"shapes {list(shapes)}" if shapes is not None else f"{value.dtype}{list(shape)}"
             raise StructureError(
-                f"{self.path} is {self.dtype}{list(self.shape)}, and the step returned {returned} for it. All steps are one program, "
+                f"{self.path} is {self.dtype}{list(self.shape)}, but the step returned {returned} for it. All steps are one program, "
                 "so state keeps its shapes and dtypes: convert it in the step, such as by .astype."
             )
         is_whole = not isinstance(value, PerReplica) or value.is_equal
@@ -81,12 +79,12 @@ class CarriedLeaf:
 
 @dataclass(frozen=True)
 class StateForm:
-    """What a state is, without its numbers.
+    """The structure, shapes and dtypes of a state.
 
     Attributes:
       tree: The structure of the pytree; None if there is no state.
-      leaves: Its arrays.
-      num_replicas: R.
+      leaves: The arrays of the state.
+      num_replicas: The number of replicas R.
     """
 
     tree: Any
@@ -94,11 +92,11 @@ class StateForm:
     num_replicas: int
 
     def described(self) -> list[Leaf]:
-        """The leaves, as a program takes them."""
+        """Returns the leaves, as a program takes them."""
         return [leaf.described(self.num_replicas) for leaf in self.leaves]
 
     def state_of(self, arrays: Sequence[Any]) -> Any:
-        """The pytree that a step takes."""
+        """Returns the pytree that a step takes."""
         values = [leaf.value_of(a, self.num_replicas) for leaf, a in zip(self.leaves, arrays, strict=True)]
         return self.tree.unflatten(values)
 
@@ -106,7 +104,7 @@ class StateForm:
         """Splits what a step returned into the leaves of its state and the rest.
 
         Raises:
-          StructureError: It is no pair, or the state is of another structure.
+          StructureError: The result is not a pair, or its state has another structure.
         """
         if not isinstance(result, tuple) or len(result) != 2:
             raise StructureError(
@@ -117,14 +115,14 @@ class StateForm:
         values, tree = jax.tree_util.tree_flatten(state, is_leaf=is_value)
         if tree != self.tree:
             raise StructureError(
-                f"The step got a state of the structure {self.tree} and returned {tree}. Return state as it came in, first of the pair."
+                f"The step got a state of the structure {self.tree} and returned {tree}. Return state with the structure of the argument, first in the pair."
             )
         return [
             leaf.returned(v, self.num_replicas) for leaf, v in zip(self.leaves, values, strict=True)
         ], rest
 
     def joined(self, kinds: Sequence[str], makers: Sequence[Any]) -> StateForm:
-        """This form after a step: what differs between replicas after one step does so in all of them."""
+        """Returns the form after a step. A leaf that varies between replicas after one step varies in all steps."""
         leaves = [
             CarriedLeaf(leaf.path, "row", leaf.shape, leaf.dtype, maker) if kind == "row" else leaf
             for leaf, kind, maker in zip(self.leaves, kinds, makers, strict=True)
@@ -133,7 +131,7 @@ class StateForm:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of the leaves."""
+        """The kinds of the leaves."""
         return tuple(leaf.kind for leaf in self.leaves)
 
 
@@ -141,11 +139,11 @@ NO_STATE = StateForm(None, (), 1)
 
 
 def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
-    """The form of a state, and its arrays where the program takes them.
+    """Returns the form of a state, and its arrays on the devices of the program.
 
     Raises:
-      InvalidArgumentError: A leaf is no array or number, or its replicas' components have different shapes.
-      MixedStrategiesError: A leaf is of a strategy with another number of replicas.
+      InvalidArgumentError: A leaf is not an array or number, or its components have different shapes.
+      MixedStrategiesError: A leaf belongs to a strategy with another number of replicas.
       NarrowingError: A number does not fit into the dtype that JAX gives its array.
     """
     topology = strategy.topology
@@ -164,7 +162,7 @@ def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
         else:
             raise InvalidArgumentError(
                 f"{name} is {leaf!r}, and state is a pytree of arrays and numbers. Variables need no passing: a step reads and assigns "
-                "them as they are. Other objects belong in the function's closure."
+                "them directly. Other objects belong in the function's closure."
             )
         leaves.append(CarriedLeaf(name, kind, shape, array_leaf(array).dtype))
         arrays.append(array)
@@ -178,7 +176,7 @@ def opened(state: Any, strategy: Strategy) -> tuple[StateForm, list[Any]]:
 
 
 def _agree(leaves: Sequence[CarriedLeaf], arrays: list[Any], topology: Topology) -> None:
-    """Puts what all processes go on with in place of the arrays that each has made by itself."""
+    """Replaces arrays that each process made itself by values that all processes agree on."""
     made = {i: made_by_each(arrays[i]) for i, leaf in enumerate(leaves) if leaf.kind == "whole"}
     here = {i: array for i, array in made.items() if array is not None}
     if here:

@@ -14,16 +14,16 @@ from replicax._src.strategies.strategy import Strategy
 class CentralStorageStrategy(Strategy):
     """Synchronous training with one copy of every variable between steps.
 
-    A step copies the variables to the devices that compute, one replica each, and their new values back. With
-    one compute device everything is there.
+    A step copies the variables to the compute devices, one replica each, and copies their new values back. With one
+    compute device, that device also stores the variables.
 
     Args:
-      compute_devices: Names or ``jax.Device``; or a number, of the first devices of this process; default: all of JAX's
-        default backend.
-      parameter_device: Where variables live; default: the first CPU, or the only compute device.
+      compute_devices: A list of names or ``jax.Device``, or the number of this process's first devices to use; default:
+        all devices of JAX's default backend.
+      parameter_device: The device that stores variables; default: the first CPU, or the only compute device.
 
     Raises:
-      DeviceError: A device does not exist, or repeats, or there are fewer.
+      DeviceError: A device does not exist or is repeated, or there are too few devices.
 
     Source: tf.distribute.experimental.CentralStorageStrategy.
     """

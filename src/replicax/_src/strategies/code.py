@@ -1,4 +1,4 @@
-"""Cross-replica code as a program: traced, with the ``run`` and ``reduce`` in it, for the devices of its strategy."""
+"""Compiles cross-replica code, including its ``run`` and ``reduce`` calls, for the devices of its strategy."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class _OtherStrategy(BaseException):
-    """The function turned out to belong to another strategy than thought: trace it again."""
+    """The function belongs to another strategy than assumed and must be traced again."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
 
 
 class RunsOnServers(BaseException):
-    """The function uses variables on parameter servers, or their strategy: it is a closure.
+    """The function uses variables on parameter servers or their strategy, so it must run as a closure.
 
-    Users' ``except`` must miss it.
+    It is a BaseException, so that a user's ``except Exception`` does not catch it.
     """
 
     def __init__(self, strategy: ParameterServerStrategy):
@@ -45,13 +45,13 @@ class RunsOnServers(BaseException):
 
 
 class _Home:
-    """The strategy on whose devices a function's program runs: found while it is traced."""
+    """The strategy whose devices run a function's program. The trace finds it."""
 
     def __init__(self, strategy: Strategy | None = None):
         self.strategy = strategy
 
     def use(self, strategy: Strategy) -> None:
-        """``strategy`` runs something in the function, or owns a variable of it."""
+        """Notes that ``strategy`` runs something in the function or owns one of its variables."""
         if strategy.has_servers:
             raise RunsOnServers(cast("ParameterServerStrategy", strategy))
         if self.strategy is None:
@@ -72,16 +72,16 @@ class _Home:
 
 @dataclass(frozen=True)
 class TracedCode:
-    """A cross-replica function, traced.
+    """A traced cross-replica function.
 
     Attributes:
       variant: The trace.
-      strategy: On whose devices it runs.
-      kinds: For each array that it returns "row" (a PerReplica, device r holds row r), "whole" (a value that
-        every device holds) or "plain" (an array).
-      name: Of the function, for people.
-      makers: For each such array what made it, where ``run`` did.
-      checks: Given the last arrays, one each, before anything is stored.
+      strategy: The strategy on whose devices it runs.
+      kinds: The kind of each returned array: "row" (a PerReplica, device r holds row r), "whole" (a replicated value)
+        or "plain" (an array).
+      name: The name of the function for messages.
+      makers: The maker of each such array, if ``run`` made it.
+      checks: The functions that take the last arrays, one each, before anything is stored.
     """
 
     variant: Variant
@@ -93,7 +93,7 @@ class TracedCode:
 
 
 def mesh_of(arrays: Sequence[Any]) -> Any:
-    """The mesh of the strategy whose values are among ``arrays``; None if there is none."""
+    """Returns the mesh of the strategy whose values are among ``arrays``; None if there is none."""
     for array in arrays:
         sharding = array.sharding if isinstance(array, jax.Array) else None
         if isinstance(sharding, jax.sharding.NamedSharding) and is_replica_mesh(sharding.mesh):
@@ -122,14 +122,15 @@ def trace_code(
 
     Args:
       call: Calls the code with a list of tracers of ``avals``.
-      name: Of the function, for people.
-      strategy: Whose code it is; None finds it out.
-      argument_mesh: Where the arguments are, if they are values of a strategy: code that names no strategy runs
-        there, or where the values of a strategy are that it closes over.
-      has_checks: Its results may be checked: then it returns a pair, of them and of what the checks take.
+      name: The name of the function for messages.
+      strategy: The strategy that the code belongs to; None to find it.
+      argument_mesh: The mesh of the arguments, if they are values of a strategy. Code that uses no strategy runs there,
+        or on the mesh of the values that it closes over.
+      has_checks: True if results may be checked. The code then returns a pair of its results and the arrays for the
+        checks.
 
     Raises:
-      MixedStrategiesError: It uses two strategies.
+      MixedStrategiesError: The code uses two strategies.
     """
     kinds: list[str] = []
     makers: list[Any] = []
@@ -168,12 +169,12 @@ def _arrays_in(result: Any) -> list[Any]:
 
 
 def makers_of(values: Sequence[Any]) -> list[Any]:
-    """What made each value, where ``run`` did."""
+    """Returns the maker of each value, or None if ``run`` did not make it."""
     return [value.maker if isinstance(value, PerReplica) else None for value in values]
 
 
 def set_makers(values: Sequence[Any], makers: Sequence[Any]) -> None:
-    """Notes what made each value."""
+    """Sets the maker of each value."""
     for value, maker in zip(values, makers, strict=True):
         if maker is not None:
             value.maker = maker
@@ -187,11 +188,11 @@ def _kind(value: Any) -> str:
 
 @final
 class CodeState:
-    """The variables of traced code: what a program of it takes, evaluates and gives back.
+    """The variables of traced code, for programs that evaluate it.
 
     Attributes:
-      state: Loads and stores them.
-      donates: The program owns the memory of those that it writes.
+      state: Loads and stores the variables.
+      donates: True if the program owns the memory of variables that it writes.
       consts: The arrays that the code closes over, on the devices.
     """
 
@@ -212,7 +213,7 @@ class CodeState:
     def evaluate(
         self, written: Sequence[Any], read: Sequence[Any], consts: Sequence[Any], args: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the code once in a trace: the new values of the written variables, and the results."""
+        """Evaluates the code once in a trace. Returns the new values of the written variables, and the results."""
         state = [*written, *read]
         loaded = [state[i] for i in self._from_loaded]
         outs = jax_compat.eval_jaxpr(self._code.variant.jaxpr, [*consts, *loaded, *args])
@@ -224,8 +225,8 @@ class CodeState:
         """Compiles a program.
 
         Args:
-          body: Takes the state and the constants as ``evaluate`` does, then what ``run`` is given; gives what
-            ``evaluate`` gives.
+          body: Takes the state and the constants as ``evaluate`` does, then the arguments of ``run``. Returns the same
+            as ``evaluate``.
         """
         topology = self._topology
 
@@ -247,7 +248,7 @@ class CodeState:
         )
 
     def run(self, compiled: Any, *args: Any) -> list[Any]:
-        """Runs a program of ``compile``: the results."""
+        """Runs a program from ``compile`` and returns the results."""
         checks = self._code.checks
 
         def execute(written: list[Any], read: list[Any]) -> Any:
@@ -260,19 +261,19 @@ class CodeState:
         return self.state.run(execute, self.donates)
 
     def result_of(self, outs: Sequence[Any]) -> Any:
-        """What the code returned, with the arrays of a run."""
+        """Returns the result of the code, with the arrays of a run."""
         variant, remaining = self._code.variant, iter(outs)
         return variant.tree.unflatten([next(remaining) if o.is_array else o.value for o in variant.outputs])
 
 
 def shardings_of(kinds: Sequence[str], topology: Topology, row: Any = None) -> list[Any]:
-    """Those of arrays of some kinds: see ``TracedCode``. ``row`` is another one for rows."""
+    """Returns the shardings for arrays of these kinds; see ``TracedCode``. ``row`` replaces the sharding of rows."""
     return [(row or topology.per_replica) if kind == "row" else topology.replicated for kind in kinds]
 
 
 @final
 class LoweredCode:
-    """Traced code, compiled for the devices of its strategy."""
+    """Traced code that is compiled for the devices of its strategy."""
 
     def __init__(self, code: TracedCode, check_closure: ClosureCheck):
         self._code, self.check_closure = code, check_closure
@@ -281,11 +282,11 @@ class LoweredCode:
         self.state = self._variables.state
         self._has_makers = any(code.makers)
         self._compiled = self._variables.compile(self._variables.evaluate, code.name)
-        # Plain results go where the strategy keeps variables, so that plain code can compute with both.
+        # Plain results go to the devices that store variables, so that plain code can compute with both.
         self._home = code.strategy.variable_placement.parameter_device
 
     def described(self, args: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The program as ``jax.jit`` gave it, and what it takes; the state is only described."""
+        """Returns the program from ``jax.jit``, and its arguments with a description of the state."""
         variables = self._variables
         state = variables.state.described(self._topology)
         return self._compiled, [*state, variables.consts, list(args)]
@@ -306,7 +307,7 @@ class LoweredCode:
 
 
 def on_mesh(args: Sequence[Any], topology: Topology) -> list[Any]:
-    """Arguments of a program over all devices: JAX arrays elsewhere are copied to each of them."""
+    """Returns the arguments of a program over all devices. It replicates JAX arrays from other devices."""
     return [
         topology.put_whole(a)
         if isinstance(a, jax.Array) and a.sharding.device_set != topology.device_set

@@ -1,4 +1,4 @@
-"""How a strategy places data: batches cut over the replicas, elements taken per replica."""
+"""Places a strategy's data: splits global batches over the replicas, or takes one element per replica."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from replicax._src.values import PerReplica, largest_shape, pad, per_replica_fro
 def distribute(
     topology: Topology, dataset: Any, options: InputOptions | None, distribute_options: Any
 ) -> DistributedDataset:
-    """A dataset whose global batches are cut over the replicas."""
+    """Returns a dataset whose global batches are split over the replicas."""
     options = _checked(options)
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise UnsupportedSourceError(
-            f"Got a {type(dataset).__name__}, which has been distributed: iterate it, or distribute the dataset that it "
+            f"Got a {type(dataset).__name__}, which is distributed already. Iterate it, or distribute the dataset that it "
             "was made from."
         )
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -54,10 +54,10 @@ def distribute_from_function(
     options: InputOptions | None,
     worker: Membership | None = None,
 ) -> DistributedDataset:
-    """A dataset of per-replica batches, as ``dataset_fn`` makes it.
+    """Returns a dataset of per-replica batches, as ``dataset_fn`` makes it.
 
     Args:
-      worker: Which one this is, of workers that each run a program of their own.
+      worker: This worker, if each worker runs its own program.
     """
     options = _checked(options)
     if not callable(dataset_fn):
@@ -89,7 +89,7 @@ def distribute_from_function(
 def _checked(options: Any) -> InputOptions:
     if options is not None and not isinstance(options, InputOptions):
         raise InvalidArgumentError(
-            f"options must be an rx.InputOptions, got {options!r}. How workers share a dataset is said by "
+            f"options must be an rx.InputOptions, got {options!r}. To set how workers share a dataset, pass "
             "distribute_options=rx.data.DistributeOptions(...)."
         )
     return options or InputOptions()
@@ -107,7 +107,7 @@ def _distributed(
 
 
 def from_numpy(numpy_input: Any) -> ArrayDataset:
-    """A dataset over the rows of a pytree of arrays, which are copied; lists are stacked, as TensorFlow does."""
+    """Returns a dataset over the rows of a pytree of arrays. It copies arrays and stacks lists, as TensorFlow does."""
     stacked = jax.tree_util.tree_map(
         np.array, numpy_input, is_leaf=lambda x: isinstance(x, list) or not isinstance(x, (tuple, dict))
     )
@@ -116,11 +116,11 @@ def from_numpy(numpy_input: Any) -> ArrayDataset:
 
 @dataclass(frozen=True)
 class Stack:
-    """Several steps on the devices, for one program that takes one after the other.
+    """The batches of several steps on the devices, for one program that loops over them.
 
     Attributes:
-      arrays: [capacity, R, ...], with one replica [capacity, ...].
-      form: What one step of them is: see ``step_of``. Hashable.
+      arrays: The arrays [capacity, R, ...], or [capacity, ...] with one replica.
+      form: The form of one step; see ``step_of``. It is hashable.
     """
 
     arrays: Sequence[jax.Array]
@@ -129,12 +129,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class StepForm:
-    """How the arrays of one step become what a step of a loop gets.
+    """The conversion of the arrays of one step to the argument of the step function.
 
     Attributes:
       tree: The structure of the pytree.
-      shapes: For each array the shapes on the replicas where they differ, else None.
-      num_replicas: R.
+      shapes: For each array, the shapes on the replicas if they differ, else None.
+      num_replicas: The number of replicas R.
     """
 
     tree: Any
@@ -142,7 +142,7 @@ class StepForm:
     num_replicas: int
 
     def step_of(self, arrays: Sequence[Any]) -> Any:
-        """The pytree of PerReplica of arrays [R, ...]; with one replica of the arrays."""
+        """Returns the pytree of PerReplica for arrays [R, ...], or of the arrays with one replica."""
         if self.num_replicas == 1:
             return self.tree.unflatten(arrays)
         values = [PerReplica(a, self.num_replicas, s) for a, s in zip(arrays, self.shapes, strict=True)]
@@ -151,7 +151,7 @@ class StepForm:
 
 @final
 class BatchPlacer:
-    """Places LocalRows: of each array every replica gets its rows."""
+    """Places LocalRows: every replica gets its rows of each array."""
 
     def __init__(self, topology: Topology):
         self._topology = topology
@@ -162,7 +162,7 @@ class BatchPlacer:
         return self._topology
 
     def place(self, step: LocalRows) -> Any:
-        """A pytree of PerReplica; with one replica of arrays on its device."""
+        """Returns a pytree of PerReplica, or of arrays on the device of a single replica."""
         topology, sizes = self._topology, step.sizes
         arrays = narrowed(step.arrays, step.tree, "batch")
         if topology.num_replicas == 1:
@@ -198,7 +198,7 @@ class BatchPlacer:
         return Stack(topology.put_stacked(arrays), form)
 
     def signature(self, step: LocalRows) -> Hashable:
-        """Equal for steps that can be stacked."""
+        """Returns a key that is equal for steps that can be stacked."""
         return step.tree, step.all_sizes or step.sizes, tuple((a.shape, a.dtype) for a in step.arrays)
 
 
@@ -207,7 +207,7 @@ def _shapes(array: Any, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _put_rows(topology: Topology, array: Any) -> jax.Array:
-    """Puts the rows of an array, one for each replica of this process, on their devices: [R, ...]."""
+    """Puts the rows of an array, one for each local replica, on their devices. Returns [R, ...]."""
     rows = [array[replica : replica + 1] for replica in range(len(array))]
     if not isinstance(array, jax.Array):
         shape = (topology.num_replicas, *array.shape[1:])
@@ -218,14 +218,14 @@ def _put_rows(topology: Topology, array: Any) -> jax.Array:
 
 
 def _put_whole(topology: Topology, array: Any) -> jax.Array:
-    """Puts an array on the devices of the one replica there is."""
+    """Puts an array on the devices of the only replica."""
     if isinstance(array, jax.Array):
         return topology.put_whole(array)
     return topology.put_parts(array.shape, [array], topology.replicated)
 
 
 def _rows_of_replicas(array: Any, sizes: tuple[int, ...], most: int) -> Any:
-    """The rows of an array as [replicas, most, ...]: those of each replica, and zeros where it has fewer."""
+    """Returns the rows of an array as [replicas, most, ...], padded with zeros for replicas with fewer rows."""
     shape = (len(sizes), most, *array.shape[1:])
     if min(sizes) == most:
         return array.reshape(shape)
@@ -252,7 +252,7 @@ class PartsPlacer:
         return self._topology
 
     def place(self, step: Sequence[Any]) -> Any:
-        """A pytree of PerReplica; with one replica of arrays on its device."""
+        """Returns a pytree of PerReplica, or of arrays on the device of a single replica."""
         if self._topology.num_replicas == 1:
             return self._topology.put_whole(narrowed_pytree(step[0], "batch"))
         return join_components(self._topology, step)
@@ -264,7 +264,7 @@ class PartsPlacer:
         columns_of_steps = [_components(step)[1] for step in steps]
         shapes: list[Any] = []
         arrays = []
-        for columns in zip(*columns_of_steps, strict=True):  # of one leaf: for each step the replicas' arrays
+        for columns in zip(*columns_of_steps, strict=True):  # the replicas' arrays of one leaf, for each step
             its_shapes = _shapes_of_all(steps[0], len(shapes)) or tuple(array.shape for array in columns[0])
             padded = largest_shape(its_shapes)
             rows = [np.stack([pad(np.asarray(array), padded) for array in column]) for column in columns]
@@ -274,17 +274,17 @@ class PartsPlacer:
         return Stack(placed, StepForm(tree, tuple(shapes), topology.num_replicas))
 
     def signature(self, step: Sequence[Any]) -> Hashable:
-        """Equal for steps that can be stacked."""
+        """Returns a key that is equal for steps that can be stacked."""
         flat = [jax.tree_util.tree_flatten(part) for part in step]
         local = tuple((tree, tuple((a.shape, a.dtype) for a in leaves)) for leaves, tree in flat)
         return (local, tuple(map(tuple, step.shapes))) if isinstance(step, AgreedParts) else local
 
 
 def join_components(topology: Topology, pytrees: Sequence[Any]) -> Any:
-    """One pytree of PerReplica from one pytree per replica.
+    """Joins one pytree per replica into one pytree of PerReplica.
 
     Raises:
-      InvalidArgumentError: Leaves that are no arrays; structures, ranks or dtypes that differ.
+      InvalidArgumentError: A leaf is not an array, or structures, ranks or dtypes differ.
     """
     tree, columns = _components(pytrees)
     return tree.unflatten(
@@ -296,12 +296,12 @@ def join_components(topology: Topology, pytrees: Sequence[Any]) -> Any:
 
 
 def _shapes_of_all(pytrees: Sequence[Any], position: int) -> tuple[tuple[int, ...], ...] | None:
-    """The shapes of one leaf on all replicas, where processes have agreed on them."""
+    """Returns the shapes of one leaf on all replicas if the processes have agreed on them; else None."""
     return tuple(pytrees.shapes[position]) if isinstance(pytrees, AgreedParts) else None
 
 
 def _components(pytrees: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
-    """The common structure of the replicas' pytrees, and for each leaf the replicas' arrays."""
+    """Returns the common structure of the replicas' pytrees, and the replicas' arrays of each leaf."""
     flat = [jax.tree_util.tree_flatten(pytree) for pytree in pytrees]
     flat = [(narrowed(leaves, tree, "batch"), tree) for leaves, tree in flat]
     trees = [tree for _, tree in flat]

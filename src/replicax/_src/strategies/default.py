@@ -1,4 +1,4 @@
-"""The default strategy: current where no other is. One replica, on JAX's default device."""
+"""The default strategy, which is current outside of every scope. It has one replica, on JAX's default device."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from replicax._src.strategies.strategy import Strategy
 
 @final
 class DefaultStrategy(Strategy):
-    """One replica, no distribution: variables are plain, and datasets are those of one device.
+    """One replica without distribution: variables are plain, and datasets are for one device.
 
-    Get it with ``rx.get_strategy()`` outside every scope; there is only one.
+    Get it with ``rx.get_strategy()`` outside every scope. There is only one.
 
     Raises:
-      ContextError: There is one already.
+      ContextError: There is a default strategy already.
     """
 
     is_default = True
 
     def __init__(self) -> None:
         context.set_default_strategy(self)
-        # Importing replicax must not start JAX's backend: the device is looked up when it is first needed.
+        # Importing replicax must not start JAX's backend, so the device is looked up at its first use.
         super().__init__(lambda: Topology.of(local_devices()[:1]))
 
     def __repr__(self) -> str:
         return "<the default strategy>"
 
     def _repr_html_(self) -> str:
-        # The device is not looked up: that would start JAX's backend.
+        # Do not look the device up here, because that would start JAX's backend.
         return html.page(
             "The default strategy", html.facts({"replicas": 1, "device": "JAX's default device"})
         )

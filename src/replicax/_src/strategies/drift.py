@@ -1,9 +1,7 @@
-"""Functional state that replicas no longer share: found when a function is traced for a value that it has returned
-itself.
+"""Finds functional state that replicas no longer share, when a function is traced with a value that it returned.
 
-A leaf of the arguments that was the same on all replicas, and in whose place a result of the same shape is passed that
-differs between them, has drifted apart. Only floating leaves count: random keys and counters are folded with the
-replica's number on purpose.
+An argument leaf has drifted apart if it was the same on all replicas and is now replaced by a result of the same shape
+that varies between them. Only floating leaves count, because random keys and counters vary on purpose.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ _HAS_NO_SLOPE = frozenset(["ceil", "floor", "round", "sign"])
 @final
 @dataclass(frozen=True)
 class Maker:
-    """What made a value.
+    """The maker of a value.
 
     Attributes:
-      function: See ``identity_of``.
+      function: The identity of the function; see ``identity_of``.
       shared: The paths of the floating arguments of its shape that were the same on all replicas.
-      index: Of the value among the arrays that the program returned.
+      index: The position of the value among the arrays that the program returned.
     """
 
     function: Any
@@ -49,11 +47,10 @@ class Maker:
 
 
 def identity_of(fn: Any, seen: set[int] | None = None) -> Any:
-    """Returns what is equal for functions that a loop makes again at one place: their code, and that of the functions
-    in them.
+    """Returns a key that is equal for functions that a loop makes repeatedly: their code and that of inner functions.
 
-    What a decorator or ``functools.partial`` makes of different functions is different. Other callables, such as
-    models, are known by themselves, and so are methods by their objects.
+    Decorated functions and ``functools.partial`` objects have equal keys only if the inner functions do. Other
+    callables, such as models, are compared by identity, and methods by the identity of their objects.
     """
     seen = set() if seen is None else seen
     if isinstance(fn, types.MethodType):
@@ -63,7 +60,7 @@ def identity_of(fn: Any, seen: set[int] | None = None) -> Any:
     elif isinstance(fn, types.FunctionType):
         own, held = getattr(fn, "replicax_family", None) or fn.__code__, list(_held_by(fn))
     else:
-        wrapped = getattr(fn, "__wrapped__", None)  # by jax.jit, rx.function
+        wrapped = getattr(fn, "__wrapped__", None)  # set by jax.jit and rx.function
         return identity_of(wrapped, seen) if isinstance(wrapped, types.FunctionType) else static_leaf(fn)
     if id(fn) in seen:
         return own
@@ -80,7 +77,7 @@ def _held_by(fn: types.FunctionType) -> Iterator[Any]:
 
 
 def shared_shapes(paths: Sequence[str], described: Sequence[Leaf]) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of the floating leaves that are the same on all replicas, by path."""
+    """Returns the shapes of the floating leaves that are the same on all replicas, by path."""
     return {
         path: leaf.shape
         for path, leaf in zip(paths, described, strict=True)
@@ -95,7 +92,7 @@ def drifted_paths(
     described: Sequence[Leaf],
     leaves: Sequence[Any],
 ) -> list[str]:
-    """Returns the paths of state that has drifted apart. What each replica only accumulates for itself has not."""
+    """Returns the paths of state that has drifted apart. A value that each replica only accumulates has not."""
     arrays = [i for i, leaf in enumerate(described) if leaf.kind != "static"]
     found = []
     for position, i in enumerate(arrays):
@@ -108,10 +105,10 @@ def drifted_paths(
 
 
 def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> bool:
-    """True if an argument only goes, element by element, into its own next value, as a sum over steps does.
+    """Returns True if an argument only enters its own next value, element by element, like a sum over steps.
 
-    On this way it may be multiplied once by what differs between replicas, such as a mask. Gradient descent does so
-    twice: in the loss, and in its derivative.
+    It may be multiplied once by a value that varies between replicas, such as a mask. Gradient descent does so twice:
+    in the loss and in its derivative.
     """
     variant = program.variants[0]
     flat = FlatProgram(variant.jaxpr)
@@ -121,7 +118,7 @@ def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> b
     }
     products = {
         argument: 0
-    }  # with what differs, on the way to each value that is reached; -1: it is flat, as a comparison is
+    }  # products with varying values on the way to each reached value; -1 after an operation like a comparison
     for operation in flat.slice(flat.outputs):
         operands = [atom for atom in operation.operands if not isinstance(atom, jax_compat.Literal)]
         given = [
@@ -152,7 +149,7 @@ def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> b
 
 
 def tell(name: str, paths: Sequence[str], *, raises: bool) -> None:
-    """Warns of state that has drifted apart, and says what to do.
+    """Warns of state that has drifted apart, with a remedy.
 
     Raises:
       DivergenceError: If ``raises``.

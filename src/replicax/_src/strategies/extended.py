@@ -1,4 +1,4 @@
-"""``Strategy.extended``: the methods that libraries use."""
+"""``Strategy.extended``: further methods, for libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TASK_OF_DEVICE = re.compile(r"^/?job:(?P<job>[^/]+)(?:/replica:\d+)?(?:/task:(?
 
 @final
 class StrategyExtended:
-    """Additional methods of a strategy, for algorithms that must know of replicas.
+    """Additional methods of a strategy, for algorithms that depend on replicas.
 
     Source: tf.distribute.StrategyExtended.
     """
@@ -46,20 +46,20 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
-        """The devices of this process that replicas compute on, in replica order; of logical devices the first ones.
+        """The devices of this process's replicas, in replica order: the first logical device of each.
 
         Raises:
-          ContextError: Of the default strategy.
+          ContextError: This is the default strategy.
         """
         self._needs_devices("worker_devices")
         return self._strategy.topology.local_devices
 
     @property
     def parameter_devices(self) -> tuple[Device | str, ...]:
-        """The devices that hold variables; of parameter servers their names, such as ``"/job:ps/task:0"``.
+        """The devices that hold variables, or the names of parameter servers, such as ``"/job:ps/task:0"``.
 
         Raises:
-          ContextError: Of the default strategy.
+          ContextError: This is the default strategy.
         """
         self._needs_devices("parameter_devices")
         return self._strategy.variable_placement.parameter_devices
@@ -70,27 +70,29 @@ class StrategyExtended:
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether replicas must have the same shapes: no."""
+        """True if replicas must have the same shapes. It is always False."""
         return False
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether every worker builds a program of its own."""
+        """True if every worker builds its own program."""
         return self._strategy.topology.peers is not None or self._strategy.worker_of_own is not None
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process initialises variables: where each worker runs by itself on shared servers, the chief."""
+        """True if this process initialises variables. If each worker runs the program on shared servers, the chief
+        does.
+        """
         return self._strategy.worker_of_own is None or self._strategy.is_chief
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints: the chief."""
+        """True if this process writes checkpoints. Only the chief does."""
         return self._strategy.is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: the chief."""
+        """True if this process writes summaries. Only the chief does."""
         return self._strategy.is_chief
 
     # --- running --------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As ``Strategy.run``."""
+        """Calls ``Strategy.run``."""
         return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
 
     def experimental_run_steps_on_iterator(
@@ -110,17 +112,16 @@ class StrategyExtended:
     ) -> Any:
         """Calls ``fn(ctx, inputs)`` for each of the next elements, in one compiled program.
 
-        ``fn`` is cross-replica code, which calls ``strategy.run``; what it gives to
-        ``ctx.set_last_step_output(name, output, reduce_op)`` is kept of the last step. See also
-        ``Strategy.run_steps``.
+        ``fn`` is cross-replica code, which calls ``strategy.run``. ``ctx.set_last_step_output(name, output,
+        reduce_op)`` keeps an output of the last step. See also ``Strategy.run_steps``.
 
         Args:
           iterator: ``iter`` of a distributed dataset.
-          iterations: How many elements; fewer are taken where the data ends.
-          initial_loop_values: ``last_step_outputs`` of names that ``fn`` does not set.
+          iterations: The number of elements. Fewer are taken if the data ends.
+          initial_loop_values: The ``last_step_outputs`` for names that ``fn`` does not set.
 
         Returns:
-          A MultiStepContext: see its ``last_step_outputs`` and ``non_tensor_outputs``.
+          A MultiStepContext with ``last_step_outputs`` and ``non_tensor_outputs``.
 
         Raises:
           OutOfRangeError: There is no further element.
@@ -130,7 +131,7 @@ class StrategyExtended:
         return self._strategy.steps_runner.run_last(fn, iterator, iterations, initial)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
-        """As ``Strategy.experimental_make_numpy_dataset``."""
+        """Calls ``Strategy.experimental_make_numpy_dataset``."""
         return self._strategy.experimental_make_numpy_dataset(numpy_input, session)
 
     # --- reducing -------------------------------------------------------------------------------------
@@ -145,11 +146,12 @@ class StrategyExtended:
         """Combines per-replica values and puts the result on ``destinations``.
 
         Args:
-          destinations: A device (name), for an array there; or a variable or per-replica value, for a Mirrored.
-          options: Accepted for TensorFlow's sake.
+          destinations: A device or its name, to get an array there; or a variable or per-replica value, to get a
+            Mirrored.
+          options: Accepted for compatibility with TensorFlow.
 
         Raises:
-          CrossReplicaContextError: In a replica function.
+          CrossReplicaContextError: It is called in a replica function.
           InvalidArgumentError: ``destinations`` is a list, or on another worker.
         """
         del options
@@ -179,11 +181,11 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """``reduce_to`` of several (value, destinations) pairs."""
+        """Calls ``reduce_to`` for several (value, destinations) pairs."""
         return [self.reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """A ``Mirrored`` of ``tensor`` on the replicas' devices; with one replica an array."""
+        """Returns a ``Mirrored`` of ``tensor`` on the replicas' devices, or an array with one replica."""
         del destinations
         strategy = self._strategy
         is_traced = strategy.joins_trace()
@@ -202,11 +204,11 @@ class StrategyExtended:
     ) -> Any:
         """Calls ``fn(var, *args, **kwargs)`` so that every copy of ``var`` is updated alike.
 
-        ``fn`` sees the copy (or the component, of an ON_READ variable) of one replica, and of per-replica
-        arguments that replica's component; what it assigns is not aggregated.
+        ``fn`` sees one replica's copy of the variable (or its component of an ON_READ variable) and its component of
+        per-replica arguments. Assignments in it are not aggregated.
 
         Args:
-          group: True: returns what ``fn`` returns; False: a tuple of it for each replica.
+          group: True to return the result of ``fn``; False to return a tuple of the results for each replica.
 
         Raises:
           VariableError: ``var`` was not made in this strategy's scope.
@@ -247,15 +249,15 @@ class StrategyExtended:
         return result if group else (result,) * self._strategy.num_replicas_in_sync
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether ``v`` was made in this strategy's scope."""
+        """Returns True if ``v`` was made in this strategy's scope."""
         return context.owner_of(v) is self._strategy
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Variables made inside are placed as ``colocate_with_variable`` is: where all of them are.
+        """Context that places new variables like ``colocate_with_variable``, which is where all variables are.
 
         Raises:
-          VariableError: That variable belongs to another strategy.
+          VariableError: The variable belongs to another strategy.
         """
         if not self.variable_created_in_scope(colocate_with_variable):
             raise VariableError(
@@ -265,15 +267,15 @@ class StrategyExtended:
         yield
 
     def read_var(self, v: Any) -> Any:
-        """The value of a variable, aggregated over replicas if it is ON_READ."""
+        """Returns the value of a variable, aggregated over replicas if it is ON_READ."""
         return v.value
 
     def value_container(self, value: Any) -> Any:
-        """What holds ``value``: itself."""
+        """Returns ``value``, which is its own container."""
         return value
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device | str, ...]:
-        """Devices for state that belongs to no variable."""
+        """Returns the devices for state that belongs to no variable."""
         del var_list
         return self.parameter_devices
 
@@ -286,7 +288,7 @@ def _check_is_of_this_worker(device: str, worker: Membership | None) -> None:
     if (match["job"], int(match["task"] or 0)) != (here.type, here.index):
         raise InvalidArgumentError(
             f"Cannot reduce to another worker: {device!r}, current worker is '/job:{here.type}/task:{here.index}'. Each "
-            "worker runs by itself: name a device of this one, such as 'cpu:0'."
+            "worker runs separately: name a device of this one, such as 'cpu:0'."
         )
 
 

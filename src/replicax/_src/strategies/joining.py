@@ -1,4 +1,4 @@
-"""The devices of several processes: joins those of a cluster."""
+"""Joins the processes of a cluster and returns their devices."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
     """Makes this process one of the workers of a cluster. Blocks until all have come.
 
     Args:
-      timeout_s: How long others may be behind, later.
+      timeout_s: The limit for later waits for other workers.
 
     Returns:
-      All devices, worker after worker: each has as many.
+      All devices, worker after worker. Every worker has the same number.
 
     Raises:
-      ClusterStartError: A worker is missing, or they do not fit together.
+      ClusterStartError: A worker is missing, or the workers do not fit together.
       BackendStartedError: JAX was used before.
     """
     prepare_backend(membership.spec.num_tasks_beside(membership.task))
     peers = join_cluster(membership, timeout_s)
     compare_devices(peers, jax.local_devices())
-    # The ids of devices have gaps between processes.
+    # Device ids have gaps between processes.
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

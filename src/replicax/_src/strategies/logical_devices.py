@@ -1,4 +1,4 @@
-"""The logical devices of a replica: how values and variables lie over them. Values stay what they are."""
+"""Shards and replicates values and variables over the logical devices of a replica. Values do not change."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def assign(strategy: Strategy, tensor: Any, logical_device_id: int) -> Any:
     if count > 1 and strategy not in _told:
         _told.add(strategy)
         log.warning(
-            "experimental_assign_to_logical_device leaves values alone: all %d logical devices of a replica run one program, and "
-            "each computes what is not divided. Divide work with experimental_split_to_logical_devices.",
+            "experimental_assign_to_logical_device has no effect: all %d logical devices of a replica run one program, and "
+            "each computes everything that is not sharded. Shard work with experimental_split_to_logical_devices.",
             count,
         )
     return tensor
@@ -80,8 +80,8 @@ def _checked_pieces(tensor: Any, partition_dimensions: Sequence[int], count: int
         pieces = ()
     if any(piece < 1 for piece in pieces) or (not pieces and shape):
         raise InvalidArgumentError(
-            f"`partition_dimensions` must be a list of whole numbers of at least 1, one for each dim: into how many pieces it is "
-            f"cut. Received {partition_dimensions!r} for shape {shape}."
+            f"`partition_dimensions` must be a list of whole numbers of at least 1, one for each dim: the number "
+            f"of its shards. Received {partition_dimensions!r} for shape {shape}."
         )
     if len(pieces) != len(shape):
         raise InvalidArgumentError(
@@ -104,14 +104,14 @@ def _checked_pieces(tensor: Any, partition_dimensions: Sequence[int], count: int
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """As one replica sees it."""
+    """Returns the shape that one replica sees."""
     if isinstance(tensor, PerReplica):
         return tensor.component_shape(0)
     return tuple(tensor.shape) if is_variable(tensor) else jnp.shape(tensor)
 
 
 def _marked(topology: Topology, tensor: Any, spec: PartitionSpec) -> Any:
-    """The tensor; in a trace with a mark that the compiler will be told of."""
+    """Returns the tensor, and in a trace marks its sharding for the compiler."""
     value = tensor.value if is_variable(tensor) else tensor
     if not isinstance(value, jax_compat.Tracer):
         return tensor
@@ -122,8 +122,8 @@ def _lay_out(strategy: Strategy, variable: Any, layout: NamedSharding | None) ->
     owner = context.owner_of(variable)
     if owner is not None and owner is not strategy:
         raise MixedStrategiesError(
-            f"The variable was made under {owner!r}, and is to be divided over the logical devices of {strategy!r}. Make it in "
-            "the scope of the strategy that divides it."
+            f"The variable was made under {owner!r}, but should be sharded over the logical devices of {strategy!r}. Make it in "
+            "the scope of the strategy that shards it."
         )
     strategy.bindings.lay_out(variable, layout, strategy.topology)
     return variable

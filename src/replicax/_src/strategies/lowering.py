@@ -1,6 +1,6 @@
-"""``Strategy.lower``: the program of a step for devices that may not be here. Nothing runs, no array is made.
+"""``Strategy.lower``: lowers a step for devices that may not be here. It runs nothing and makes no array.
 
-It is the program that ``run``, an ``rx.function`` or ``fit`` would run. Variables and arguments are shapes only.
+The program is the one that ``run``, an ``rx.function`` or ``fit`` would run. Variables and arguments are only shapes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Step:
-    """A step to lower: a call, as ``Strategy.lower`` takes it.
+    """A step to lower: the call that ``Strategy.lower`` takes.
 
     Attributes:
       fn: A replica function, an ``rx.function``, or a method of a Keras model.
-      global_batch: Rows of all replicas together; None: each replica has as many as ``args`` have for one.
-      num_replicas_here: R of the strategy as it is, for which the arguments are.
+      global_batch: The rows of all replicas together; None if each replica has the rows of ``args`` for one replica.
+      num_replicas_here: The strategy's own number of replicas R, which the arguments are for.
     """
 
     fn: Any
@@ -56,19 +56,19 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Of the function, for people."""
+        """The name of the function for messages."""
         return key.name_of(self.fn)
 
 
 @final
 @dataclass(frozen=True)
 class NamedArray:
-    """A variable or an argument of a program, described.
+    """The description of a variable or an argument of a program.
 
     Attributes:
       role: "variable" or "argument".
-      value: Its shape, dtype and sharding.
-      is_written: The program changes it.
+      value: The shape, dtype and sharding.
+      is_written: True if the program changes it.
     """
 
     role: str
@@ -83,11 +83,12 @@ class StepProgram:
     """The program of a step.
 
     Attributes:
-      compiled: As ``jax.jit`` gave it.
-      operands: What it takes, described: the variables that it writes, and reads, its constants, then the arguments.
-      arrays: Its variables and arguments.
-      rows: Of a replica's batch; None where no argument is split.
-      is_split: It is the program of all replicas together, which the partitioner splits.
+      compiled: The function from ``jax.jit``.
+      operands: Descriptions of its operands: the variables that it writes, those that it only reads, its constants,
+        then the arguments.
+      arrays: The variables and arguments.
+      rows: The rows of a replica's batch; None if no argument is split.
+      is_split: True for a program of all replicas together, which the partitioner splits.
     """
 
     name: str
@@ -98,23 +99,23 @@ class StepProgram:
     is_split: bool = False
 
     def trace(self) -> jax.stages.Traced:
-        """Traces it, for what it takes."""
+        """Traces the program for its operands."""
         return self.compiled.trace(*self.operands)
 
 
 class LoweredAlone(abc.ABC):
-    """A function that is no replica function, and knows its own program."""
+    """A function that is not a replica function and provides its own program."""
 
     @abc.abstractmethod
     def place(self, strategy: Strategy, step: Step) -> StepProgram:
-        """The program of a call, whose function this is."""
+        """Returns the program of a call of this function."""
 
 
 Placer = Callable[[Any, Step], StepProgram]
 
 
 def lower(strategy: Strategy, step: Step, topology: str | None) -> jax.stages.Lowered:
-    """The program of a step, as JAX lowers it; see ``Strategy.lower``."""
+    """Returns JAX's lowered program of a step; see ``Strategy.lower``."""
     check(strategy, step)
     if topology is None:
         devices = own_devices(strategy)
@@ -125,20 +126,20 @@ def lower(strategy: Strategy, step: Step, topology: str | None) -> jax.stages.Lo
 
 
 def check(strategy: Strategy, step: Step) -> None:
-    """Raises for what is no call of a step, and for strategies whose variables are elsewhere."""
+    """Raises for invalid calls of a step, and for strategies whose variables are not on the replicas' devices."""
     check_arguments("strategy.lower", step.fn, step.args, step.kwargs, step.options)
     placement = strategy.variable_placement
     if strategy.has_servers or getattr(placement, "parameter_device", None) is not None:
         raise UnsupportedError(
-            f"{type(strategy).__name__} keeps its variables elsewhere than on the replicas' devices, for which steps are lowered "
+            f"{type(strategy).__name__} does not keep its variables on the replicas' devices, for which steps are lowered "
             "and planned. Use rx.MirroredStrategy for it."
         )
 
 
 def own_devices(strategy: Strategy) -> Topology:
-    """The strategy's own devices, as a topology on which arrays are only described."""
+    """Returns the strategy's own devices, as a topology for descriptions of arrays."""
     mesh = strategy.topology.mesh
-    assert isinstance(mesh, jax.sharding.Mesh)  # of devices that are here
+    assert isinstance(mesh, jax.sharding.Mesh)  # its devices are here
     return Topology.of_mesh(mesh, is_ahead=True)
 
 
@@ -146,12 +147,13 @@ def own_devices(strategy: Strategy) -> Topology:
 def program_on(
     strategy: Strategy, step: Step, topology: Topology, layouts: StateLayouts | None
 ) -> Iterator[StepProgram]:
-    """The program of a step on a topology. Trace it inside: there the strategy has these devices, and variables without
-    values are taken as they will be.
+    """Context with the program of a step on a topology. Trace the program inside.
+
+    Inside, the strategy has these devices, and variables without values have their future types.
 
     Args:
-      topology: Its arrays are only described.
-      layouts: How variables lie over it; None: each device holds all of them.
+      topology: The topology, for descriptions of arrays only.
+      layouts: The layouts of variables; None if they are replicated.
     """
     step = dataclasses.replace(step, num_replicas_here=strategy.num_replicas_in_sync)
     token = planning.set(True)
@@ -173,11 +175,11 @@ def _placed(strategy: Strategy, step: Step) -> StepProgram:
 
 
 def place_replica_function(strategy: Strategy, step: Step) -> StepProgram:
-    """The program that ``strategy.run`` would run."""
+    """Returns the program that ``strategy.run`` would run."""
     topology = strategy.topology
     given = arguments_on(topology, step)
     runner = strategy.runner
-    assert isinstance(runner, Runner)  # ``check`` has refused others
+    assert isinstance(runner, Runner)  # ``check`` has rejected others
     placed, arrays = runner.place(step.fn, given.args, given.kwargs, step.options)
     launcher = placed.launcher
     operands = launcher.described(on_devices(arrays, topology))
@@ -192,11 +194,11 @@ def place_replica_function(strategy: Strategy, step: Step) -> StepProgram:
 @final
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a step, described for other devices than they are for.
+    """Descriptions of a step's arguments for other devices than their own.
 
     Attributes:
-      rows: Of a replica's batch; None where no argument is split.
-      arrays: Those that are on the devices, under their names.
+      rows: The rows of a replica's batch; None if no argument is split.
+      arrays: The arguments that are on the devices, with their names.
     """
 
     args: Sequence[Any]
@@ -206,7 +208,7 @@ class Arguments:
 
 
 def arguments_on(topology: Topology, step: Step) -> Arguments:
-    """Describes arguments as devices have them: as many rows for each replica, or those of a global batch."""
+    """Describes arguments on the devices, with the same number of rows per replica or those of a global batch."""
     leaves, tree = jax.tree_util.tree_flatten((tuple(step.args), dict(step.kwargs)), is_leaf=is_value)
     leaves = as_arguments(leaves, tree)
     components = [_component(leaf) for leaf in leaves]
@@ -239,7 +241,7 @@ def arguments_on(topology: Topology, step: Step) -> Arguments:
 
 
 def _component(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
-    """Shape and dtype of what one replica has of an argument that is split; None for others."""
+    """Returns the shape and dtype of one replica's component of a split argument; None for other arguments."""
     if isinstance(leaf, PerReplica) and not leaf.is_equal:
         shapes = leaf.shapes or (leaf.component_shape(0),)
         return tuple(largest_shape(shapes)), leaf.dtype
@@ -249,14 +251,14 @@ def _component(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
 
 
 def _on_devices(leaf: Any, topology: Topology) -> Any:
-    """An argument as it is on the devices; None if it is no array."""
+    """Returns the description of an argument on the devices; None if it is not an array."""
     if isinstance(leaf, (PerReplica, Mirrored)):
         return leaf.stored
     return topology.put_whole(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
 
 
 def on_devices(arrays: Sequence[Any], topology: Topology) -> list[Any]:
-    """Arrays as programs over the devices take them: described, whole on each where nothing else is said."""
+    """Returns descriptions of arrays for programs over the devices. Arrays without a sharding are replicated."""
     return [
         a if isinstance(a, jax.ShapeDtypeStruct) and a.sharding is not None else topology.put_whole(a)
         for a in arrays
@@ -264,7 +266,7 @@ def on_devices(arrays: Sequence[Any], topology: Topology) -> list[Any]:
 
 
 def of_bindings(written: Sequence[Binding], read: Sequence[Binding], topology: Topology) -> list[NamedArray]:
-    """The variables of a program, described."""
+    """Returns the descriptions of a program's variables."""
     return [
         NamedArray("variable", binding.name, binding.described(topology), is_written)
         for bindings, is_written in ((written, True), (read, False))

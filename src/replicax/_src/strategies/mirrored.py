@@ -20,24 +20,24 @@ log = logging.getLogger("replicax")
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine: one replica per device.
 
-    Every device holds every variable; gradients are summed over replicas before they are applied, so that all
-    copies stay the same, which is proven when a function is traced.
+    Every device holds every variable. Gradients are summed over replicas before they are applied, so that all copies
+    stay the same. The trace of a function proves this.
 
     Args:
-      devices: Names (``"gpu:0"``, ``"/gpu:0"``, ``"cpu:1"``, …) or ``jax.Device``; or a number, of the first devices of
-        this process; default: all of JAX's default backend. ``rx.config.set_local_devices(n)`` makes n virtual CPU
-        devices.
-      cross_device_ops: How to reduce; default: XLA's all-reduce.
-      shard_state: What replicas divide among them instead of each holding all of it: "optimizer", the variables of
-        Keras optimizers (ZeRO 1), or "all", the trainable variables too (ZeRO 3). The numbers stay what they are.
-      shard_size: Over how many replicas, adjacent ones; the next ones hold the same again. A divisor of their number;
-        default: the largest up to 256.
+      devices: A list of names (``"gpu:0"``, ``"/gpu:0"``, ``"cpu:1"``, …) or ``jax.Device``, or the number of this
+        process's first devices to use; default: all devices of JAX's default backend.
+        ``rx.config.set_local_devices(n)`` makes n virtual CPU devices.
+      cross_device_ops: The cross-device operations; default: XLA's all-reduce.
+      shard_state: The state that is sharded over replicas instead of replicated: "optimizer" for the variables of Keras
+        optimizers (ZeRO 1), or "all" for the trainable variables too (ZeRO 3). Results do not change.
+      shard_size: The number of adjacent replicas that share one copy of the state. It divides the number of replicas;
+        default: the largest divisor up to 256.
       num_devices: The same as a number for ``devices``.
 
     Raises:
-      DeviceError: A device does not exist, or repeats, or there are fewer.
-      InvalidArgumentError: ``shard_size`` does not divide the number of replicas, or nothing is divided; or ``devices``
-        and ``num_devices`` are both given.
+      DeviceError: A device does not exist or is repeated, or there are too few devices.
+      InvalidArgumentError: ``shard_size`` does not divide the number of replicas or is given without ``shard_state``;
+        or ``devices`` and ``num_devices`` are both given.
 
     Source: tf.distribute.MirroredStrategy.
     """

@@ -1,4 +1,4 @@
-"""Texts for mistakes in using a strategy: arguments that do not fit, names that it does not have, subclasses."""
+"""Checks and errors for wrong uses of a strategy: invalid arguments, unknown names, subclasses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def check_arguments(method: str, fn: Any, args: Any, kwargs: Any, options: Any) -> None:
-    """Raises for what is no call of a step.
+    """Raises for invalid arguments of ``run`` and similar methods.
 
     Args:
-      method: ``strategy.run``, for the text.
+      method: The name for messages, such as ``strategy.run``.
 
     Raises:
-      InvalidArgumentError: ``fn`` is no function, ``args`` no list or tuple, ``kwargs`` no dict, or ``options`` not a
-        ``RunOptions`` for these arguments.
+      InvalidArgumentError: ``fn`` is not a function, ``args`` not a list or tuple, ``kwargs`` not a dict, or
+        ``options`` not a ``RunOptions`` for these arguments.
     """
     if not callable(fn):
         raise InvalidArgumentError(f"{method} needs a function, got {fn!r}.")
@@ -49,15 +49,15 @@ def check_arguments(method: str, fn: Any, args: Any, kwargs: Any, options: Any) 
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises if ``fn`` cannot be called with ``args`` and ``kwargs``. Called once the call has failed.
+    """Raises if ``fn`` cannot be called with ``args`` and ``kwargs``. Call it after the call has failed.
 
     Raises:
-      InvalidArgumentError: It cannot.
+      InvalidArgumentError: The arguments do not fit the signature of ``fn``.
     """
     fn = unwrap(fn)
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # of a built-in function
+    except (TypeError, ValueError):  # a built-in function has no signature
         return
     if _fits(signature, args, kwargs):
         return
@@ -80,17 +80,17 @@ def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 
 
 def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
-    """The error for a public name that a strategy does not have. It names the one that was probably meant."""
+    """Returns the error for a public name that a strategy does not have. It names the one that was probably meant."""
     extended = {each: f"extended.{each}" for each in dir(strategy.extended)}
     names = {**extended, **{each: each for each in dir(type(strategy))}, "experimental_run_v2": "run"}
     close = difflib.get_close_matches(name, [each for each in names if not each.startswith("_")], n=1)
     hint = f" Did you mean strategy.{names[close[0]]}?" if close else ""
-    # With ``obj`` Python would add a suggestion of its own, another one for experimental_run_v2.
+    # With ``obj`` Python would add its own suggestion, which is a different one for experimental_run_v2.
     return AttributeError(f"{type(strategy).__name__} has no attribute {name!r}.{hint}", name=name, obj=None)
 
 
 def no_strategies_of_users(name: str) -> UnsupportedError:
-    """The error for a subclass of a strategy, or of its ``extended``, that is written as in TensorFlow."""
+    """Returns the error for a subclass of a strategy, or of its ``extended``, that is written as in TensorFlow."""
     return UnsupportedError(
         f"{name}: strategies cannot be subclassed as in TensorFlow, where a StrategyExtended has their methods. Compose one: "
         "rx.MirroredStrategy(devices, cross_device_ops), with your own rx.CrossDeviceOps; rx.TPUStrategy(layout_map=…) divides "

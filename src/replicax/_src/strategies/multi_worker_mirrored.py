@@ -28,25 +28,25 @@ log = logging.getLogger("replicax")
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on several machines, or processes: one replica per device of each worker.
 
-    Start the same program once for each worker, with a ``TF_CONFIG`` that says who is there and which of them it is
-    (``replicax launch`` does it on one machine). Making the strategy blocks until all have come. From then on all
-    workers make the same calls of replicax, in the same order; each feeds the replicas on its own devices. Variables
-    begin with the values of the chief (worker 0 if there is none).
+    Start the same program once for each worker, with a ``TF_CONFIG`` that describes the cluster and this task
+    (``replicax launch`` does it on one machine). Making the strategy blocks until all workers have joined. After that
+    all workers make the same calls of replicax, in the same order, and each feeds the replicas on its own devices.
+    Variables start with the values of the chief (worker 0 if there is none).
 
     Args:
-      cluster_resolver: Who is in the cluster; default: ``TF_CONFIG``, else what a launcher (torchrun, Open MPI, Slurm,
-        SageMaker) has put into the environment, else this worker alone.
-      communication_options: How collectives communicate; ``timeout_seconds`` is how long a worker waits for others that
-        are alive; that of a process's first strategy counts. Give all workers the same. CPUs use gloo's ring; MPI, if
-        JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi is set. The log says what is used.
-      shard_state: As of ``MirroredStrategy``: "optimizer" or "all", divided over the replicas of all workers.
-      shard_size: As of ``MirroredStrategy``.
+      cluster_resolver: The description of the cluster; default: ``TF_CONFIG``, else the environment of a launcher
+        (torchrun, Open MPI, Slurm, SageMaker), else this worker alone.
+      communication_options: Options of collectives. ``timeout_seconds`` is the limit of a wait for others that are
+        alive; the value of a process's first strategy counts. Give all workers the same options. CPUs use gloo's ring,
+        or MPI if JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi is set. The log names the implementation.
+      shard_state: "optimizer" or "all", as in ``MirroredStrategy``, sharded over the replicas of all workers.
+      shard_size: See ``MirroredStrategy``.
 
     Raises:
-      InvalidArgumentError: ``shard_size`` does not divide the number of replicas, or nothing is divided.
-      ClusterError: The description of the cluster is wrong, or MPI was asked for and cannot start.
-      ClusterStartError: A worker is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default), or they do not fit
-        together.
+      InvalidArgumentError: ``shard_size`` does not divide the number of replicas or is given without ``shard_state``.
+      ClusterError: The description of the cluster is wrong, or MPI was requested and cannot start.
+      ClusterStartError: A worker is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default), or the workers do not
+        fit together.
       BackendStartedError: JAX was used before, in a cluster of several workers.
 
     Source: tf.distribute.MultiWorkerMirroredStrategy.
@@ -114,14 +114,14 @@ def _check_devices_for_mpi(devices: Sequence[Device]) -> None:
 
 
 def _carrier(platform: str) -> str:
-    """What carries collectives between processes."""
+    """Returns the name of the library for collectives between processes."""
     if platform == "cpu":
         return {"gloo": "gloo", "mpi": "MPI"}[jax_compat.cpu_collectives()]
     return "NCCL" if platform == "gpu" else "XLA"
 
 
 def _say_what_communicates(wanted: CommunicationImplementation, platform: str) -> None:
-    """Warns where the workers use something else than was asked for."""
+    """Warns if the workers use another implementation than the requested one."""
     carrier = _carrier(platform)
     if wanted is CommunicationImplementation.NCCL and platform != "gpu":
         log.warning(
@@ -130,7 +130,7 @@ def _say_what_communicates(wanted: CommunicationImplementation, platform: str) -
             carrier,
         )
     if wanted is CommunicationImplementation.RING and carrier != "gloo":
-        chooses = ", which chooses ring or tree by itself" if carrier == "NCCL" else ""
+        chooses = ", which chooses ring or tree itself" if carrier == "NCCL" else ""
         log.warning(
             "CommunicationImplementation.RING is gloo's, on CPUs: here the workers use %s%s.",
             carrier,
@@ -146,7 +146,7 @@ def of_older_signature(
 
     Args:
       communication: AUTO, RING or NCCL.
-      cluster_resolver: Who is in the cluster.
+      cluster_resolver: The description of the cluster.
 
     Source: tf.distribute.experimental.MultiWorkerMirroredStrategy.
     """

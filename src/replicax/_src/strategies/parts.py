@@ -1,4 +1,4 @@
-"""What a strategy is composed of: devices, where variables live, the bindings of its programs, what runs functions."""
+"""The parts of a strategy: devices, the placement of variables, the bindings of its programs, the runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicax._src.tracing.bindings import BindingTable
 
 
 class FunctionRunner(Protocol):
-    """Runs functions on replicas: ``Runner``, or what looks on while one does."""
+    """Runs functions on replicas: ``Runner``, or a wrapper that observes one."""
 
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
@@ -21,7 +21,7 @@ class FunctionRunner(Protocol):
         ...
 
     def owned(self, array: Any) -> Any:
-        """Remembers that nobody else holds the buffers of ``array``; returns it."""
+        """Records that nobody else holds the buffers of ``array``, and returns it."""
         ...
 
 
@@ -29,14 +29,14 @@ class FunctionRunner(Protocol):
 class Parts:
     """The parts of a strategy.
 
-    While ``context.standing_in`` lasts, a strategy has others in this thread: ``rx.testing`` lets a program meet
-    its strategy as one of a single replica.
+    Inside ``context.standing_in`` a strategy has other parts in this thread: with ``rx.testing`` a program sees its
+    strategy with a single replica.
 
     Attributes:
       topology: The replicas' devices.
-      variable_placement: Where variables are kept: a ``VariablePlacement``, or what keeps them on parameter servers.
-      bindings: The variables that programs have met.
-      runner: What runs functions on the replicas.
+      variable_placement: The placement of variables: a ``VariablePlacement``, or a placement on parameter servers.
+      bindings: The bindings of the variables that programs use.
+      runner: The runner of functions on the replicas.
     """
 
     topology: Topology

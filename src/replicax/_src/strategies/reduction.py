@@ -126,7 +126,7 @@ def _reduce_local(
     local: Any,
     axes: tuple[int, ...] | None,
 ) -> Any:
-    """In ``merge_call``: over replicas by a collective."""
+    """Reduces over replicas by a collective, in ``merge_call``."""
     array = in_replica.reducible(local, op)
 
     def total(values: list[Any]) -> list[Any]:
@@ -169,7 +169,7 @@ def _reduce_per_replica(
 
 
 def _launch(topology: Topology, compute: Callable[[Any], tuple[Any, Any]], value: PerReplica) -> Any:
-    """Computes on the devices; where they meet to do so, within the limit of programs in flight."""
+    """Computes on the devices. If they must meet, it respects the limit of programs in flight."""
     result, token = compute(value.stored)
     if topology.needs_token and not value.is_equal:
         in_flight.add(token)
@@ -179,7 +179,7 @@ def _launch(topology: Topology, compute: Callable[[Any], tuple[Any, Any]], value
 def _compiled_on(
     topology: Topology, compute: Callable[[Any], Any], name: str
 ) -> Callable[[Any], tuple[Any, Any]]:
-    """``compute`` of the stored array, with a token that is there when the program has run."""
+    """Returns a function that computes on the stored array and also returns a token that is ready after the program."""
     return topology.compile(
         lambda array: (compute(array), jnp.int8(0)), name, out_shardings=topology.replicated
     )
@@ -206,10 +206,10 @@ def _compute(
     axes: tuple[int, ...] | None,
     array: Any,
 ) -> Any:
-    """The reduction of the stored form of a PerReplica: [R, ...], or [...] where all are equal."""
+    """Reduces the stored form of a PerReplica: [R, ...], or [...] if all components are equal."""
     if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
         wide = _compute(op, num_replicas, is_equal, shapes, axes, array.astype(jnp.float32))
-        return wide.astype(array.dtype)  # the mean of half precision fits where its sum may not
+        return wide.astype(array.dtype)  # a mean in half precision fits even if the sum does not
     array = in_replica.reducible(array, op)
     if axes is None:
         if is_equal:
@@ -234,7 +234,7 @@ def _compute(
 def _reduce_through(
     ops: CrossDeviceOps, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None
 ) -> Any:
-    """A user's cross-device operations see the components."""
+    """Reduces through a user's cross-device operations, which get the components."""
     if axes is None:
         return ops.reduce(op, value)
     components = [in_replica.reducible(component, op) for component in Gathered.of(value).values]
@@ -292,7 +292,7 @@ def _compiled_join(topology: Topology, shapes: tuple[tuple[int, ...], ...], is_e
 
 
 def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: Any) -> Any:
-    """The components, in the stored form of a PerReplica, one after the other."""
+    """Concatenates the components in the stored form of a PerReplica."""
     return in_replica.concatenate(
         [cut(array if is_equal else array[r], shape) for r, shape in enumerate(shapes)], axis
     )
@@ -314,8 +314,8 @@ def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
 
 
 def _components_of(leaf: Any, count: int) -> tuple[Any, ...]:
-    """What each replica of this process has of a leaf: components, copies of a variable, or the same value."""
-    values = getattr(leaf, "values", None)  # also of an rx.Variable
+    """Returns a leaf's value for each local replica: components, copies of a variable, or the same value."""
+    values = getattr(leaf, "values", None)  # also for an rx.Variable
     if values is not None:
         return values
     if is_variable(leaf):  # of Keras

@@ -1,4 +1,4 @@
-"""A replica function: how a strategy calls it while it is traced, describes its arguments and wraps its results."""
+"""Traces replica functions: calls them, describes their arguments and wraps their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
 
 Observe = Callable[[int, Callable[[], Any]], Any]
-"""Given the number of a variant and what calls the function: returns what the variant gives."""
+"""Takes the number of a variant and the call of the function. Returns the result of the variant."""
 
 
 def trace_replicas(
@@ -40,11 +40,11 @@ def trace_replicas(
     has_modules: bool = False,
     observe: Observe = lambda number, call: call(),
 ) -> tuple[ReplicaProgram, list[int] | None]:
-    """Traces ``fn`` as a function of a replica: see ``passes.trace_replicas``.
+    """Traces ``fn`` as a replica function; see ``passes.trace_replicas``.
 
     Args:
       tree: The structure of (args, kwargs, cells), whose leaves are ``described``.
-      observe: Looks on while the function is called.
+      observe: Observes the call of the function.
     """
 
     def call(number: int, tracers: list[Any]) -> Any:
@@ -72,16 +72,16 @@ def trace_replicas(
 
 
 def describe_distributed(value: DistributedValues, strategy: Strategy, num_replicas: int) -> Leaf:
-    """What a per-replica or mirrored argument is.
+    """Returns the description of a per-replica or mirrored argument.
 
     Raises:
-      MixedStrategiesError: It is of another strategy.
+      MixedStrategiesError: It belongs to another strategy.
     """
     if isinstance(value, PerReplica):
         if value.is_of_whole_batch:
             raise MixedStrategiesError(
                 f"strategy.run got a result of an eager run, which is of the whole batch, and {strategy!r} has {num_replicas} "
-                f"replicas. If each replica shall have all of it, pass strategy.replicate(value); or run this step with "
+                f"replicas. If each replica should have all of it, pass strategy.replicate(value); or run this step with "
                 f"options=rx.RunOptions(eager=True) too."
             )
         if value.num_replicas != num_replicas:
@@ -112,10 +112,10 @@ def results_of(
     function: Any = None,
     shared: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Results:
-    """Turns the arrays that a program gives into what ``run`` returns.
+    """Converts the arrays that a program returns into the results of ``run``.
 
     Args:
-      function: Its identity, for the arrays that replace arguments of the shapes in ``shared``, by path.
+      function: The identity of the function, for results that replace arguments of the shapes in ``shared``, by path.
     """
     first = program.variants[0]
     leaves: list[tuple[bool, Any, bool, Maker | None]] = []

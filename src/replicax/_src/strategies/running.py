@@ -1,4 +1,4 @@
-"""How ``Strategy.run`` runs a function: arguments to leaves, a cache of programs, results to values."""
+"""Implements ``Strategy.run``: converts arguments to leaves, caches programs, and converts results to values."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class LoweredFunction:
-    """A function traced, compiled and ready.
+    """A traced and compiled function.
 
     Attributes:
-      results: Turns arrays into what ``run`` returns.
-      tell_drift: Told the leaves of a call: see ``strategies/drift.py``.
-      check_closure: Told them too.
+      results: Converts arrays into the results of ``run``.
+      tell_drift: Called with the leaves of a call; see ``strategies/drift.py``.
+      check_closure: Called with them, too.
     """
 
     launcher: Launcher
@@ -73,7 +73,7 @@ class Runner:
     """Runs functions on the replicas of one strategy.
 
     Args:
-      strategy: Its ``bindings``, ``variable_placement`` and ``reduce_in_replica`` are used.
+      strategy: The strategy, of which it uses ``bindings``, ``variable_placement`` and ``reduce_in_replica``.
       topology: The replicas' devices.
     """
 
@@ -82,18 +82,19 @@ class Runner:
         self._topology = topology
         self._cache: ProgramCache[LoweredFunction] = ProgramCache()
         self._last: LoweredFunction | None = None
-        self._has_drifted: set[Any] = set()  # functions of which it has been said
-        # With one replica arrays are plain: those that nobody else holds a buffer of, for donate_args.
+        self._has_drifted: set[Any] = set()  # functions whose drift was reported
+        # With one replica results are plain arrays. These are the ones whose buffers nobody else holds, for
+        # donate_args.
         self._owned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     @property
     def num_programs(self) -> int:
-        """How many programs are held."""
+        """The number of cached programs."""
         return len(self._cache)
 
     @property
     def last_launcher(self) -> Launcher:
-        """The launcher of the program that was traced last: for looking at what was compiled."""
+        """The launcher of the program that was traced last, to inspect the compiled program."""
         assert self._last is not None, "nothing has been traced yet"
         return self._last.launcher
 
@@ -159,21 +160,21 @@ class Runner:
     def place(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> tuple[LoweredFunction, list[Any]]:
-        """The program that ``run`` would run, and what it takes, to be lowered: nothing is run or kept."""
+        """Returns the program that ``run`` would run, and its arguments, to lower it. Runs and keeps nothing."""
         use_imported()
         call = Call(fn, args, kwargs, is_value, opens_modules=True)
         self._describe(call, None)
         return self._trace(call, self._donated(args, call, options), options), call.arrays
 
     def owned(self, array: Any) -> Any:
-        """Remembers that ``array`` is in buffers that nobody else holds; returns it."""
+        """Records that nobody else holds the buffers of ``array``, and returns it."""
         self._owned[id(array)] = array
         return array
 
     def _shallow(self, args: Sequence[Any]) -> tuple[Any, list[Any]] | None:
-        """The signature and the arrays of the arguments that loops mostly have: placed values, or tuples of such.
+        """Returns the signature and the arrays of common arguments: placed values, or tuples of them.
 
-        For everything else None: ``_describe`` knows it all, and takes longer.
+        Returns None for all others. ``_describe`` handles every case, but is slower.
         """
         topology = self._topology
         signature: list[Any] = [jax_state()]
@@ -199,7 +200,7 @@ class Runner:
     # --- arguments ------------------------------------------------------------------------------------
 
     def _describe(self, call: Call, programs: FunctionPrograms | None, *, is_traced: bool = False) -> None:
-        """Describes the leaves; their arrays are on the devices afterwards, unless they are traced."""
+        """Describes the leaves and puts their arrays on the devices, unless they are traced."""
 
         def rule(leaf: Any) -> tuple[Leaf, Any] | None:
             is_distributed = isinstance(leaf, (PerReplica, Mirrored))
@@ -228,7 +229,7 @@ class Runner:
     # --- donation -------------------------------------------------------------------------------------
 
     def _donated(self, args: Sequence[Any], call: Call, options: RunOptions) -> list[bool]:
-        """Which array leaves are donated: those of the arguments named in ``donate_args``."""
+        """Returns, for each array leaf, True if it belongs to an argument named in ``donate_args``."""
         is_chosen = [False] * len(call.leaves)
         start = 0
         for position, arg in enumerate(args if _donates(options) else ()):
@@ -247,7 +248,7 @@ class Runner:
         """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
         arrays = call.arrays
         holders = [leaf for leaf, d in zip(call.leaves, call.described, strict=True) if d.kind != "static"]
-        # Ours are those of ``leaves`` and ``holders``, and the user's pytree has one.
+        # Own references: those of ``leaves`` and ``holders``; the user's pytree has one more.
         held = held_elsewhere(arrays, num_own=3)
         uses = collections.Counter(map(id, arrays))
         results = list(arrays)
@@ -278,11 +279,14 @@ class Runner:
             has_modules=call.has_modules,
         )
         traced, name, told = program, key.name_of(fn), self._has_drifted
-        function, paths = drift.identity_of(fn), call.paths  # neither holds the function or its arguments
+        function, paths = (
+            drift.identity_of(fn),
+            call.paths,
+        )  # neither of them holds the function or its arguments
 
         def tell_drift(leaves: Sequence[Any]) -> None:
             if all(not isinstance(leaf, PerReplica) or leaf.maker is None for leaf in leaves):
-                return  # no program has made one of them
+                return  # no program has made any of them
             drifted = drift.drifted_paths(function, traced, paths(), described, leaves)
             if drifted and (options.check_same or function not in told):
                 told.add(function)
@@ -292,7 +296,7 @@ class Runner:
         if current_capture() is None:
             for variant in program.variants:
                 check_no_leaks(variant)
-        if all(program.same_outputs):  # of which none can drift apart
+        if all(program.same_outputs):  # equal outputs cannot drift apart
             results = results_of(program, self._topology)
         else:
             shared = drift.shared_shapes(paths(), described)
@@ -318,14 +322,14 @@ class Runner:
     def _check_may_watch(self) -> None:
         if self._strategy.variable_placement.layouts is not None:
             raise UnsupportedError(
-                "RunOptions(check_finite=True) does not go with shard_state: replicas hold pieces of the variables. Look for the value "
+                "RunOptions(check_finite=True) does not work with shard_state, because replicas hold shards of the variables. Look for the value "
                 "that is not finite with the same strategy without shard_state."
             )
 
     # --- running --------------------------------------------------------------------------------------
 
     def _run_inline(self, outer: Capture, call: Call, options: RunOptions) -> Any:
-        """Places the program in the middle of the cross-replica function that is being traced."""
+        """Inlines the program into the cross-replica function that is being traced."""
         self._describe(call, None, is_traced=True)
         placed = self._last = self._trace(call, [False] * len(call.arrays), options)
         placed.check_closure(call.leaves)
@@ -354,7 +358,7 @@ class Runner:
 def _check(call: Call, options: RunOptions, outer: Capture | None) -> None:
     if call.has_modules and options.donate_args:
         raise UnsupportedError(
-            "RunOptions(donate_args=…) does not go with nnx modules as arguments, whose arrays the modules hold. Leave "
+            "RunOptions(donate_args=…) does not work with nnx modules as arguments, because the modules hold the arrays. Leave "
             "it out, or pass the module's state as arrays (nnx.split)."
         )
     if outer is not None and outer.is_replica:

@@ -1,4 +1,4 @@
-"""Several steps in one call: one program that goes through batches which are on the devices together."""
+"""Several steps in one call: one program that loops over batches on the devices."""
 
 from __future__ import annotations
 
@@ -35,40 +35,40 @@ if TYPE_CHECKING:
 
 @final
 class MultiStepContext:
-    """What the function of ``experimental_run_steps_on_iterator`` says of its step, and afterwards what came out.
+    """The outputs of steps in ``experimental_run_steps_on_iterator``: the function sets them, and the caller reads
+    them.
 
     Source: tf.distribute's MultiStepContext (TensorFlow 1).
     """
 
     def __init__(self, strategy: Strategy | None = None, last_step_outputs: dict[str, Any] | None = None):
-        """Private: made by ``experimental_run_steps_on_iterator``."""
+        """Makes a context. Only ``experimental_run_steps_on_iterator`` calls it."""
         self._strategy = strategy
         self._last_step_outputs = dict(last_step_outputs or {})
         self._non_tensor_outputs: dict[str, Any] = {}
 
     @property
     def last_step_outputs(self) -> dict[str, Any]:
-        """By name what the last step gave to ``set_last_step_output``."""
+        """The outputs that the last step set by ``set_last_step_output``, by name."""
         return self._last_step_outputs
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """By name what was given to ``set_non_tensor_output``."""
+        """The outputs that were set by ``set_non_tensor_output``, by name."""
         return self._non_tensor_outputs
 
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | ReduceName | None = None
     ) -> None:
-        """Keeps ``output`` of the last step.
+        """Keeps ``output`` of the last step. Call it in cross-replica code with a result of ``strategy.run``.
 
-        Call it in cross-replica code: with what ``strategy.run`` returned.
 
         Args:
-          output: Per-replica values, or arrays; a pytree of them.
-          reduce_op: How the replicas' values become one; None keeps them as they are.
+          output: A pytree of per-replica values or arrays.
+          reduce_op: The reduction of the replicas' values; None keeps them unreduced.
 
         Raises:
-          CrossReplicaContextError: In a replica function; return the value from it instead.
+          CrossReplicaContextError: It is called in a replica function. Return the value from that function instead.
         """
         if context.in_replica_function():
             raise CrossReplicaContextError(
@@ -81,7 +81,7 @@ class MultiStepContext:
         self._last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keeps a Python value; the function runs once for all steps, so it is that of any step."""
+        """Keeps a Python value. The function is traced once for all steps, so the value is the same for every step."""
         self._non_tensor_outputs[name] = output
 
 
@@ -90,12 +90,13 @@ class StepLoop:
     """Traced code that a program runs once for each of several steps, whose inputs are stacked.
 
     Args:
-      code: Traced over one step's arrays, then other arrays.
-      form: The state that each step hands to the next; its arrays come after those of the step, and first in the
+      code: The traced code. Its arguments are one step's arrays, then other arrays.
+      form: The form of the state that each step passes on. Its arrays come after those of the step, and first in the
         results.
-      capacity: For how many steps the stack has room.
-      check_closure: Of the other arrays.
-      keeps_all: Give the results of all steps, stacked, else of the last one only. Of the state always the last.
+      capacity: The largest number of steps in the stack.
+      check_closure: Checks the other arrays.
+      keeps_all: True to return the stacked results of all steps, else only those of the last. The state is always the
+        last.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class StepLoop:
             values, carried, kept = jax.lax.fori_loop(
                 start, stop, one_step, (list(written), as_carried(carried), kept)
             )
-            if keeps_all:  # a PerReplica has its replicas first
+            if keeps_all:  # the replica dim of a PerReplica comes first
                 kept = [
                     jnp.moveaxis(k, 0, 1) if kind == "row" else k for k, kind in zip(kept, kinds, strict=True)
                 ]
@@ -170,7 +171,7 @@ class StepLoop:
     def __call__(
         self, stack: Sequence[Any], carried: Sequence[Any], others: Sequence[Any], start: int, stop: int
     ) -> tuple[Sequence[Any], Any]:
-        """Runs the steps ``[start, stop)``; returns the leaves of the last state, and their results."""
+        """Runs the steps ``[start, stop)``. Returns the leaves of the last state, and the results of the steps."""
         others = on_mesh(others, self._topology)
         outs = self._variables.run(self._compiled, stack, carried, others, jnp.int32(start), jnp.int32(stop))
         if self._keeps_all and stop - start < self._capacity:
@@ -184,7 +185,7 @@ class StepLoop:
 
 
 def _with_steps(pytree: Any, num_steps: int) -> Any:
-    """Per-replica values whose components have a dim more in front: that of the steps."""
+    """Returns per-replica values whose components have an additional first dim, for the steps."""
 
     def changed(value: Any) -> Any:
         if not isinstance(value, PerReplica) or value.shapes is None:
@@ -253,9 +254,7 @@ class StepsRunner:
         *,
         keeps_all: bool,
     ) -> tuple[Any, list[Any]]:
-        """Runs up to ``num_steps`` steps; returns the state, and the results of each group of steps with the same
-        shapes.
-        """
+        """Runs up to ``num_steps`` steps. Returns the state, and the results of each group of steps with equal shapes."""
         num_steps = _check(fn, num_steps)
         _check_iterator(iterator, self._strategy)
         use_imported()
@@ -327,7 +326,9 @@ class StepsRunner:
         form: StateForm,
         inputs: Sequence[Leaf],
     ) -> tuple[TracedCode, StateForm]:
-        """Traces one step, and again while its state differs between replicas where the state before it did not."""
+        """Traces one step. Repeats it while a leaf of the state varies between replicas that did not vary before the
+        step.
+        """
         while True:
             current = form
 
@@ -363,7 +364,7 @@ def _check_iterator(iterator: Any, strategy: Strategy) -> None:
         )
     if isinstance(iterator, DistributedDataset):
         raise InvalidArgumentError(
-            "Several steps in one call take an iterator, so that the next call goes on after them; got a "
+            "Several steps in one call take an iterator, so that the next call continues after them; got a "
             "DistributedDataset. Make iterator = iter(dataset) once, and pass that."
         )
     if not isinstance(iterator, DistributedIterator):
@@ -386,30 +387,30 @@ def _check(fn: Any, num_steps: Any) -> int:
         raise InvalidArgumentError(f"The number of steps must be an int of at least 1, got {num_steps!r}.")
     if current_capture() is not None or context.in_replica_function():
         raise UnsupportedError(
-            "Several steps in one call are a program of their own: call run_steps outside of rx.function and of "
+            "Several steps in one call are a separate program: call run_steps outside of rx.function and of "
             "replica functions."
         )
     return int(num_steps)
 
 
 def _joined(groups: Sequence[Any]) -> Any:
-    """The results of groups of steps, one after the other."""
+    """Concatenates the results of groups of steps."""
     trees = [jax.tree_util.tree_structure(group, is_leaf=_is_distributed) for group in groups]
     if any(tree != trees[0] for tree in trees):
         raise StructureError(
-            f"The steps ran, and their results cannot be stacked: the function returns {trees[0]} for some batches and "
+            f"The steps ran, but their results cannot be stacked: the function returns {trees[0]} for some batches and "
             f"{next(tree for tree in trees if tree != trees[0])} for others. Return the same structure for all."
         )
     return jax.tree_util.tree_map(_join, *groups, is_leaf=_is_distributed)
 
 
 def _join(*values: Any) -> Any:
-    """One leaf of the results of several groups, along the dim of the steps."""
+    """Concatenates one leaf of the results of several groups along the dim of the steps."""
     if not all(_is_distributed(v) or isinstance(v, jax.Array) for v in values):
         if all(type(v) is type(values[0]) and (v is values[0] or v == values[0]) for v in values):
             return values[0]
         raise StructureError(
-            f"The steps ran, and their results cannot be stacked: the function returns {values!r}, which differ between "
+            f"The steps ran, but their results cannot be stacked: the function returns {values!r}, which differ between "
             "batches of different sizes. Return arrays instead, such as jnp.float32(x.shape[0])."
         )
     if any(isinstance(v, PerReplica) and not v.is_equal for v in values):
@@ -421,7 +422,7 @@ def _join(*values: Any) -> Any:
     shapes = {a.shape[:step_dim] + a.shape[step_dim + 1 :] for a in arrays}
     if len(shapes) > 1 or any(isinstance(v, PerReplica) and v.shapes for v in values):
         raise StructureError(
-            "The steps ran, and their results cannot be stacked: the batches have different numbers of rows, and "
+            "The steps ran, but their results cannot be stacked: the batches have different numbers of rows, and "
             "the function returns something for each row. Return one value for each step (a loss, a sum), or "
             "call strategy.run for each batch."
         )

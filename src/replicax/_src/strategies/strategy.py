@@ -1,4 +1,4 @@
-"""``Strategy``: what every strategy can do. The named strategies are compositions of its parts."""
+"""``Strategy``: the interface of every strategy. The named strategies are compositions of its parts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ReduceName = Literal["SUM", "MEAN", "sum", "mean", "Sum", "Mean"]
 
 
 class _Required:
-    """In place of an argument that was left out."""
+    """The marker for an argument that was left out."""
 
     def __repr__(self) -> str:
         return "<required>"
@@ -77,11 +77,12 @@ _REQUIRED: Final = _Required()
 class Strategy:
     """A policy for where state lives and computation runs.
 
-    Write the program once; the strategy says where it runs. Make variables, models and optimizers in
-    ``scope()``, feed ``experimental_distribute_dataset``, run steps with ``run``, combine with ``reduce``.
+    Write the program once; the strategy decides where it runs. Make variables, models and optimizers in ``scope()``,
+    distribute data with ``experimental_distribute_dataset``, run steps with ``run``, and combine values with
+    ``reduce``.
 
-    Do not make one: use ``MirroredStrategy``, ``OneDeviceStrategy``, ``CentralStorageStrategy``, or the default
-    strategy, ``rx.get_strategy()``.
+    Do not make a ``Strategy`` itself: use ``MirroredStrategy``, ``OneDeviceStrategy``, ``CentralStorageStrategy``, or
+    the default strategy, ``rx.get_strategy()``.
 
     Source: tf.distribute.Strategy.
     """
@@ -90,7 +91,7 @@ class Strategy:
     has_servers = False
     partitions_by_spmd = False
     worker_of_own: Membership | None = None
-    """Where each worker runs the program by itself, on shared servers: which one this is."""
+    """This worker, if each worker runs the program separately on shared servers; else None."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Strategy:
         shard_size: int | None = None,
         layout_map: LayoutMap | None = None,
     ):
-        if isinstance(make_topology, StrategyExtended):  # as a subclass does in TensorFlow
+        if isinstance(make_topology, StrategyExtended):  # as a subclass in TensorFlow does
             raise no_strategies_of_users(type(self).__name__)
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise InvalidArgumentError(
@@ -115,7 +116,7 @@ class Strategy:
             )
         if layout_map is not None and shard_state is not None:
             raise UnsupportedError(
-                f"{type(self).__name__}(layout_map=…, shard_state={shard_state!r}): variables are divided over the logical devices of "
+                f"{type(self).__name__}(layout_map=…, shard_state={shard_state!r}): variables are sharded over the logical devices of "
                 "each replica, or over the replicas, not over both. Leave one of them out."
             )
         self._make_topology, self._make_parts = make_topology, make_parts
@@ -141,9 +142,7 @@ class Strategy:
         return Parts(topology, placement, bindings, Runner(self, topology))
 
     def parts_on(self, topology: Topology, layouts: StateLayouts | None) -> Parts:
-        """What the strategy is composed of on other devices, those of a plan, as many for each replica; ``layouts``
-        divide its state.
-        """
+        """Returns the parts of the strategy on a plan's devices, as many for each replica. ``layouts`` shard its state."""
         own = self._own_parts
         logical = own.variable_placement.logical_layouts
         placement = VariablePlacement(topology, None, layouts, logical and logical.on(topology))
@@ -151,15 +150,13 @@ class Strategy:
         return Parts(topology, placement, bindings, Runner(self, topology))
 
     def layouts_on(self, topology: Topology) -> StateLayouts | None:
-        """How this strategy's variables lie over devices, its own or those of a plan; None: each device holds all of
-        them.
-        """
+        """Returns the layouts of variables over the strategy's or a plan's devices; None if they are replicated."""
         shards = StateShards.of(self._shard_state, self._shard_size, topology.num_replicas)
         return None if shards is None else StateLayouts(shards, topology)
 
     @property
     def parts(self) -> Parts:
-        """What the strategy is composed of, here: see ``Parts``."""
+        """The parts of the strategy in this thread; see ``Parts``."""
         return context.stand_in_of(self) or self._own_parts
 
     @property
@@ -169,33 +166,33 @@ class Strategy:
 
     @property
     def variable_placement(self) -> Any:
-        """Where variables are kept."""
+        """The placement of variables."""
         return self.parts.variable_placement
 
     @property
     def bindings(self) -> BindingTable:
-        """The variables that this strategy's programs have met."""
+        """The bindings of the variables that this strategy's programs use."""
         return self.parts.bindings
 
     @property
     def runner(self) -> FunctionRunner:
-        """What runs functions on the replicas."""
+        """The runner of functions on the replicas."""
         return self.parts.runner
 
     @functools.cached_property
     def steps_runner(self) -> StepsRunner:
-        """What runs several steps in one call."""
+        """The runner of several steps in one call."""
         return StepsRunner(self)
 
     @property
     def user_ops(self) -> CrossDeviceOps | None:
-        """The user's cross-device operations; None where the built-in all-reduce does."""
+        """The user's cross-device operations; None for the built-in all-reduce."""
         return None if type(self._ops) in cross_device.ALL_REDUCES else self._ops
 
     def reduce_in_replica(
         self, communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Any:
-        """``all_reduce`` of a replica function, through this strategy's cross-device operations."""
+        """Implements ``all_reduce`` of a replica function, through this strategy's cross-device operations."""
         options = options or self._communication_options
         return cross_device.reduce_in_replica(self._ops, communicator, op, value, options)
 
@@ -203,22 +200,22 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R: over how many replicas gradients are summed."""
+        """The number of replicas R, over which gradients are summed."""
         return self.topology.num_replicas
 
     @property
     def num_logical_devices(self) -> int:
-        """How many devices each replica has: 1, but for ``TPUStrategy`` with a device assignment."""
+        """The number of devices per replica: 1, except for ``TPUStrategy`` with a device assignment."""
         return self._own_parts.topology.num_logical_devices
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What described the cluster; None on one machine."""
+        """The resolver that described the cluster; None on one machine."""
         return self._cluster_resolver
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes what is written once: checkpoints, summaries."""
+        """True if this process writes checkpoints and summaries, which only one process writes."""
         return self._is_chief
 
     @property
@@ -229,21 +226,22 @@ class Strategy:
     # --- scope and run --------------------------------------------------------------------------------
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
-        """Makes the strategy current, and variables made inside its own.
+        """Returns a context in which the strategy is current and owns new variables.
 
-        ``with strategy.scope():`` may be entered again, and nested in itself. Per thread. Import Keras above it.
+        ``with strategy.scope():`` may be entered again, and nested in itself. It applies to this thread. Import Keras
+        before it.
 
         Raises:
-          MixedStrategiesError: Inside another strategy's scope.
-          CrossReplicaContextError: Inside a replica function.
-          KerasScopeError: At the end of the block, if Keras was imported in it.
+          MixedStrategiesError: The call is inside another strategy's scope.
+          CrossReplicaContextError: The call is inside a replica function.
+          KerasScopeError: Keras was imported in the block. It is raised at the end of the block.
         """
         context.check_may_enter(self)
         return context.Scope(self, user_line())
 
     def __enter__(self) -> Self:
         raise ContextError(
-            "A strategy is no context by itself. Write `with strategy.scope():`, and make variables, models and optimizers in "
+            "A strategy itself is not a context. Write `with strategy.scope():`, and make variables, models and optimizers in "
             "its block."
         )
 
@@ -259,32 +257,33 @@ class Strategy:
     ) -> _R:
         """Runs ``fn`` once per replica, in replica context, as one compiled program.
 
-        ``fn`` is traced once for all replicas: prints happen once, and Python ``if`` works on what is known
-        then. The program is kept and used again when ``fn`` (its code, closure and the globals it names) and
-        the shapes and dtypes of the arguments are the same. Call it in cross-replica context. Does not block:
-        the results are computed in the background.
+        ``fn`` is traced once for all replicas: prints happen once, and Python's ``if`` sees only values known during
+        the trace. The program is reused while ``fn`` (its code, closure and the globals it names) and the shapes and
+        dtypes of the arguments stay the same. Call it in cross-replica context. It does not block: results are computed
+        in the background.
 
         Args:
-          fn: The replica function. May read and assign variables, call Keras layers, optimizers and metrics,
-            and use ``rx.get_replica_context()``.
-          args, kwargs: Of each ``DistributedValues`` in them (at any depth) a replica gets its own component;
-            arrays, variables and Python values are passed as they are. Numbers and strings are constants of the
-            program, but for floats that change from call to call.
+          fn: The replica function. It may read and assign variables, call Keras layers, optimizers and metrics, and use
+            ``rx.get_replica_context()``.
+          args, kwargs: The arguments. A replica gets its own component of each ``DistributedValues`` (at any depth);
+            arrays, variables and Python values are passed unchanged. Numbers and strings are constants of the program,
+            except floats that change between calls.
           options: See ``RunOptions``; ``eager=True`` runs the Python function itself, for debugging.
 
         Returns:
-          What ``fn`` returns, with every array a ``PerReplica``; Python values, None and variables as they are. With
-          one replica plain arrays. Type checkers see the type that ``fn`` returns.
+          The result of ``fn``, with a ``PerReplica`` for every array, or plain arrays with one replica. Python values,
+          None and variables are unchanged. Type checkers see the return type of ``fn``.
 
         Raises:
           InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict, or ``fn`` cannot be called
             with them.
           DivergenceError: A mirrored variable would differ between replicas.
           StructureError: Replicas with different shapes return different structures.
-          NotFiniteError: ``check_finite=True``, and a result or the new value of a variable is not finite.
-          UnsupportedError: ``check_finite=True`` or ``check_same=True`` with parameter servers; ``eager=True`` in a
-            cluster of several workers, with parameter servers, or of per-replica values that are not rows of one batch.
-          Exception: Whatever ``fn`` raises; all state is as it was before.
+          NotFiniteError: ``check_finite=True`` is set, and a result or the new value of a variable is not finite.
+          UnsupportedError: ``check_finite=True`` or ``check_same=True`` is set with parameter servers; or
+            ``eager=True`` is set in a cluster of several workers, with parameter servers, or for per-replica values
+            that are not rows of one batch.
+          Exception: Any exception of ``fn``. All state is then unchanged.
 
         Source: tf.distribute.Strategy.run.
         """
@@ -316,7 +315,7 @@ class Strategy:
         if self.has_servers:
             raise UnsupportedError(
                 f"strategy.run(..., options=rx.RunOptions(eager=True)) is not supported by {type(self).__name__}: its functions "
-                "travel as compiled programs. Debug with rx.OneDeviceStrategy, or leave eager out: Python, and print in it, runs "
+                "travel as compiled programs. Debug with rx.OneDeviceStrategy, or leave eager out: Python code, and print in it, runs "
                 "once, on the coordinator, when a function is traced."
             )
         peers = self.topology.peers
@@ -333,35 +332,38 @@ class Strategy:
     def run_steps(
         self, fn: Callable[..., Any], iterator: DistributedIterator, steps: int, state: Any = None
     ) -> Any:
-        """Runs ``fn`` on each of the next batches, in one compiled program: for models whose step is short.
+        """Runs ``fn`` on each of the next batches, in one compiled program. It is for models with short steps.
 
-        As ``[run(fn, args=(next(iterator),)) for _ in range(steps)]`` in one call, with the results stacked:
-        variables, gradients and collectives are those of ``steps`` single steps. Where the data ends earlier
-        the batches that are left are run; a batch of another shape is a program of its own.
+        One call does the same as ``[run(fn, args=(next(iterator),)) for _ in range(steps)]``, with stacked results:
+        variables, gradients and collectives are those of ``steps`` single steps. If the data ends earlier, it runs the
+        remaining batches. A batch of another shape needs a separate program.
 
-        With ``state``, functional state goes from step to step, as in ``jax.lax.scan``: ``fn(state, batch)`` returns
+        ``state`` passes functional state from step to step, as in ``jax.lax.scan``: ``fn(state, batch)`` returns
         ``(state, result)``, and ``run_steps`` returns the last state and the stacked results.
 
         Call it in cross-replica context, not inside ``rx.function``. Does not block.
 
         Args:
           fn: A replica function of one batch; with ``state``, of a state and a batch.
-          iterator: ``iter`` of a distributed dataset; the next call goes on after these batches. They are all on
+          iterator: ``iter`` of a distributed dataset. The next call continues after these batches. All of them are on
             the devices at the same time.
-          steps: How many, at least 1. Use one number throughout: each is compiled anew.
-          state: A pytree of arrays, from ``replicate`` or an earlier call; a step returns one of the same structure,
-            shapes and dtypes. It is not donated. None: there is no state.
+          steps: The number of steps, at least 1. Use the same number in every call, because each number is compiled
+            separately.
+          state: A pytree of arrays, from ``replicate`` or an earlier call; None for no state. A step returns a state of
+            the same structure, shapes and dtypes. It is not donated.
 
         Returns:
-          What ``fn`` returns, every array with the steps as a new first dim: per replica ``[steps, ...]``. Python
-          values as they are. With ``state`` the pair ``(state, results)``; arrays of the state are as ``run`` returns
-          them.
+          The results of ``fn``, with the steps as a new first dim of every array: ``[steps, ...]`` per replica. Python
+            values
+          are unchanged. With ``state`` it is the pair ``(state, results)``, with the arrays of the state in the form
+          that ``run`` returns.
 
         Raises:
           OutOfRangeError: There is no further batch.
-          InvalidArgumentError: ``iterator`` is none, or ``steps`` is less than 1, or a leaf of ``state`` is no array.
-          StructureError: ``fn`` returns a state of another structure, shape or dtype; or something for each row, where
-            the numbers of rows differ; then the steps have been run.
+          InvalidArgumentError: ``iterator`` is not one of a distributed dataset, ``steps`` is less than 1, or a leaf of
+            ``state`` is not an array.
+          StructureError: ``fn`` returns a state of another structure, shape or dtype; or it returns a value per row and
+            the batches have different numbers of rows. The steps have run in the second case.
 
         Source: lax.scan over the batches; tf.distribute's experimental_run_steps_on_iterator is the older form.
 
@@ -388,27 +390,27 @@ class Strategy:
     ) -> jax.stages.Lowered:
         """Lowers the program of a step, as ``jax.jit(f).lower`` does, here or for hardware that is not here.
 
-        Nothing is run or kept, no array is made, and variables keep their values. It does not communicate. It blocks
-        while it traces; ``compile()`` of what it returns blocks while it compiles. Call it in cross-replica context.
+        It runs and keeps nothing, makes no array, and leaves variables unchanged. It does not communicate. It blocks
+        while it traces; ``compile()`` of the result blocks while it compiles. Call it in cross-replica context.
 
         Args:
-          fn: What ``run`` runs, an ``rx.function``, or a Keras model's ``fit``, of which the first step is taken.
-          args, kwargs: As ``fn`` takes them. A ``jax.ShapeDtypeStruct`` stands for a per-replica value, [per-replica
-            batch, ...], or, from ``replicate``, for one that all have; a ``PerReplica`` is taken with as many rows for
-            each replica as it has.
-          options: As for ``run``.
+          fn: A replica function, an ``rx.function``, or a Keras model's ``fit``, which stands for its first step.
+          args, kwargs: The arguments of ``fn``. A ``jax.ShapeDtypeStruct`` stands for a per-replica value [per-replica
+            batch, ...] or, if it is from ``replicate``, for a replicated one. A ``PerReplica`` stands for its number of
+            rows per replica.
+          options: See ``run``.
           topology: ``"v5p:16x16x16"`` (a TPU slice), ``"h100:16x8"`` (hosts × GPUs), ``"cpu:8"`` (virtual devices of
-            this machine); None: the strategy's own devices.
+            this machine); None for the strategy's own devices.
 
         Returns:
-          JAX's own ``Lowered``: ``as_text()``, and ``compile()`` with ``memory_analysis()`` and ``as_text()``. It is
-          for reading: the program takes variables too, and ``run`` is what runs a step.
+          JAX's own ``Lowered``, with ``as_text()``, and ``compile()`` with ``memory_analysis()`` and ``as_text()``. It
+          is for inspection only, because the program also takes variables. Use ``run`` to run a step.
 
         Raises:
-          TopologyError: No such hardware is sold; the text lists what is.
-          MissingExtraError: The compiler for it is not installed.
+          TopologyError: The hardware is unknown. The text lists the known kinds.
+          MissingExtraError: The compiler for the hardware is not installed.
           PlanError: This process cannot compile for it.
-          UnsupportedError: The strategy keeps variables elsewhere than on the replicas' devices.
+          UnsupportedError: The strategy does not keep its variables on the replicas' devices.
 
         >>> import jax, replicax as rx
         >>> step = lambda x: rx.get_replica_context().all_reduce("sum", (x @ x.T).sum())
@@ -419,7 +421,7 @@ class Strategy:
         (8192, True)
         """
         context.check_may_enter(self)
-        use_imported()  # which know how to place what is not a replica function
+        use_imported()  # they lower functions that are not replica functions
         return lowering.lower(
             self, lowering.Step(fn, args, kwargs or {}, options or DEFAULT_OPTIONS), topology
         )
@@ -435,30 +437,31 @@ class Strategy:
         global_batch: int | None = None,
         remedy_limit_s: float = 120.0,
     ) -> Plan:
-        """Compiles what ``lower`` gives, and says what it needs; nothing is run, no array is made.
+        """Compiles the program of ``lower`` and reports the memory that it needs. It runs nothing and makes no array.
 
-        Does not communicate. Blocks while it compiles: seconds for small models, a minute or more for large ones.
+        It does not communicate. It blocks while it compiles: seconds for small models, a minute or more for large ones.
 
         Args:
-          fn: What ``run`` runs, an ``rx.function``, or a Keras model's ``fit``.
-          args, kwargs: As ``fn`` takes them. A ``jax.ShapeDtypeStruct`` stands for a per-replica value, [per-replica
-            batch, ...], or, from ``replicate``, for one that all have; a ``PerReplica`` is taken with as many rows for
-            each replica as it has.
-          options: As for ``run``.
+          fn: A replica function, an ``rx.function``, or a Keras model's ``fit``.
+          args, kwargs: The arguments of ``fn``. A ``jax.ShapeDtypeStruct`` stands for a per-replica value [per-replica
+            batch, ...] or, if it is from ``replicate``, for a replicated one. A ``PerReplica`` stands for its number of
+            rows per replica.
+          options: See ``run``.
           topology: ``"v5p:16x16x16"`` (a TPU slice), ``"h100:16x8"`` (hosts × GPUs), ``"cpu:8"`` (virtual devices of
-            this machine); None: the strategy's own devices.
-          global_batch: Rows of all replicas together, instead of those that ``args`` have.
-          remedy_limit_s: What does not fit is planned again with fewer rows, more devices, divided state. After so many
-            seconds nothing further is compiled: of the rest only arguments are known, from their shapes.
+            this machine); None for the strategy's own devices.
+          global_batch: The rows of all replicas together; by default those of ``args``.
+          remedy_limit_s: The time limit, in seconds, for remedies. A step that does not fit is planned again with fewer
+            rows, more devices, and sharded state. After this time no further remedy is compiled, and only the size of
+            its arguments is known.
 
         Returns:
-          A ``Plan``: ``print`` it, or use ``fits``, ``memory``, ``to_json()``, ``to_svg()``.
+          A ``Plan``. ``print`` it, or use ``fits``, ``memory``, ``to_json()`` and ``to_svg()``.
 
         Raises:
-          TopologyError: No such hardware is sold; the text lists what is.
-          MissingExtraError: The compiler for it is not installed.
+          TopologyError: The hardware is unknown. The text lists the known kinds.
+          MissingExtraError: The compiler for the hardware is not installed.
           PlanError: This process cannot compile for it.
-          UnsupportedError: The strategy keeps variables elsewhere than on the replicas' devices.
+          UnsupportedError: The strategy does not keep its variables on the replicas' devices.
 
         >>> import jax, replicax as rx
         >>> step = lambda x: (x @ x.T).sum()
@@ -467,16 +470,16 @@ class Strategy:
         >>> plan.fits, plan.global_batch, plan.memory.arguments
         (True, 256, 8192)
         """
-        from replicax._src.plan.planning import plan_of  # plans stand at the edge: nothing else imports them
+        from replicax._src.plan.planning import plan_of  # plans are at the edge: nothing else imports them
 
         context.check_may_enter(self)
-        use_imported()  # which know how to place what is not a replica function
+        use_imported()  # they lower functions that are not replica functions
         step = lowering.Step(fn, args, kwargs or {}, options or DEFAULT_OPTIONS, global_batch)
         return plan_of(self, step, topology, remedy_limit_s)
 
     # --- combining ------------------------------------------------------------------------------------
 
-    @overload  # one that leaves axis out is not there: checkers see that it is required
+    @overload  # no overload leaves axis out, so that type checkers require it
     def reduce(self, reduce_op: ReduceOp | ReduceName, value: Any, axis: None) -> Any: ...
 
     @overload
@@ -487,31 +490,31 @@ class Strategy:
 
         With R replicas and x_r the value of replica r: axis=None gives SUM = x_0 + ... + x_{R-1} and
         MEAN = SUM / R. With an axis (or several) each replica's value is first summed along it; MEAN then divides
-        by the true number of elements over all replicas, so that partial batches count by their rows.
+        by the true number of elements over all replicas, so that partial batches are weighted by their rows.
 
         Call it in cross-replica context (also inside ``rx.function`` and ``merge_call``). Does not block.
 
         Args:
           reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
           value: A per-replica value of [...] per replica, or a pytree of such.
-          axis: None, an int, or a tuple of ints: dims of the per-replica value. Required; None by default where every
-            worker runs the program by itself, on shared parameter servers, as in TensorFlow 1.
+          axis: None, an int, or a tuple of ints: dims of the per-replica value. It is required, except if every worker
+            runs the program separately on shared parameter servers; there it is None by default, as in TensorFlow 1.
 
         Returns:
-          One array; the mean of integers has the default floating dtype.
+          One array. The mean of integers has the default floating dtype.
 
         Raises:
-          ReductionError: Nothing to reduce: a plain value with SUM, a mirrored variable with SUM, shapes that
-            differ with axis=None, an axis out of range.
+          ReductionError: The value cannot be reduced: it is a plain value or a mirrored variable with SUM, its shapes
+            differ with axis=None, or an axis is out of range.
           InvalidArgumentError: ``axis`` is left out.
-          CrossReplicaContextError: Inside a replica function.
+          CrossReplicaContextError: The call is inside a replica function.
 
         Source: tf.distribute.Strategy.reduce.
         """
         check_not_in_tensorflow("strategy.reduce")
         context.check_may_enter(self)
         if axis is _REQUIRED and self.worker_of_own is not None:
-            axis = None  # as the class of TensorFlow 1
+            axis = None  # as in the class of TensorFlow 1
         if axis is _REQUIRED:
             raise InvalidArgumentError(
                 "strategy.reduce needs an axis. Write axis=None to combine the replicas' values as they are, such as one loss per "
@@ -527,12 +530,12 @@ class Strategy:
         Call it in cross-replica context. Does not block.
 
         Args:
-          value: [...] per replica, or a pytree of such; sizes may differ along ``axis`` only.
+          value: An array [...] per replica, or a pytree of such. Sizes may differ along ``axis`` only.
           axis: A dim of the per-replica value.
 
         Raises:
-          CrossReplicaContextError: Inside a replica function; use ``all_gather`` there.
-          ReductionError: Scalars, a bad axis, or other dims that differ.
+          CrossReplicaContextError: The call is inside a replica function; use ``all_gather`` there.
+          ReductionError: The components are scalars, the axis is invalid, or other dims differ.
         """
         if context.in_replica_function():
             raise CrossReplicaContextError(
@@ -564,7 +567,7 @@ class Strategy:
         return True
 
     def _where_variables_are(self, pytree: Any) -> Any:
-        """Arrays of cross-replica code where central storage keeps variables, so that both can be computed with."""
+        """Moves arrays to the device where central storage keeps variables, so that code can compute with both."""
         device = self._parameter_device
         if device is None or current_capture() is not None:
             return pytree
@@ -573,22 +576,23 @@ class Strategy:
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a per-replica value on this process's replicas.
+        """Returns the components of a per-replica value on this process's replicas.
 
         Returns:
-          A tuple of one component per replica; of a pytree a tuple of R pytrees; of anything else ``(value,)``.
+          A tuple of one component per replica; a tuple of one pytree per replica for a pytree; ``(value,)`` for others.
         """
         return reduction.local_results(self.topology, value)
 
     def replicate(self, tree: Any) -> Any:
-        """Copies the arrays of a pytree to every replica's device: state for functional JAX code. Of a
-        ``jax.ShapeDtypeStruct`` it makes what stands for such an array in ``plan``.
+        """Copies the arrays of a pytree to every replica's device, as state for functional JAX code.
 
-        Pass the result to ``run``, and what ``run`` returns for it to the next. With
-        ``RunOptions(donate_args=(0,))`` the first argument's memory is used again for the results.
+        It converts a ``jax.ShapeDtypeStruct`` to a stand-in for such an array in ``plan``.
+
+        Pass the result to ``run``, and the new state from ``run`` to the next call. With
+        ``RunOptions(donate_args=(0,))`` the results reuse the first argument's memory.
 
         Returns:
-          The pytree with ``Mirrored`` leaves; with one replica, arrays on its device.
+          The pytree with ``Mirrored`` leaves, or with arrays on the device of a single replica.
         """
 
         def copy(path: Any, leaf: Any) -> Any:
@@ -601,7 +605,7 @@ class Strategy:
                     f"strategy.replicate takes a pytree of arrays and numbers, got {leaf!r}."
                 )
             leaf = narrowed_pytree(as_numpy(leaf), f"tree{jax.tree_util.keystr(path)}")
-            if is_traced or not self.topology.devices:  # of a coordinator, which has none
+            if is_traced or not self.topology.devices:  # a coordinator has none
                 return self.mirrored(jnp.asarray(leaf))
             array = placed_by_each(leaf, self.topology)
             if self.num_replicas_in_sync == 1:
@@ -612,11 +616,11 @@ class Strategy:
         return jax.tree_util.tree_map_with_path(copy, tree, is_leaf=is_value)
 
     def mirrored(self, array: Any) -> Any:
-        """``array``, which is whole on all replicas, as a ``Mirrored``; with one replica the array."""
+        """Returns a replicated ``array`` as a ``Mirrored``, or unchanged with one replica."""
         return Mirrored(array, self.num_replicas_in_sync) if self.num_replicas_in_sync > 1 else array
 
     def unreplicate(self, tree: Any) -> Any:
-        """One plain array for each replicated leaf of a pytree, the reverse of ``replicate``.
+        """Returns one plain array for each replicated leaf of a pytree, the reverse of ``replicate``.
 
         Raises:
           PerReplicaUseError: A component is not proven to be the same on all replicas.
@@ -635,17 +639,17 @@ class Strategy:
         Call it in cross-replica context (also inside ``rx.function`` and ``merge_call``).
 
         Args:
-          value_fn: Called once for each replica of this process with a ``ValueContext``; returns an array or number, or
-            a pytree of such, of the same structure and dtypes each time. Shapes may differ, except in ``merge_call``.
-            While a function is traced it is called for the replicas of other processes too, since all of them trace one
-            program.
+          value_fn: Called once for each replica of this process with a ``ValueContext``. It returns an array or number,
+            or a pytree of such, of the same structure and dtypes each time. Shapes may differ, except in
+            ``merge_call``. In a trace it is also called for the replicas of other processes, because all processes
+            trace one program.
 
         Returns:
-          A pytree of ``PerReplica``; with one replica what ``value_fn`` returns.
+          A pytree of ``PerReplica``, or the result of ``value_fn`` with one replica.
 
         Raises:
-          InvalidArgumentError: Not arrays, or structures, ranks or dtypes that differ.
-          UnsupportedError: Shapes that differ in ``merge_call``.
+          InvalidArgumentError: A leaf is not an array, or structures, ranks or dtypes differ.
+          UnsupportedError: Shapes differ in ``merge_call``.
         """
         context.check_may_enter(self)
         num_replicas = self.num_replicas_in_sync
@@ -668,39 +672,39 @@ class Strategy:
     ) -> DistributedDataset:
         """Distributes a dataset of global batches over the replicas.
 
-        A batch of B rows is cut into R contiguous slices whose sizes differ by at most one, larger first: no row
-        is dropped, none is seen twice, the last partial batch included. A thread reads ahead of the loop.
+        A batch of B rows is split into R contiguous slices whose sizes differ by at most one, larger first. No row is
+        dropped or repeated, also in a last partial batch. A thread reads ahead of the loop.
 
         Args:
           dataset: Batches [global_batch, ...]: ``rx.data.from_arrays(...).batch(n)``, files (``rx.data``), a grain
             or tf.data dataset, a torch DataLoader, a Hugging Face dataset, a Keras PyDataset, or any iterable of
             (pytrees of) arrays.
-          options: How many elements wait, and where.
-          distribute_options: How workers share the dataset, or only the policy (or its name); by default what the
-            dataset says, or AUTO.
+          options: The number of prefetched elements, and their place.
+          distribute_options: The way in which workers share the dataset, or only the policy or its name; by default the
+            dataset's own policy, or AUTO.
 
         Returns:
-          An iterable of pytrees of ``PerReplica``; with one replica of arrays on its device.
+          An iterable of pytrees of ``PerReplica``, or of arrays on the device of a single replica.
 
         Raises:
-          UnsupportedSourceError: ``dataset`` is none.
+          UnsupportedSourceError: ``dataset`` is not a supported dataset.
           UnbatchedDatasetError: Its elements are rows; call its ``batch``.
-          NotEnoughFilesError: The policy FILE, and fewer files than workers.
+          NotEnoughFilesError: The policy is FILE, and there are fewer files than workers.
 
         Source: tf.distribute.Strategy.experimental_distribute_dataset.
         """
-        use_imported()  # Keras may be given it before any scope is entered
+        use_imported()  # Keras may get the dataset before any scope is entered
         return datasets.distribute(self.topology, dataset, options, distribute_options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Distributes what ``dataset_fn`` makes: a dataset of per-replica batches, of which each step takes R.
+        """Distributes the dataset of ``dataset_fn``. It has per-replica batches, and each step takes R of them.
 
         Args:
-          dataset_fn: Called with an ``InputContext``; once, or once per replica with
+          dataset_fn: Called with an ``InputContext``: once, or once per replica with
             ``InputReplicationMode.PER_REPLICA``.
-          options: How often ``dataset_fn`` is called; how many elements wait, and where.
+          options: The number of calls of ``dataset_fn``, and the number and place of prefetched elements.
 
         Source: tf.distribute.Strategy.distribute_datasets_from_function.
         """
@@ -710,30 +714,31 @@ class Strategy:
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """The older name of ``distribute_datasets_from_function``."""
+        """Calls ``distribute_datasets_from_function``, under its older name."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
-        """A dataset over the rows of NumPy arrays (a pytree; a list is stacked). Call ``batch`` on it next."""
+        """Returns a dataset over the rows of NumPy arrays (a pytree; a list is stacked). Call ``batch`` on it next."""
         del session
         return datasets.from_numpy(numpy_input)
 
     def make_experimental_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
-        """The name that the TensorFlow guide uses for ``experimental_make_numpy_dataset``."""
+        """Calls ``experimental_make_numpy_dataset``, under the name in the TensorFlow guide."""
         return self.experimental_make_numpy_dataset(numpy_input, session)
 
     # --- logical devices ------------------------------------------------------------------------------
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Returns ``tensor``; checks the id.
+        """Returns ``tensor`` after a check of the id.
 
-        TensorFlow would run the operations on ``tensor`` on that device of the replica alone. Here all devices of a
-        replica run one program, and each of them computes what is not divided; with several a warning says so, once.
+        TensorFlow would run the operations on ``tensor`` only on that device of the replica. Here all devices of a
+        replica run one program, and each computes everything that is not sharded. With several devices a warning says
+        so, once.
 
         Args:
           tensor: [...] per replica.
-          logical_device_id: Less than the number of logical devices of a replica: 1, but for ``TPUStrategy`` with a
-            device assignment.
+          logical_device_id: Less than the number of logical devices of a replica, which is 1, except for
+            ``TPUStrategy`` with a device assignment.
 
         Raises:
           InvalidArgumentError: There is no such device; or the strategy was made with
@@ -744,36 +749,34 @@ class Strategy:
         return logical_devices.assign(self, tensor, logical_device_id)
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """Divides ``tensor`` over the logical devices of its replica: what is computed from it is computed in pieces.
+        """Shards ``tensor`` over the logical devices of its replica, and with it the computations that use it.
 
-        The values stay what they are. In traced code (``run``, ``rx.function``, a layer in ``fit``) it asks the
-        compiler, which divides what comes before and after alike, as it sees fit. Of a variable, outside of traced code
-        and before the first step, it moves the variable: each device keeps its piece from then on. Anything else is
-        returned as it is.
+        The values do not change. In traced code (``run``, ``rx.function``, a layer in ``fit``) it is a request to the
+        compiler, which also decides the sharding of operations before and after. A variable outside of traced code and
+        before the first step is moved: each device keeps its shard from then on. Anything else is returned unchanged.
 
         Args:
-          tensor: [...] per replica, or a variable.
-          partition_dimensions: For each dim into how many pieces it is cut; their product is the number of logical
-            devices.
+          tensor: An array [...] per replica, or a variable.
+          partition_dimensions: The number of shards along each dim. Their product is the number of logical devices.
 
         Returns:
-          The same values; a variable itself.
+          The same values, or the variable itself.
 
         Raises:
-          InvalidArgumentError: Another number of dims, one that cannot be divided, or another product.
-          VariableError: The variable is in a compiled program already, or each replica has a value of its own.
+          InvalidArgumentError: The number of dims is wrong, a dim is not divisible, or the product is wrong.
+          VariableError: A compiled program already uses the variable, or each replica has its own value.
 
         Source: tf.distribute.TPUStrategy.experimental_split_to_logical_devices.
         """
         return logical_devices.split(self, tensor, partition_dimensions)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Gives all of ``tensor`` to each logical device of its replica: the reverse of dividing it.
+        """Replicates ``tensor`` over the logical devices of its replica, the reverse of sharding it.
 
-        The values stay what they are. In ``fit`` it is the compiler's choice.
+        The values do not change. In ``fit`` the compiler decides.
 
         Args:
-          tensor: [...] per replica, or a variable.
+          tensor: An array [...] per replica, or a variable.
 
         Source: tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices.
         """
@@ -782,21 +785,21 @@ class Strategy:
     # --- older names ----------------------------------------------------------------------------------
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """The older name of ``experimental_local_results``."""
+        """Calls ``experimental_local_results``, under its older name."""
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> Any:
-        """In graphs this made one operation of many; here it returns ``value``, which is computed anyway."""
+        """Returns ``value``, which is computed anyway. In TensorFlow's graphs it made one operation of many."""
         del name
         return value
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
-        """The older form of ``run``: runs ``fn`` on the next element of an iterator (or on nothing)."""
+        """Runs ``fn`` on the next element of an iterator (or without arguments). This is the older form of ``run``."""
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args=args)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """An iterator over a distributed dataset; ``initialize()`` restarts it."""
+        """Returns an iterator over a distributed dataset. ``initialize()`` restarts it."""
         return iter(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -804,7 +807,7 @@ class Strategy:
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
-        """An iterator over what ``input_fn`` makes; ``initialize()`` restarts it."""
+        """Returns an iterator over the dataset of ``input_fn``. ``initialize()`` restarts it."""
         options = InputOptions(experimental_replication_mode=replication_mode)
         return iter(self.distribute_datasets_from_function(input_fn, options))
 
@@ -819,10 +822,10 @@ class Strategy:
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """TensorFlow 1 sessions only.
+        """Raises, because only TensorFlow 1 sessions have this.
 
         Raises:
-          UnsupportedError: Always; says what to use instead.
+          UnsupportedError: It is always raised, and names the replacement.
         """
         del session_config, cluster_spec, task_type, task_id
         raise UnsupportedError(
@@ -832,10 +835,10 @@ class Strategy:
         )
 
     def update_config_proto(self, config_proto: Any) -> None:
-        """TensorFlow 1 sessions only.
+        """Raises, because only TensorFlow 1 sessions have this.
 
         Raises:
-          UnsupportedError: Always; says what to use instead.
+          UnsupportedError: It is always raised, and names the replacement.
         """
         del config_proto
         raise UnsupportedError(
@@ -846,10 +849,10 @@ class Strategy:
 
     # --- Python ---------------------------------------------------------------------------------------
 
-    if not TYPE_CHECKING:  # which would take every name for one that is there
+    if not TYPE_CHECKING:  # type checkers would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            # Python calls it where a name was not found, or a property has raised an AttributeError: it only raises.
+            # Python calls this for an unknown name, or after a property raised an AttributeError. It only raises.
             if name.startswith("_") or name in dir(type(self)):
                 return object.__getattribute__(self, name)
             raise no_such_attribute(self, name)
@@ -858,7 +861,7 @@ class Strategy:
         raise UnsupportedError("Must only deepcopy DistributionStrategy: a strategy cannot be copied.")
 
     def __deepcopy__(self, memo: Any) -> Strategy:
-        return self  # a strategy is its devices; what refers to it keeps referring to it
+        return self  # a strategy is tied to its devices, and references must keep the same object
 
     def __repr__(self) -> str:
         names = ", ".join("+".join(map(device_name, of_replica)) for of_replica in self.topology.grid)

@@ -1,4 +1,4 @@
-"""Tables on parameter servers, written to files and read from them in blocks of rows: no process has all of one."""
+"""Saves and loads tables on parameter servers in blocks of rows, so that no process holds a full table."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _BLOCK_BYTES = 16 << 20
 
 
 def save_table(table: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a table that is on parameter servers to a file of NumPy's, ``.npy``.
+    """Writes a table on parameter servers to a NumPy file (``.npy``).
 
-    It travels in blocks of 16 MiB, so that it may be larger than the memory of this process. While functions run, one
-    block may be older than another: call ``coordinator.join()`` before. Blocks until the file is written; it takes the
-    place of one that was there when it is whole. Bindings of optimizers are tables too: ``optimizer.variables``.
-    NumPy's files have no word for bfloat16: others read it as ``numpy.load(path).view(ml_dtypes.bfloat16)``.
+    The table travels in blocks of 16 MiB, so it may be larger than the memory of this process. While functions run, one
+    block may be older than another: call ``coordinator.join()`` before. The call blocks until the file is written. The
+    complete file then replaces an existing one. Optimizer slots of a table are tables, too: see
+    ``optimizer.variables``.
+    NumPy files have no name for bfloat16: read it as ``numpy.load(path).view(ml_dtypes.bfloat16)``.
 
     Args:
-      table: A variable [rows, ...], of Keras too, or a ``ShardedVariable``, made in the scope of a
+      table: A variable [rows, ...] (also of Keras) or a ``ShardedVariable``, made in the scope of a
         ParameterServerStrategy.
-      path: Of the file.
+      path: The path of the file.
 
     Raises:
-      InvalidArgumentError: It is no table on parameter servers.
+      InvalidArgumentError: The argument is not a table on parameter servers.
       UnavailableError: A parameter server is gone.
     """
     stored = _stored(table)
@@ -45,20 +46,21 @@ def save_table(table: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load_table(table: Any, path: str | os.PathLike[str]) -> None:
-    """Assigns what ``save_table`` has written, in blocks too.
+    """Assigns the table that ``save_table`` has written, also in blocks.
 
     Args:
-      table: As for ``save_table``; it may be in other shards than the one that was saved.
-      path: Of the file.
+      table: As for ``save_table``. Its shards may differ from those of the saved table.
+      path: The path of the file.
 
     Raises:
-      InvalidArgumentError: It is no table on parameter servers, or that of the file has another shape or dtype.
+      InvalidArgumentError: The argument is not a table on parameter servers, or the file's table has another shape or
+        dtype.
     """
     stored = _stored(table)
     rows = np.load(path_of(path, "path", "table.npy"), mmap_mode="r")
     in_file = np.dtype(
         np.lib.format.dtype_to_descr(stored.dtype)
-    )  # of bfloat16 these files know the size only
+    )  # these files store only the size of bfloat16
     if rows.shape != stored.shape or rows.dtype != in_file:
         raise InvalidArgumentError(
             f"{os.fspath(path)!r} has a table of shape {rows.shape} and dtype {rows.dtype}, and {stored.name!r} is {stored.shape}, "
@@ -68,7 +70,7 @@ def load_table(table: Any, path: str | os.PathLike[str]) -> None:
 
     def assign(ids: Any, values: Any) -> None:
         whole = held.read_value() if isinstance(held, Variable) else held.value
-        held.assign(whole.at[ids].set(values))  # on the servers, as rows
+        held.assign(whole.at[ids].set(values))  # the servers get it as rows
 
     rows = rows.view(stored.dtype)
     for block in _blocks(stored):
@@ -81,13 +83,13 @@ def _stored(table: Any) -> ServerArray:
     if stored is None:
         raise InvalidArgumentError(
             f"Tables on parameter servers are in shards or have at least 1 MiB, and have rows, [rows, ...]; got {table!r:.200}. "
-            "Of other variables numpy.save(path, variable) saves the whole."
+            "Save other variables with numpy.save(path, variable)."
         )
     return stored
 
 
 def _blocks(stored: ServerArray) -> Iterator[range]:
-    """Ranges of rows that have up to so many bytes together."""
+    """Yields ranges of rows, each of which fits into one block."""
     row_bytes = max(1, math.prod(stored.shape[1:]) * stored.dtype.itemsize)
     rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
     for start in range(0, stored.shape[0], rows_per_block):

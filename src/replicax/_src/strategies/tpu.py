@@ -1,4 +1,4 @@
-"""``TPUStrategy``: the cores of TPUs, one or several for each replica, variables mirrored on all."""
+"""``TPUStrategy``: TPU cores, one or several for each replica, with variables mirrored on all."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ log = logging.getLogger("replicax")
 class TPUStrategy(Strategy):
     """Synchronous training on TPUs, of one host or several: one replica per core, or per group of cores.
 
-    With a device assignment each replica has several cores, its *logical devices*: model parallelism. Its program is
-    divided over them where ``experimental_split_to_logical_devices`` says so, and where the compiler sees fit; the
-    numbers are those of one device. Variables are on all cores whole, but for those that are divided too.
+    A device assignment can give each replica several cores, its *logical devices*, for model parallelism.
+    ``experimental_split_to_logical_devices`` and the compiler shard the replica's program over them; results are those
+    of one device. Variables are replicated over all cores, unless they are sharded too.
 
-    On a machine without TPUs virtual CPU devices stand for the cores: ``rx.config.set_local_devices(8)``.
+    On a machine without TPUs, virtual CPU devices stand for the cores: ``rx.config.set_local_devices(8)``.
 
     Args:
-      tpu_cluster_resolver: Whose TPUs; default: ``TPUClusterResolver()``, those of this machine, or of the hosts that
-        TPU_WORKER_HOSTNAMES names.
-      experimental_device_assignment: Which cores each replica has; default: each core is a replica.
-      experimental_spmd_xla_partitioning: The logical devices run one program. They do in any case; True makes
-        ``experimental_assign_to_logical_device``, which that leaves without a meaning, an error.
-      layout_map: Which variables the logical devices of a replica divide, by patterns of their paths: an
-        ``rx.experimental.LayoutMap``, or a dict of its entries. Default: each device holds all of all.
-      shard_state: As of ``MirroredStrategy``: "optimizer" or "all", where each core is a replica.
-      shard_size: As of ``MirroredStrategy``.
+      tpu_cluster_resolver: The resolver that describes the TPUs; default: ``TPUClusterResolver()``, for the TPUs of
+        this machine, or of the hosts in TPU_WORKER_HOSTNAMES.
+      experimental_device_assignment: The cores of each replica; by default each core is a replica.
+      experimental_spmd_xla_partitioning: The logical devices of a replica always run one program. True also makes
+        ``experimental_assign_to_logical_device``, which has no effect then, an error.
+      layout_map: The sharding of variables over the logical devices of a replica, by patterns of their paths: an
+        ``rx.experimental.LayoutMap``, or a dict of its entries. By default variables are replicated.
+      shard_state: "optimizer" or "all", as in ``MirroredStrategy``. Each core must be a replica.
+      shard_size: See ``MirroredStrategy``.
 
     Raises:
-      DeviceError: There are no TPUs, and no virtual devices either.
-      InvalidArgumentError: The assignment is for other devices; ``layout_map`` names an axis that there is not;
-        ``shard_size`` does not divide the number of replicas.
-      UnsupportedError: A replica has cores of several hosts; or has several, and state is to be divided.
+      DeviceError: There are neither TPUs nor virtual devices.
+      InvalidArgumentError: The assignment is for other devices, ``layout_map`` names an unknown axis, or ``shard_size``
+        does not divide the number of replicas.
+      UnsupportedError: A replica has cores of several hosts; or it has several cores and ``shard_state`` is set.
       ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default).
 
     Source: tf.distribute.TPUStrategy.
@@ -71,9 +71,9 @@ class TPUStrategy(Strategy):
         topology = Topology.of_mesh(replica_mesh(system.grid(assignment)))
         if shard_state is not None and topology.num_logical_devices > 1:
             raise UnsupportedError(
-                f"shard_state={shard_state!r} divides variables over replicas of one device, and each of these has "
-                f"{topology.num_logical_devices} logical devices, over which experimental_split_to_logical_devices divides what "
-                "a replica has. Leave out one of shard_state and experimental_device_assignment."
+                f"shard_state={shard_state!r} shards variables over replicas of one device, but each replica has "
+                f"{topology.num_logical_devices} logical devices, over which experimental_split_to_logical_devices shards the data of "
+                "a replica. Leave out one of shard_state and experimental_device_assignment."
             )
         super().__init__(
             lambda: topology,
@@ -83,7 +83,7 @@ class TPUStrategy(Strategy):
             shard_state=shard_state,
             shard_size=shard_size,
         )
-        self.parts  # checks the layout map, and the division of state  # noqa: B018
+        self.parts  # checks the layout map and the sharding of state  # noqa: B018
         self.partitions_by_spmd = bool(experimental_spmd_xla_partitioning)
         log.info(
             "Using TPUStrategy with %d replica(s) of %d logical device(s), on %s.",
@@ -102,7 +102,7 @@ def of_older_signature(
     """``TPUStrategy`` with the arguments of TensorFlow's older, experimental name.
 
     Raises:
-      UnsupportedError: ``steps_per_run`` of TensorFlow 1, its second argument there, is given.
+      UnsupportedError: ``steps_per_run``, the second argument in TensorFlow 1, is given.
 
     Source: tf.distribute.experimental.TPUStrategy.
     """

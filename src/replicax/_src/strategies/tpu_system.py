@@ -1,4 +1,4 @@
-"""The cores of the TPUs of a job, or virtual devices in their place: where they are, and how several hosts join."""
+"""The TPU cores of a job, or virtual devices in their place: finds their positions and joins several hosts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger("replicax")
 @final
 @dataclass(frozen=True)
 class TPUSystem:
-    """The devices of all tasks, and where they are.
+    """The devices of all tasks and their positions.
 
     Attributes:
       membership: The tasks; None for this process alone.
-      devices: [tasks][devices of a task].
-      topology: Device i of task t is where it says.
+      devices: The devices [tasks][devices of a task].
+      topology: The position of device i of task t.
     """
 
     membership: Membership | None
@@ -39,10 +39,11 @@ class TPUSystem:
 
     @classmethod
     def of(cls, resolver: ClusterResolver) -> TPUSystem:
-        """The devices that a resolver stands for. Joins the other hosts, if there are any and it has not yet.
+        """Returns the devices that a resolver stands for. Joins the other hosts first, if there are any.
 
         Raises:
-          DeviceError: They are no TPUs, where TPUs are needed; or not as many as the mesh has places.
+          DeviceError: The devices are not TPUs although TPUs are needed, or their number differs from the places of the
+            mesh.
           ClusterStartError: A host is missing.
           BackendStartedError: There are several hosts, and JAX was used before.
         """
@@ -59,16 +60,16 @@ class TPUSystem:
         return cls(membership, by_task, _topology(by_task, resolver))
 
     def grid(self, assignment: DeviceAssignment | None) -> list[list[Device]]:
-        """[R][L]: the logical devices of each replica. Without an assignment each device is a replica.
+        """Returns the logical devices of each replica, [R][L]. Without an assignment each device is a replica.
 
-        The replicas of a task are adjacent; otherwise they are in the assignment's order.
+        The replicas of a task are adjacent. Within a task they are in the assignment's order.
         """
         if assignment is None:
             return [[device] for task in self.devices for device in task]
         if assignment.topology != self.topology:
             raise InvalidArgumentError(
-                f"experimental_device_assignment is for {assignment.topology}, and the devices are {self.topology}. Build it with "
-                "what rx.tpu.experimental.initialize_tpu_system(resolver) returns for this resolver."
+                f"experimental_device_assignment is for {assignment.topology}, but the devices are {self.topology}. Build it with "
+                "the result of rx.tpu.experimental.initialize_tpu_system(resolver) for this resolver."
             )
         rows: dict[int, list[list[Device]]] = {task: [] for task in range(len(self.devices))}
         for replica in range(assignment.num_replicas):
@@ -80,7 +81,7 @@ class TPUSystem:
                 raise UnsupportedError(
                     f"Replica {replica} of the device assignment has cores of the tasks {sorted(tasks)}: the logical devices of "
                     f"a replica must be in one process, which has {self.topology.num_tpus_per_task}. Use a smaller "
-                    "computation_shape, or one that lies in the devices of one host."
+                    "computation_shape, or one within the devices of one host."
                 )
             task = tasks.pop()
             ordinals = [self.topology.tpu_device_ordinal_at_coordinates(core) for core in cores]
@@ -88,7 +89,7 @@ class TPUSystem:
         counts = {task: len(of_task) for task, of_task in rows.items()}
         if len(set(counts.values())) > 1:
             raise InvalidArgumentError(
-                f"Each task must have as many replicas; the device assignment has, by task, {counts}. Ask for a number of "
+                f"Each task must have the same number of replicas, but the device assignment has, by task, {counts}. Ask for a number of "
                 f"replicas that is a multiple of {len(self.devices)}."
             )
         return [row for task in sorted(rows) for row in rows[task]]
@@ -115,7 +116,7 @@ def _topology(devices: Sequence[Sequence[Device]], resolver: ClusterResolver) ->
         )
     num_tasks, size = len(devices), len(devices[0])
     x, y, _, cores = usual_mesh_shape(size)
-    shape = wanted or (x, y, num_tasks, cores)  # hosts above one another
+    shape = wanted or (x, y, num_tasks, cores)  # hosts are stacked along z
     if math.prod(shape) != num_tasks * size:
         raise DeviceError(
             f"{resolver!r}: a mesh of {'x'.join(map(str, shape))} has {math.prod(shape)} places, and there are "
@@ -125,7 +126,7 @@ def _topology(devices: Sequence[Sequence[Device]], resolver: ClusterResolver) ->
 
 
 def metadata_of(resolver: ClusterResolver) -> TPUSystemMetadata:
-    """How many cores and hosts a resolver stands for."""
+    """Returns the numbers of cores and hosts that a resolver stands for."""
     system = TPUSystem.of(resolver)
     devices = [device for task in system.devices for device in task]
     return TPUSystemMetadata(
@@ -138,16 +139,16 @@ def metadata_of(resolver: ClusterResolver) -> TPUSystemMetadata:
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
-    """Returns where the cores of the TPUs are. With several hosts it blocks until all have joined.
+    """Returns the positions of the TPU cores. With several hosts it blocks until all have joined.
 
-    Call it before anything else uses JAX. The TPUs keep their state: JAX has them as long as the process lives, so that
-    calling it again changes nothing.
+    Call it before anything else uses JAX. JAX keeps the TPUs as long as the process lives, so a second call does not
+    change their state.
 
     Args:
-      cluster_resolver: Whose TPUs; default: ``TPUClusterResolver()``.
+      cluster_resolver: The resolver that describes the TPUs; default: ``TPUClusterResolver()``.
 
     Raises:
-      DeviceError: There are no TPUs, and no virtual devices either, or not as many as asked for.
+      DeviceError: There are neither TPUs nor virtual devices, or their number is not the requested one.
       ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S``.
 
     Source: tf.tpu.experimental.initialize_tpu_system.
@@ -158,7 +159,7 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
 
 
 def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
-    """Does nothing: JAX has the TPUs as long as the process lives, and gives them back when it ends.
+    """Does nothing, because JAX keeps the TPUs until the process ends.
 
     Source: tf.tpu.experimental.shutdown_tpu_system.
     """
@@ -173,18 +174,18 @@ def connect_to_cluster(
     make_master_device_default: bool = True,
     cluster_device_filters: Any = None,
 ) -> None:
-    """Joins the hosts of a TPU, if there are several. Blocks until all have come.
+    """Joins the hosts of a TPU, if there are several. Blocks until all have joined.
 
-    Not needed: what needs the devices joins by itself. So it is for other clusters, whose strategies join when they are
-    made.
+    A call is optional, because code that needs the devices joins on its own. Strategies for other clusters join when
+    they are made.
 
     Args:
       cluster_spec_or_resolver: An ``rx.cluster_resolver.TPUClusterResolver``.
-      job_name, task_index, protocol, make_master_device_default, cluster_device_filters: Accepted for TensorFlow's
-        sake.
+      job_name, task_index, protocol, make_master_device_default, cluster_device_filters: Accepted for compatibility
+        with TensorFlow.
 
     Raises:
-      UnsupportedError: Something else describes several tasks.
+      UnsupportedError: Another kind of resolver describes several tasks.
       ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S``.
 
     Source: tf.config.experimental_connect_to_cluster.

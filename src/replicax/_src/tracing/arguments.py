@@ -1,6 +1,6 @@
-"""Arguments of functions that are traced: tensors of other libraries as arrays, 64-bit arrays as JAX has them.
+"""Prepares the arguments of traced functions: converts tensors of other libraries and checks 64-bit arrays.
 
-Classes of other libraries are known by their methods, or by their names: no library is imported.
+It recognises classes of other libraries by their methods or names, and imports no library.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ROOTS = ("args", "kwargs", "closure")
 
 @final
 class Call:
-    """A call of a function that is traced: the leaves of its arguments, and of the arrays in its closure.
+    """One call of a traced function: the leaves of its arguments and of the arrays in its closure.
 
     Attributes:
       fn: The function, unwrapped.
       tree: The structure of (args, kwargs, cells), or of what ``open_modules`` makes of it.
-      leaves: As programs take them.
-      close: Writes the new state of modules back, and gives the results; None if no argument has modules.
-      described: The leaves without their numbers, once ``describe`` has been called.
-      arrays: Those that the program takes.
+      leaves: The leaves, in the form in which programs take them.
+      close: Writes the new state of modules back and returns the results; None if no argument has modules.
+      described: The leaves without their values; set by ``describe``.
+      arrays: The arrays that the program takes.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Call:
 
     @property
     def inputs(self) -> list[Leaf]:
-        """What describes ``arrays``."""
+        """The descriptions of ``arrays``."""
         return [leaf for leaf in self.described if leaf.kind != "static"]
 
     @property
     def paths(self) -> Callable[[], list[str]]:
-        """Returns what messages call the leaves. It does not hold the leaves."""
+        """Returns a function that gives the names of the leaves for messages. The function does not hold the leaves."""
         return functools.partial(paths_of, self.tree, has_modules=self.has_modules)
 
     def describe(
@@ -76,12 +76,12 @@ class Call:
         programs: FunctionPrograms | None,
         rule: Callable[[Any], tuple[Leaf, Any] | None] = lambda _: None,
     ) -> None:
-        """Says what each leaf is.
+        """Describes each leaf.
 
         Args:
-          programs: Those of the function, in which floats that change from call to call are inputs; None: all are
-            constants.
-          rule: Gives the description of a leaf, and the array that the program takes, if any; None for the usual.
+          programs: The function's programs, which take floats that change between calls as inputs; None makes all
+            floats constants.
+          rule: Returns the description of a leaf and the array that the program takes, if any; None for the default.
         """
         for position, leaf in enumerate(self.leaves):
             described, array = rule(leaf) or (_described(leaf, position, programs), leaf)
@@ -90,18 +90,18 @@ class Call:
                 self.arrays.append(array)
 
     def pytree_of(self, arrays: Sequence[Any]) -> Any:
-        """(args, kwargs, cells) with other arrays, such as tracers."""
+        """Returns (args, kwargs, cells) with other arrays, such as tracers."""
         remaining = iter(arrays)
         return self.tree.unflatten(
             [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in self.described]
         )
 
     def finished(self, result: Any) -> Any:
-        """What the caller gets for the result of a program."""
+        """Returns what the caller gets for the result of a program."""
         return result if self.close is None else self.close(result)
 
     def closure_check(self, jaxprs: Sequence[Any]) -> ClosureCheck:
-        """What checks the closure in each call of programs that take ``arrays`` last."""
+        """Returns the check of the closure, for every call of programs that take ``arrays`` last."""
         return ClosureCheck(
             self.tree,
             self.described,
@@ -119,7 +119,7 @@ def _described(leaf: Any, position: int, programs: FunctionPrograms | None) -> L
 
 
 def paths_of(tree: Any, *, has_modules: bool = False) -> list[str]:
-    """Returns what messages call the leaves of ``(args, kwargs, cells)``, or of what ``open_modules`` made of it."""
+    """Returns names, for messages, of the leaves of ``(args, kwargs, cells)`` or of the result of ``open_modules``."""
     if not has_modules:
         return names_of(tree, _ROOTS)
     *_, rest, state = tree.children()
@@ -127,7 +127,7 @@ def paths_of(tree: Any, *, has_modules: bool = False) -> list[str]:
 
 
 def _closure_of(tree: Any, has_modules: bool) -> range:
-    """Where the leaves of ``cells`` are among all."""
+    """Returns the positions of the leaves of ``cells`` among all leaves."""
     stop = tree.num_leaves
     if has_modules:
         *_, tree, state = tree.children()
@@ -138,11 +138,11 @@ def _closure_of(tree: Any, has_modules: bool) -> range:
 def as_arguments(leaves: Sequence[Any], tree: Any, *, has_modules: bool = False) -> Sequence[Any]:
     """Returns the leaves of ``(args, kwargs, cells)`` as programs take them.
 
-    Those of the cells, the closure, are left to ``ClosureCheck``, which knows the program.
+    ``ClosureCheck`` checks the leaves of the cells (the closure), because it knows the program.
 
     Raises:
-      InvalidArgumentError: One has to be made an array by the user: see ``_as_array``.
-      UnsupportedError: One is a ``tf.Variable``.
+      InvalidArgumentError: The user has to convert a leaf to an array; see ``_as_array``.
+      UnsupportedError: A leaf is a ``tf.Variable``.
       NarrowingError: A number does not fit into the dtype that JAX gives its array.
     """
     if not any(map(_needs_a_look, map(type, leaves))):
@@ -159,14 +159,14 @@ def as_arguments(leaves: Sequence[Any], tree: Any, *, has_modules: bool = False)
 
 @final
 class ClosureCheck:
-    """Checks 64-bit arrays that a function closes over: those that its program uses, each array once.
+    """Checks the 64-bit arrays that a function closes over and its program uses. Checks each array once.
 
-    An array that is used for its shape only is not checked. A program is called with other arrays of the same shapes,
-    so the check belongs to the calls, which must not look at the numbers of an array that they know.
+    An array that is used for its shape only is not checked. A program may be called with other arrays of the same
+    shapes, so every call checks. A call does not look again at the values of an array that was checked before.
 
     Args:
       tree: The structure of ``(args, kwargs, cells)``, whose leaves are ``described``.
-      used: Returns which of the arrays among the leaves the program uses, by their numbers.
+      used: Returns the indices, among the arrays of the leaves, of those that the program uses.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class ClosureCheck:
         self._checked: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 
     def __call__(self, leaves: Sequence[Any]) -> None:
-        """Looks at the leaves of a call.
+        """Checks the leaves of a call.
 
         Raises:
           NarrowingError: A number does not fit into the dtype that JAX gives its array.
@@ -198,7 +198,7 @@ class ClosureCheck:
 
 
 def used_by(jaxprs: Sequence[Any], num_arrays: int) -> set[int]:
-    """Which of the last ``num_arrays`` operands at least one of the programs uses."""
+    """Returns the indices, among the last ``num_arrays`` operands, of those that at least one program uses."""
     used = (jax_compat.without_dead_code(jaxpr)[1] for jaxpr in jaxprs)
     return {i for flags in used for i, is_used in enumerate(flags[len(flags) - num_arrays :]) if is_used}
 
@@ -210,8 +210,8 @@ def _needs_a_look(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _may_be_foreign(kind: type) -> bool:
-    """True if objects of a class may be tensors of another library than NumPy and JAX."""
-    # What has __jax_array__ JAX knows itself: variables of replicax, Keras and flax, and values of strategies.
+    """Returns True if objects of a class may be tensors of another library than NumPy and JAX."""
+    # JAX converts objects with __jax_array__ itself: variables of replicax, Keras and flax, and values of strategies.
     if issubclass(kind, np.ndarray | np.generic | jax.Array | jax_compat.Tracer) or _has(
         kind, "__jax_array__"
     ):
@@ -222,29 +222,30 @@ def _may_be_foreign(kind: type) -> bool:
 def _as_array(value: Any, name: Callable[[], str]) -> Any:
     """Returns a tensor of another library as a NumPy array, or as a JAX array if its device needs that.
 
-    On CPUs nothing is copied: the array shares the tensor's memory.
+    On CPUs it does not copy: the array shares the tensor's memory.
 
     Args:
-      value: Of a class that may be foreign. What has no shape and dtype, or holds text, is returned as it is.
-      name: Returns what errors call it.
+      value: An object of a class that may be foreign. It is returned unchanged if it has no shape and dtype, or holds
+        text.
+      name: Returns its name for errors.
 
     Raises:
       UnsupportedError: It is a ``tf.Variable``.
-      InvalidArgumentError: It is a variable of another library, or rows that are elsewhere or labelled, and has to be
-        converted by the user.
+      InvalidArgumentError: The user has to convert it: it is a variable of another library, or its rows are in storage
+        or labelled.
     """
     kind = type(value)
     remedy = _remedy(kind)
     if remedy is not None:
         if is_variable(value):
-            raise UnsupportedError(f"{name()} is a tf.Variable, which is no array: {remedy}")
+            raise UnsupportedError(f"{name()} is a tf.Variable, not an array: {remedy}")
         library = kind.__module__.partition(".")[0]
-        raise InvalidArgumentError(f"{name()} is a {kind.__name__} of {library}, which is no array: {remedy}")
+        raise InvalidArgumentError(f"{name()} is a {kind.__name__} of {library}, not an array: {remedy}")
     if not (_has(value, "shape") and _has(value, "dtype")):
         return value
     try:
         array = np.asarray(value) if _has(kind, "__array__") else np.from_dlpack(value)
-    except Exception as error:  # of a GPU, or of a dtype that NumPy lacks, as torch.bfloat16
+    except Exception as error:  # the tensor is on a GPU, or NumPy lacks its dtype, such as torch.bfloat16
         try:
             return jax.dlpack.from_dlpack(value)
         except Exception:
@@ -261,12 +262,12 @@ _READ = {
     ("netCDF4", "Variable"): "variable[start:stop]",
     ("tensorstore", "TensorStore"): "store[start:stop].read().result()",
 }
-"""Arrays of other libraries that lie in storage, and how rows of them are read."""
+"""Array classes of other libraries that keep their rows in storage, and the expression that reads rows."""
 
 
 @functools.lru_cache(maxsize=512)
 def _remedy(kind: type) -> str | None:
-    """Returns what to write in place of an object of a class; None if it can be taken as an array."""
+    """Returns the code to write instead of an object of a class; None if the object can be taken as an array."""
     names = {(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__}
     if ("tensorflow", "Variable") in names:
         return OF_VARIABLE

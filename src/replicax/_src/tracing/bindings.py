@@ -1,4 +1,4 @@
-"""Bindings: where a variable's value lives between the calls of programs, and what happens if it differs.
+"""Bindings: where a variable's value lives between program calls, and how replicas share it.
 
 A binding joins one variable to one strategy's devices. Nothing here traces or runs.
 """
@@ -21,8 +21,8 @@ from replicax._src.errors import TraceError, VariableError
 from replicax._src.framework import make_binding
 from replicax._src.tracing.optimizer_slots import model_variable_of, optimizer_slots_of
 
-# Held while a program takes the state and gives it back, so that threads neither donate one array twice nor read
-# one that is being donated. Reads of rx.Variable take it; reads of Keras variables cannot.
+# A thread holds this lock while a program takes the state and gives it back, so that threads neither donate one array
+# twice nor read one that is being donated. Reads of rx.Variable take it; reads of Keras variables cannot.
 state_lock = threading.RLock()
 
 
@@ -42,10 +42,10 @@ class SyncPolicy(enum.Enum):
 
 
 class Accessor(Protocol):
-    """Reads and writes the value that variables of one kind hold now, by their holders: see ``Binding``."""
+    """Reads and writes the current values of variables of one kind, through their holders; see ``Binding``."""
 
     def get(self, holders: Sequence[Any]) -> list[Any]:
-        """The values, in order."""
+        """Returns the values, in order."""
         ...
 
     def set(self, holders: Sequence[Any], values: Sequence[Any]) -> None:
@@ -56,17 +56,17 @@ class Binding:
     """A variable on the devices of one strategy.
 
     Attributes:
-      variable: The variable; the binding does not look inside, ``accessor`` does.
-      holder: What the accessor takes: the object that has the value as an attribute, by default the variable.
-      name: For messages.
-      shape, dtype: As one replica sees the value.
-      sync_policy: See ``SyncPolicy``.
-      num_replicas: R of the strategy.
-      placed: The array that a program, or adoption, gave the variable last; None while the program that wrote last
-        keeps it (``lowering/spmd.py``).
-      components: [R, ...] behind ``placed`` where sync_policy is SUMMED.
-      layout: How the value lies over the devices, where it is divided over the logical devices of a replica or over
-        replicas; None: each device holds all of it.
+      variable: The variable. Only ``accessor`` looks inside it.
+      holder: The object that has the value as an attribute, for the accessor; by default the variable.
+      name: The name that messages show.
+      shape, dtype: The shape and dtype that one replica sees.
+      sync_policy: How the replicas share the value; see ``SyncPolicy``.
+      num_replicas: The number of replicas R of the strategy.
+      placed: The array that a program or an adoption gave the variable last; None while the program that wrote last
+        still keeps it (``lowering/spmd.py``).
+      components: The components [R, ...] whose sum is ``placed``, if the sync policy is SUMMED.
+      layout: The sharding of the value over the logical devices of a replica or over replicas; None if the value is
+        replicated.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class Binding:
 
     @property
     def value(self) -> Any:
-        """What the variable holds now."""
+        """Returns the value that the variable holds now."""
         return self.accessor.get([self.holder])[0]
 
     @value.setter
@@ -116,13 +116,13 @@ class Binding:
         self.accessor.set([self.holder], [value])
 
     def placement_on(self, topology: Topology) -> Any:
-        """The sharding of the array that programs take for the variable."""
+        """Returns the sharding of the array that programs take for the variable."""
         if self.layout is not None:
             return self.layout
         return topology.per_replica if self.sync_policy.is_per_replica else topology.replicated
 
     def described(self, topology: Topology) -> Any:
-        """The value as programs over a topology take it, without a value: shape, dtype and sharding."""
+        """Returns the shape, dtype and sharding of the array that programs over a topology take for the variable."""
         shape = (topology.num_replicas, *self.shape) if self.sync_policy.is_per_replica else self.shape
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.placement_on(topology))
 
@@ -133,12 +133,12 @@ class Binding:
 class BindingTable:
     """The bindings of the variables that one strategy's programs have met.
 
-    A binding lives as long as a program that uses it.
+    The table keeps a binding as long as a program uses it.
 
     Args:
-      num_replicas: R of the strategy.
-      layout_by_rule: How a variable lies over the devices, where nobody has said it; None, or giving it: each holds
-        all.
+      num_replicas: The number of replicas R of the strategy.
+      layout_by_rule: Returns the layout of a variable without an explicit one. If it is None or returns None, the
+        variable is replicated.
     """
 
     def __init__(self, num_replicas: int, layout_by_rule: Callable[[Any], Any] | None = None) -> None:
@@ -150,13 +150,13 @@ class BindingTable:
         self._mesh: Any = None
 
     def on(self, topology: Topology, layout_by_rule: Callable[[Any], Any] | None) -> BindingTable:
-        """A table for other devices, as many for each replica, over which variables lie as they were laid out here."""
+        """Returns a table for other devices, as many for each replica. Variables keep their explicit layouts."""
         table = BindingTable(topology.num_replicas, layout_by_rule)
         table._layouts, table._mesh = self._layouts, topology.mesh
         return table
 
     def binding_of(self, variable: Any) -> Binding:
-        """The binding of ``variable``, made when it is first met."""
+        """Returns the binding of ``variable``, and makes it at the first call."""
         binding = self._bindings.get(id(variable))
         if binding is None:
             binding = make_binding(variable, self._num_replicas)
@@ -166,14 +166,15 @@ class BindingTable:
             placed, components = self._components.get(id(variable), (None, None))
             if (
                 components is not None and not components.is_deleted()
-            ):  # as a program leaves it that was given its memory
+            ):  # a program that owned its memory deletes it
                 binding.placed, binding.components = placed, components
             self._bindings[id(variable)] = binding
         return binding
 
     def give_components(self, variable: Any, placed: Any, components: Any) -> None:
-        """Says what is behind the sum that a SUMMED variable is given: also to bindings that are made later, as nothing
-        may hold one yet. It counts as long as the variable shows that sum.
+        """Sets the components of the sum that a SUMMED variable is given.
+
+        A binding that is made later gets them too. They are valid as long as the variable shows that sum.
         """
         binding = self.binding_of(variable)
         binding.placed, binding.components = placed, components
@@ -182,7 +183,7 @@ class BindingTable:
         self._components[id(variable)] = placed, components
 
     def layout_of(self, variable: Any) -> Any:
-        """How a variable lies over the devices; None: each holds all of it."""
+        """Returns the layout of a variable; None if it is replicated."""
         if self._layouts:
             laid_out = variable if id(variable) in self._layouts else model_variable_of(variable)
             if id(laid_out) in self._layouts:
@@ -193,16 +194,15 @@ class BindingTable:
         return None if self._layout_by_rule is None else self._layout_by_rule(variable)
 
     def lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
-        """Moves a variable, and what programs will write to it, into a layout over the logical devices; and with it
-        what optimizers keep for it.
+        """Moves a variable and its optimizer slots into a layout over the logical devices. Programs keep that layout.
 
         Raises:
-          VariableError: Each replica has a value of its own, or a program has the variable already.
+          VariableError: Each replica has its own value, or a compiled program already uses the variable.
         """
         for each in [
             *optimizer_slots_of(variable),
             variable,
-        ]:  # which are laid out as it is, as soon as it is
+        ]:  # optimizer slots get the layout of their variable
             self._lay_out(each, layout, topology)
 
     def _lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
@@ -212,12 +212,12 @@ class BindingTable:
             return
         if binding.sync_policy.is_per_replica:
             raise VariableError(
-                f"Variable {binding.name!r} has a value for each replica, which stays whole: only variables with one value can "
-                "be divided over logical devices."
+                f"Variable {binding.name!r} has one value per replica, which cannot be sharded: only variables with one value can "
+                "be sharded over logical devices."
             )
         if is_met:
             raise VariableError(
-                f"Variable {binding.name!r} is in a program that was compiled for it as it lies now. Divide variables over "
+                f"Variable {binding.name!r} is used by a program that was compiled for its current layout. Shard variables over "
                 "logical devices right after making them, before the first step."
             )
         if id(variable) not in self._layouts:
@@ -227,30 +227,31 @@ class BindingTable:
 
 
 def own_copy(value: Any, sharding: Any) -> jax.Array:
-    """A strongly typed copy of ``value`` in buffers that nobody else holds, placed by ``sharding``.
+    """Returns a strongly typed copy of ``value`` in buffers that nobody else holds, placed by ``sharding``.
 
     ``jax.device_put`` alone may share the buffer of its argument, and programs donate what they are given.
     """
     return jax_compat.put(own_copy_here(value), sharding)
 
 
-# Arrays on the devices of several processes that each has made of a value of its own, by id: nobody has compared them.
+# Arrays, by id, whose values each process made itself. Nobody has compared the processes' values yet.
 _uncompared: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
-# Arrays that nobody has but the variables that they were made for, by id.
+# Arrays, by id, that only the variables that they were made for hold.
 _unshared: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
 def note_unshared(value: jax.Array) -> None:
-    """``value`` was made for a variable, and nobody else has it: who adopts it need not copy it."""
+    """Notes that ``value`` was made for a variable and nobody else holds it, so that adoption need not copy it."""
     _unshared[id(value)] = value
 
 
 def placed_by_each(value: Any, topology: Topology) -> jax.Array:
-    """A copy of a value that is made outside of programs, whole on every device.
+    """Returns a replicated copy of a value that was made outside of programs.
 
-    In several processes each gives its own; they are compared when a variable or the state of ``run_steps`` takes it.
+    With several processes each passes its own value. The values are compared when a variable or the state of
+    ``run_steps`` takes the array.
     """
     placed = own_copy(value, topology.replicated)
     if topology.peers is not None:
@@ -259,19 +260,19 @@ def placed_by_each(value: Any, topology: Topology) -> jax.Array:
 
 
 def is_local(value: Any) -> bool:
-    """Whether a value is of this process only."""
+    """Returns True if only this process has the value."""
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def made_by_each(value: Any) -> jax.Array | None:
-    """The value of this process, if each process has made its own and nobody has compared them; else None."""
+    """Returns this process's value if each process made its own and nobody has compared them; else None."""
     if is_local(value):
         return own_copy_here(value)
     return own_copy_here(value.addressable_data(0)) if _uncompared.get(id(value)) is value else None
 
 
 def own_copy_here(value: Any) -> jax.Array:
-    """A strongly typed copy, where ``value`` is."""
+    """Returns a strongly typed copy on the devices of ``value``."""
     if is_local(value) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         copy = jax_compat.copied(value)
     else:
@@ -296,7 +297,7 @@ def check_no_tracer(binding: Binding, value: Any) -> None:
 
 
 def adopt(binding: Binding, value: Any, topology: Topology) -> jax.Array:
-    """Takes over a value that no program of ours wrote, and gives the variable the placed copy.
+    """Places a copy of a value that no replicax program wrote, and gives it to the variable.
 
     Raises:
       TraceError: The variable holds a tracer of a trace that has ended.
@@ -321,6 +322,6 @@ def adopt(binding: Binding, value: Any, topology: Topology) -> jax.Array:
 
 
 def spread_sum(value: jax.Array, topology: Topology) -> jax.Array:
-    """Components [R, ...] whose sum is ``value``: the first replica's is the value, the others' zero."""
+    """Returns components [R, ...] whose sum is ``value``: the value for the first replica, zero for the others."""
     rows = [value] + [jnp.zeros_like(value)] * (topology.num_replicas - 1)
     return topology.put_rows(jnp.stack(rows))

@@ -1,4 +1,4 @@
-"""Conditions as selections: both branches are computed, and one's results are taken. So a program is one list again."""
+"""Turns conditions into selections: computes both branches and selects one result, so that a program is one list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replicax._src.tracing.markers import read_p
 
 
 def without_conditions(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A jaxpr (whose leading inputs are ``consts``) with its conditions resolved, those in inner functions too."""
+    """Returns a jaxpr, whose leading inputs are ``consts``, without conditions. Conditions in inner functions go too."""
     if not has_any(jaxpr, ("cond",)):
         return jaxpr, list(consts)
     program = FlatProgram(jaxpr, is_selected=lambda eqn: True)
@@ -27,5 +27,5 @@ def without_conditions(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any
 
 
 def reads_in(eqn: Any, numbers: Collection[int]) -> bool:
-    """Whether one of the reads of variables with these numbers is in an inner function of an operation."""
+    """Returns True if an inner function of an operation reads one of the variables with these numbers."""
     return any(inner.primitive is read_p and inner.params["number"] in numbers for inner in equations_in(eqn))

@@ -1,6 +1,6 @@
-"""The cache of programs: by what a function is, and by the signature of its arguments.
+"""The cache of programs, by the identity of a function and the signature of its arguments.
 
-Also says once, with the reason, when a function is traced again and again.
+It warns once, with the reason, about a function that is traced too often.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from replicax._src.tracing import key
 
 log = logging.getLogger("replicax")
 _TRACES_BEFORE_WARNING = 5
-_MAX_VERSIONS = 16  # of one function, with other closures or globals
+_MAX_VERSIONS = 16  # versions of one function that differ in closures or globals
 T = TypeVar("T")
 
 
 class Leaf(NamedTuple):
-    """How one leaf of the arguments enters a program.
+    """The form in which one leaf of the arguments enters a program.
 
     Attributes:
-      kind: "row" (PerReplica: device r holds row r), "whole" (the same on all), or "static".
-      shape, dtype, weak_type: As the program's function sees it (padded, where shapes differ).
-      shapes: By replica, where they differ.
-      value: What a static leaf is: see ``static_leaf``.
+      kind: "row" (PerReplica: device r holds row r), "whole" (replicated), or "static".
+      shape, dtype, weak_type: What the program's function sees (padded, if the shapes differ).
+      shapes: The shape on each replica, if they differ.
+      value: The key of a static leaf; see ``static_leaf``.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Leaf(NamedTuple):
     value: Any = None
 
     def aval(self, replica_id: int = 0) -> Any:
-        """The abstract array that the replica's program takes."""
+        """Returns the abstract array that the replica's program takes."""
         shape = self.shape if self.shapes is None else self.shapes[replica_id]
         return jax_compat.shaped(shape, self.dtype, self.weak_type)
 
     def thaw(self) -> Any:
-        """The static leaf itself."""
+        """Returns the static leaf itself."""
         return self.value[1] if isinstance(self.value, tuple) else self.value.content
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Leaf(NamedTuple):
 
 
 def array_leaf(array: Any) -> Leaf:
-    """The leaf of an array that all replicas see alike."""
+    """Returns the leaf of a replicated array."""
     dtype = array.dtype
     if isinstance(dtype, np.dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -65,10 +65,10 @@ def array_leaf(array: Any) -> Leaf:
 
 
 def static_leaf(value: Any) -> Leaf:
-    """The leaf of a Python value that is a constant of the program.
+    """Returns the leaf of a Python value that is a constant of the program.
 
-    Numbers and strings by type and value (``1``, ``1.0`` and ``True`` are different programs), other objects by
-    identity.
+    Numbers and strings are compared by type and value (``1``, ``1.0`` and ``True`` select different programs), other
+    objects by identity.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return Leaf("static", value=(type(value), value))
@@ -107,7 +107,7 @@ class FunctionPrograms(Generic[T]):
 
     def __init__(self) -> None:
         self.anchors: Any = None
-        self.shallow: dict[Any, T] = {}  # by a signature that is quick to make; the runner's affair
+        self.shallow: dict[Any, T] = {}  # by a signature that is quick to make; only the runner uses it
         self._programs: dict[Any, tuple[T, Any]] = {}
         self._traced_floats: set[int] = set()
         self._static_floats: dict[int, float] = {}
@@ -116,14 +116,12 @@ class FunctionPrograms(Generic[T]):
         return len(self._programs)
 
     def get(self, signature: Any) -> T | None:
-        """The program for ``signature``, if there is one."""
+        """Returns the program for ``signature``, if there is one."""
         found = self._programs.get(signature)
         return None if found is None else found[0]
 
     def note_new_structure(self, error: Exception, tree: Any) -> None:
-        """Says, when the function fails, that earlier arguments had another structure, which it may have been
-        written for.
-        """
+        """Notes on the error of a failed function that the structure of its arguments has changed."""
         earlier = [signature[0] for signature in self._programs]
         if earlier and tree not in earlier:
             now, before = (
@@ -135,7 +133,7 @@ class FunctionPrograms(Generic[T]):
                 )
 
     def put(self, signature: Any, described: Sequence[Leaf], program: T) -> None:
-        """Keeps a program until an object in its signature is gone."""
+        """Keeps a program until an object in its signature is deleted."""
         objects = [leaf.thaw() for leaf in described if isinstance(leaf.value, _ById)]
         anchors = key.Anchors(objects, lambda: self._programs.pop(signature, None))
         self._programs[signature] = (program, anchors)
@@ -144,7 +142,7 @@ class FunctionPrograms(Generic[T]):
                 self._static_floats.setdefault(position, leaf.value[1])
 
     def is_varying(self, position: int, value: float) -> bool:
-        """Whether a Python float has had two values at this place: then it is an input, not a constant."""
+        """Returns True if a Python float has had two values at this position. It is then an input, not a constant."""
         if position in self._traced_floats:
             return True
         if self._static_floats.setdefault(position, value) == value:
@@ -154,7 +152,7 @@ class FunctionPrograms(Generic[T]):
 
 
 class ProgramCache(Generic[T]):
-    """The programs of all functions that one owner runs."""
+    """Caches the programs of all functions that one owner runs."""
 
     def __init__(self) -> None:
         self._functions: dict[Any, FunctionPrograms[T]] = {}
@@ -166,7 +164,7 @@ class ProgramCache(Generic[T]):
         return sum(len(programs) for programs in self._functions.values())
 
     def programs_of(self, fn: Callable[..., Any]) -> FunctionPrograms[T]:
-        """The programs of what ``fn`` is now."""
+        """Returns the programs of the current version of ``fn``."""
         fn_key = key.function_key(fn)
         programs = self._functions.get(fn_key)
         if programs is None:
@@ -179,7 +177,7 @@ class ProgramCache(Generic[T]):
         return programs
 
     def _forget_old_versions(self, fn: Callable[..., Any], fn_key: Any) -> None:
-        # A program holds its variables; where a variable itself is in the key nothing else would let go of both.
+        # A program holds its variables. If the key names a variable, nothing else would release the two.
         versions = self._versions.setdefault(family_of(fn), collections.deque())
         versions.append(fn_key)
         if len(versions) > _MAX_VERSIONS:
@@ -197,12 +195,12 @@ class ProgramCache(Generic[T]):
         num_replicas: int | None,
         of: str = "",
     ) -> Any:
-        """Traces a program, keeps it, and runs it for the first time.
+        """Traces a program, caches it and runs it for the first time.
 
         Args:
-          programs: Those of ``fn`` as it was before it is traced.
-          num_replicas: None if it is not known yet.
-          of: Before the name of ``fn``, for people.
+          programs: The programs of the version of ``fn`` before the trace.
+          num_replicas: The number of replicas; None if it is not known yet.
+          of: A text that messages put before the name of ``fn``.
         """
         with compiling(of + key.name_of(fn), num_replicas):
             program = trace()
@@ -219,8 +217,8 @@ class ProgramCache(Generic[T]):
             self._last[code] = (key.function_key(fn), list(described))
         if count == _TRACES_BEFORE_WARNING and old is not None:
             log.warning(
-                "%s has been traced %d times, which is slow; the last time because %s. Pass what changes as an array "
-                "argument, and make models and other objects once, outside the loop.",
+                "%s has been traced %d times, which is slow; the last time because %s. Pass values that change as array "
+                "arguments, and make models and other objects once, outside the loop.",
                 getattr(fn, "__qualname__", fn),
                 count,
                 _reason(old, self._last[code]),
@@ -236,10 +234,10 @@ def _reason(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) ->
 
 
 def jax_state() -> Any:
-    """What of JAX's configuration changes the avals of arguments; what changes code, jit watches itself."""
+    """Returns the part of JAX's configuration that changes the avals of arguments. jit itself watches the rest."""
     return jax.config.read("jax_enable_x64")
 
 
 def family_of(fn: Callable[..., Any]) -> Any:
-    """What functions share that are made again and again at one place: their code. Where it is ours, they say what."""
+    """Returns what functions that are made repeatedly at one place share: their code, or what they declare."""
     return getattr(fn, "replicax_family", None) or getattr(fn, "__code__", type(fn))

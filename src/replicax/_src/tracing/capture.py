@@ -1,8 +1,8 @@
-"""Capture: the variables that a function reads and writes, and its tapes. ``TracedCapture``: while JAX traces it.
+"""Captures the variables that a function reads and writes, and its tapes. ``TracedCapture`` does so in a JAX trace.
 
-``EagerCapture`` is that of a function which runs with real values. In a trace, the first read of a variable binds a
-placeholder in the outermost trace of the function, so that it becomes an input of the program even when the read
-happens inside a scan, a condition or a checkpoint.
+``EagerCapture`` does so for a function that runs with real values. In a trace, the first read of a variable binds a
+placeholder in the outermost trace of the function. The variable then becomes an input of the program even if the read
+is inside a scan, a condition or a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ if TYPE_CHECKING:
 
 
 planning: contextvars.ContextVar[bool] = contextvars.ContextVar("replicax_planning", default=False)
-"""Whether functions are traced for a plan: variables that have no value yet are taken as they will be."""
+"""True while functions are traced for a plan. A variable without a value is then traced with its future type."""
 
 
 class Uneven:
-    """What the trace of one variant of an uneven step knows of the other replicas.
+    """The shapes on the other replicas that the trace of one variant of an uneven step knows.
 
     A step whose replicas have different shapes is traced once per distinct pattern of shapes (a variant).
-    Shapes inside the function that the replicas exchange are learnt by tracing again: ``seen`` of one round
-    is ``known`` of the next.
+    Repeated tracing finds the shapes that the replicas exchange: ``seen`` of one round becomes ``known`` of the next.
 
     Attributes:
       variant_of_replica: The variant that each replica runs.
-      known: For each exchange, the shape in each variant, as far as earlier rounds have learnt them.
+      known: For each exchange, the shape in each variant that earlier rounds have found.
       rows: The local batch size of this variant.
       seen: The shapes of this variant's exchanges, in order.
     """
@@ -59,12 +58,12 @@ class Uneven:
         self.seen: list[tuple[int, ...]] = []
 
     def restart(self) -> Uneven:
-        """Forgets what it has seen: the variant is traced from the beginning."""
+        """Returns a copy that has seen nothing, to trace the variant again from the beginning."""
         self.seen = []
         return self
 
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes of the array exchanged now, by replica; this replica's own is ``shape``."""
+        """Returns the shape on each replica of the array that is exchanged next; this replica's is ``shape``."""
         self.seen.append(shape)
         if self.known is None or len(self.seen) > len(self.known):
             return [shape] * len(self.variant_of_replica)
@@ -73,7 +72,7 @@ class Uneven:
 
 
 class Entry:
-    """What one trace knows of one variable."""
+    """The knowledge of one trace about one variable."""
 
     __slots__ = ("binding", "current", "index", "line", "written")
 
@@ -85,23 +84,23 @@ class Entry:
         self.line = ""
 
     def assign(self, value: Any, line: str) -> None:
-        """The variable has another value from here on."""
+        """Sets the variable's value from here on."""
         self.current, self.written, self.line = value, True, line
 
 
 class Observer(Protocol):
-    """Looks on while a function is traced, where its assignments become messages to parameter servers."""
+    """Observes the trace of a function whose assignments become messages to parameter servers."""
 
     def read(self, entry: Entry) -> Any:
-        """The value of a variable as the function shall see it: marked, so that the read can be found again."""
+        """Returns the variable's value with a mark, so that the read can be found later."""
         ...
 
     def written(self, entry: Entry) -> None:
-        """A variable has been assigned its current value."""
+        """Notes that the function has assigned a variable its current value."""
 
 
 class Branch:
-    """What one branch of ``rx.cond`` has assigned so far: the value and the user's line, by ``id`` of variable."""
+    """The assignments of one branch of ``rx.cond``: the value and the user's line, by ``id`` of the variable."""
 
     def __init__(self, trace: Any):
         self.trace = trace
@@ -109,18 +108,19 @@ class Branch:
 
 
 class Capture(abc.ABC):
-    """The variables and the tapes of a function that is being traced, or run with real values.
+    """The variables and tapes of a function that JAX traces or that runs with real values.
 
     Attributes:
-      binding_of: Gives the binding of a variable (the strategy's table).
+      binding_of: Returns the binding of a variable (from the strategy's table).
       num_replicas: R in a replica function, None in a cross-replica function.
-      uneven: Where replicas have different shapes: what is known of the other replicas.
-      entries: By ``id`` of the variable, in the order of discovery.
+      uneven: The knowledge about the other replicas, if replicas have different shapes; else None.
+      entries: The entries by ``id`` of the variable, in the order of discovery.
       trace: JAX's trace of the function itself.
-      on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
-      checks: Called before anything is stored, each with an array of the program; None where there can be none.
-      observer: Of reads and assignments, but for those in scans, conditions of JAX and other inner traces.
-      created: Variables that were created while this was the outermost capture: the name and the user's line of each.
+      on_aggregate: Called with the gradients given to an optimizer: their names, the local and the applied values.
+      checks: The functions to call before anything is stored, each with an array of the program; None if checks are not
+        possible.
+      observer: Observes reads and assignments, except those in scans, JAX conditions and other inner traces.
+      created: The name and the user's line of each variable that was created while this was the outermost capture.
     """
 
     def __init__(
@@ -145,36 +145,36 @@ class Capture(abc.ABC):
         self._tape_traces: dict[int, Any] = {}
         self._branches: list[Branch] = []
 
-    # --- what tracing and running do in their own ways ------------------------------------------------
+    # --- differs between tracing and running ------------------------------------------------
 
     @property
     @abc.abstractmethod
     def tapes(self) -> list[GradientTape]:
-        """The tapes that are recording now."""
+        """Returns the tapes that are recording now."""
 
     @abc.abstractmethod
     def read(self, variable: Any) -> Any:
-        """The variable's value at this point of the function, as one replica (or all) see it."""
+        """Returns the variable's value at this point of the function."""
 
     @abc.abstractmethod
     def watch(self, tape_id: int, value: Any) -> None:
-        """A tape watches an array from here on."""
+        """Makes a tape watch an array from here on."""
 
     @abc.abstractmethod
     def end_recording(self, tape: GradientTape, tape_id: int) -> None:
-        """A tape records no more."""
+        """Stops the recording of a tape."""
 
     @abc.abstractmethod
     def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced."""
+        """Returns the gradients for an optimizer to apply: summed over replicas, unless they are reduced already."""
 
     @abc.abstractmethod
     def _first_value(self, binding: Binding) -> Any:
-        """What stands for the value that a variable has when the function begins."""
+        """Returns the placeholder for the value that a variable has at the start of the function."""
 
     @abc.abstractmethod
     def _detached(self, value: Any) -> Any:
-        """Another array of the same value, through which nothing is differentiated."""
+        """Returns an array of the same value that stops gradients."""
 
     @abc.abstractmethod
     def _assign(self, variable: Any, entry: Entry, value: Any, line: str) -> None: ...
@@ -185,7 +185,7 @@ class Capture(abc.ABC):
     @abc.abstractmethod
     def _differentiated(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]: ...
 
-    # --- what they do alike ---------------------------------------------------------------------------
+    # --- the same for both ---------------------------------------------------------------------------
 
     @property
     def is_replica(self) -> bool:
@@ -193,25 +193,25 @@ class Capture(abc.ABC):
 
     @property
     def is_in_branch(self) -> bool:
-        """Whether a branch of ``rx.cond`` is being traced."""
+        """True while a branch of ``rx.cond`` is traced."""
         return bool(self._branches)
 
     def is_in_inner_trace(self) -> bool:
-        """Whether JAX is inside a scan, condition, grad, … of the function (or branch)."""
+        """Returns True if JAX is inside a scan, condition, grad, … of the function (or branch)."""
         home = self._branches[-1].trace if self._branches else self.trace
         return jax_compat.current_trace() is not home
 
     def use_strategy(self, strategy: Strategy) -> None:
-        """``run`` of ``strategy`` is called in this (cross-replica) function."""
+        """Notes that this cross-replica function calls ``run`` of ``strategy``."""
         if self._on_strategy is not None:
             self._on_strategy(strategy)
 
     def write(self, variable: Any, value: Any, line: str | None = None) -> None:
-        """Makes ``value`` the variable's value from here on; ``line`` is the user's line if not the caller's.
+        """Makes ``value`` the variable's value from here on. ``line`` is the user's line; by default the caller's.
 
         Raises:
-          TraceError: In a scan, condition or other inner trace, from which the value would leak.
-          VariableError: Shape differs from the variable's.
+          TraceError: It is called in a scan, condition or other inner trace, from which the value would leak.
+          VariableError: The shape differs from the variable's.
         """
         entry = self._entry(variable)
         binding = entry.binding
@@ -236,7 +236,7 @@ class Capture(abc.ABC):
         self._assign(variable, entry, value, line or user_line())
 
     def sync_policy_of(self, variable: Any) -> SyncPolicy:
-        """How the replicas share a variable."""
+        """Returns how the replicas share a variable."""
         return self._entry(variable).binding.sync_policy
 
     def _entry(self, variable: Any) -> Entry:
@@ -247,14 +247,14 @@ class Capture(abc.ABC):
         return entry
 
     def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes, by replica, of an array of which this replica's has ``shape``."""
+        """Returns the shape of an array on each replica; this replica's is ``shape``."""
         if self.uneven is None:
             return [shape] * (self.num_replicas or 1)
         return self.uneven.shapes_of_all_replicas(shape)
 
     @contextlib.contextmanager
     def aggregated_reads(self) -> Iterator[None]:
-        """Reads of SUMMED variables give the sum over replicas (``metric.result()``)."""
+        """Context in which reads of SUMMED variables give the sum over replicas (``metric.result()``)."""
         self.num_aggregated_reads += 1
         try:
             yield
@@ -262,15 +262,16 @@ class Capture(abc.ABC):
             self.num_aggregated_reads -= 1
 
     def begin_recording(self, tape: GradientTape, tape_id: int) -> None:
-        """A tape records from here on."""
+        """Starts the recording of a tape."""
         self._tape_traces[tape_id] = jax_compat.current_trace()
         self._begin(tape, tape_id)
 
     def gradient(self, tape_id: int, asked: Question) -> tuple[list[Any], set[int]]:
-        """The gradients by the sources, and the positions of those that are known to be unconnected.
+        """Returns the gradients with respect to the sources, and the positions of sources that are known to be
+        unconnected.
 
         Raises:
-          TapeError: In another trace than the one in which the tape was opened.
+          TapeError: It is called in a different trace from the one in which the tape was opened.
         """
         if jax_compat.current_trace() is not self._tape_traces.get(tape_id):
             raise TapeError(
@@ -291,13 +292,13 @@ class Capture(abc.ABC):
 
 @final
 class TracedCapture(Capture):
-    """The capture of a function that is being traced. Tapes and optimizers leave marks in the trace.
+    """The capture of a function in a JAX trace. Tapes and optimizers leave marks in the trace.
 
     Args:
-      unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
+      unconnected: The ordinals of gradients whose sources were unconnected in an earlier trace.
 
     Attributes:
-      read_in_inner_trace: A variable was read in a function that JAX traces on its own.
+      read_in_inner_trace: True if a variable was read in a function that JAX traces on its own.
     """
 
     def __init__(
@@ -319,15 +320,15 @@ class TracedCapture(Capture):
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """To be entered first thing in the traced function: remembers its trace, becomes current."""
+        """Context that the traced function enters first: remembers its trace and becomes the current capture."""
         self.trace = jax_compat.current_trace()
         with replaced_capture(self), self._forgotten:
             yield
 
     def _forget_inner_traces(self) -> None:
-        """Makes JAX trace anew the functions (jit, scan, checkpoint) that have read a variable in this trace.
+        """Makes JAX retrace the functions (jit, scan, checkpoint) that have read a variable in this trace.
 
-        What JAX remembers of them holds the values read then, and a tape opened since has not seen the reads.
+        JAX's cached traces hold the values that were read then, and a tape opened since has not seen the reads.
         """
         if self._is_remembered:
             self._is_remembered = False
@@ -335,7 +336,7 @@ class TracedCapture(Capture):
 
     @contextlib.contextmanager
     def branch(self) -> Iterator[Branch]:
-        """Inside, assignments are kept apart: for the branches of ``rx.cond``, each traced by itself."""
+        """Context that keeps assignments separate, for one branch of ``rx.cond``."""
         branch = Branch(jax_compat.current_trace())
         self._branches.append(branch)
         try:
@@ -397,7 +398,7 @@ class TracedCapture(Capture):
         return asked.mark(tape_id, ordinal), missing
 
     def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        # Which ones have been reduced is known when the whole function is.
+        # Only the trace of the full function shows which ones are reduced.
         applied = list(aggregate_p.bind(*gradients)) if gradients else []
         if self.on_aggregate is not None:
             self.on_aggregate(names, gradients, applied)
@@ -416,20 +417,20 @@ def _stack() -> list[Capture]:
 
 
 def current_capture() -> Capture | None:
-    """The capture of the innermost function that is being traced in this thread."""
+    """Returns the capture of the innermost function that this thread traces."""
     stack = _stack()
     return stack[-1] if stack else None
 
 
 def note_created(name: str) -> None:
-    """Tells the outermost function that is being traced that it creates a variable."""
+    """Notes that the outermost function in a trace creates a variable."""
     outermost = next((capture for capture in _stack() if capture is not None), None)
     if outermost is not None:
         outermost.created.append(f"{name!r} at {user_line()}")
 
 
 def created_again(variable: str) -> VariableError:
-    """The error of a function that creates a variable although it is not traced for the first time."""
+    """Returns the error for a function that creates a variable in a later trace than its first."""
     return VariableError(
         f"Variable {variable} would be created by every call: a function that strategy.run, rx.function or the like runs is "
         f"traced, and may create variables in its first call only. Create it once, before the function is called:\n"
@@ -444,7 +445,7 @@ def created_again(variable: str) -> VariableError:
 
 @contextlib.contextmanager
 def replaced_capture(capture: Any) -> Iterator[None]:
-    """Makes another capture (or None: plain values) the current one."""
+    """Context that makes another capture current; None stands for plain values."""
     stack = _stack()
     stack.append(capture)
     try:

@@ -1,6 +1,6 @@
 """``EagerCapture``: the capture of a function that runs operation by operation on concrete arrays.
 
-Every operation comes by here: it is evaluated, and tapes that are open note it. Arrays are known by identity.
+It evaluates every operation and records it on the open tapes. It identifies arrays by ``id``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_AXIS = (
 
 
 def on_no_device(array: Any) -> jax.Array:
-    """A copy on this thread's default device, bound to none, so that it mixes with arrays of all devices."""
+    """Returns an uncommitted copy on this thread's default device, which can be combined with arrays on any device."""
     if isinstance(array, jax.Array) and jax_compat.is_typed_key(array.dtype):
         data = np.asarray(jax.random.key_data(array))
         return jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(array))
@@ -46,10 +46,10 @@ def on_no_device(array: Any) -> jax.Array:
 
 @final
 class EagerCapture(Capture):
-    """The capture of a function that runs as one replica, with real values.
+    """The capture of a function that runs as one replica with real values.
 
     Args:
-      replaced: From what a variable holds, its new value, and its components or None, to what it shall hold.
+      replaced: Returns what a variable holds next, given what it holds, its new value, and its components or None.
     """
 
     def __init__(self, binding_of: Callable[[Any], Binding], replaced: Callable[[Any, Any, Any], Any]):
@@ -61,13 +61,13 @@ class EagerCapture(Capture):
         self._tapes: list[GradientTape] = []
         self._late: dict[int, tuple[Any, jax_compat.Late]] = {}
         self._inner_consts: dict[int, tuple[Any, list[Any]]] = {}
-        # Tapes opened inside functions that JAX stages leave marks there, as in functions that are traced.
+        # Tapes opened inside functions that JAX stages leave marks, as in traced functions.
         self._staged = TracedCapture(binding_of, 1)
         self._staged_tapes: set[int] = set()
-        self._rewriter = Rewriter(list)  # of one replica the gradients are the sums
+        self._rewriter = Rewriter(list)  # with one replica the gradients are the sums
 
     def close(self) -> None:
-        """Forgets all arrays, which would wait for the garbage collector otherwise."""
+        """Releases all arrays, which would otherwise wait for the garbage collector."""
         for each in (self.entries, self._late, self._records, self._inner_consts):
             each.clear()
 
@@ -83,11 +83,11 @@ class EagerCapture(Capture):
         return late
 
     def value_of(self, variable: Any) -> Any:
-        """The value of the variable, real also inside functions that JAX stages."""
+        """Returns the real value of the variable, even inside functions that JAX stages."""
         value = self._entry(variable).current
         for tape in self._tapes:
             tape.record_read(variable, value)
-        for record in self._open:  # they may be asked about the array
+        for record in self._open:  # they may be queried about the array
             record.know(value)
         return value
 
@@ -168,7 +168,7 @@ class EagerCapture(Capture):
         return gradients, {i for i, gradient in enumerate(gradients) if gradient is None}
 
     def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        del names  # there are no others to add
+        del names  # there are no other replicas
         return list(gradients)
 
     # --- operations -----------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class EagerCapture(Capture):
         evaluated = self._resolved(operation, inputs)
         with jax_compat.evaluating():
             outputs = evaluated(*inputs)
-            if self._open:  # stop_gradient and kin give back what they are given
+            if self._open:  # stop_gradient and the like return their argument
                 outputs = [jnp.copy(out) if any(out is x for x in inputs) else out for out in outputs]
         if self._open:
             step = Step(evaluated, inputs, outputs, user_line())
@@ -189,7 +189,7 @@ class EagerCapture(Capture):
         return outputs
 
     def _resolved(self, operation: Any, inputs: Sequence[Any]) -> Any:
-        """The operation with the marks inside (tapes in a scan or condition) resolved."""
+        """Returns the operation with the marks inside (tapes in a scan or condition) resolved."""
         if is_replica_collective(operation):
             raise UnsupportedError(NO_AXIS.format(line=user_line()))
         if not any(has_any(inner, MARKS) for inner in inner_jaxprs(operation)):
@@ -204,7 +204,7 @@ class EagerCapture(Capture):
         )
 
     def _known_consts(self, subs: Sequence[Any]) -> list[Any]:
-        """Arrays that open tapes know and that JAX has baked into jaxprs, where derivatives miss them."""
+        """Returns arrays that open tapes know and that JAX has made constants of jaxprs, where derivatives miss them."""
         found = [const for sub in subs for const in self._consts_within(sub)]
         return [const for const in found if any(id(const) in record.known for record in self._open)]
 
@@ -216,7 +216,10 @@ class EagerCapture(Capture):
             for eqn in inner.eqns:
                 for sub in jax_compat.sub_jaxprs(eqn):
                     consts = consts + self._consts_within(sub)
-            entry = self._inner_consts[id(jaxpr)] = (jaxpr, consts)  # the jaxpr keeps its id its own
+            entry = self._inner_consts[id(jaxpr)] = (
+                jaxpr,
+                consts,
+            )  # keeps the jaxpr alive, so that its id stays unique
         return entry[1]
 
     def _inline(
@@ -235,7 +238,7 @@ class EagerCapture(Capture):
 
 
 def _value_before(binding: Binding) -> jax.Array:
-    """Returns the value of a variable as one device would hold it."""
+    """Returns the value of a variable on one device."""
     with state_lock:
         value = binding.value
         check_no_tracer(binding, value)
@@ -249,11 +252,11 @@ def _value_before(binding: Binding) -> jax.Array:
 
 
 def _value_now(variable: Any) -> Any:
-    """What a function that JAX has staged reads of a variable when it runs."""
+    """Returns the value of a variable that a function staged by JAX reads when it runs."""
     capture = current_capture()
     if not isinstance(capture, EagerCapture) or variable is None:
         raise TraceError(
             "A function that JAX staged (jax.jit, scan, …) in strategy.run(..., options=rx.RunOptions(eager=True)) reads "
-            "a variable, and is used outside of it. Make the function anew, or pass the variable's value to it."
+            "a variable, and is used outside of it. Make the function again, or pass the variable's value to it."
         )
     return capture.value_of(variable)

@@ -1,4 +1,4 @@
-"""Walks over the equations of a jaxpr: all there are, those of a function that one calls, an evaluation by a rule."""
+"""Walks over the equations of a jaxpr: lists them at any depth, opens calls, or evaluates them by a rule."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 from replicax._src import jax_compat
 
 Rule = Callable[[Any, list[Any]], Sequence[Any]]
-"""The values of an equation's results, given those of its operands."""
+"""Returns the values of an equation's results, given those of its operands."""
 
 
 def is_variable(atom: Any) -> bool:
-    """Whether an operand is computed, and no literal."""
+    """Returns True if an operand is not a literal."""
     return not isinstance(atom, jax_compat.Literal)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The operands that are no literals."""
+    """Returns the operands that are not literals."""
     return [atom for atom in atoms if is_variable(atom)]
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The open jaxprs of the functions that an equation has."""
+    """Returns the open jaxprs of the functions that an equation has."""
     return [jax_compat.inner_jaxpr(sub)[0] for sub in jax_compat.sub_jaxprs(eqn)]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, at any depth."""
+    """Yields all equations of a jaxpr, at any depth."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):  # (a generator for each equation would cost more)
@@ -35,18 +35,18 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def equations_in(eqn: Any) -> Iterator[Any]:
-    """All equations of the functions that an equation has, at any depth."""
+    """Yields all equations of the functions in an equation, at any depth."""
     for inner in inner_jaxprs(eqn):
         yield from equations(inner)
 
 
 def has_any(jaxpr: Any, names: Container[str]) -> bool:
-    """Whether an operation of one of these names stands in a jaxpr, at any depth."""
+    """Returns True if a jaxpr contains an operation of one of these names, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
 def called(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-    """Of a call: the function's jaxpr, its constants, and what it is given."""
+    """Returns the jaxpr, the constants and the arguments of the function that an equation calls."""
     inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
     return inner, consts, operands[len(operands) - len(inner.invars) :]
 
@@ -58,12 +58,12 @@ def walked(
     consts: Sequence[Any] = (),
     literal: Callable[[Any], Any] = lambda atom: atom.val,
 ) -> tuple[list[Any], dict[Any, Any]]:
-    """Goes through a jaxpr with a value for each of its variables: arrays, or what is known of them.
+    """Evaluates a jaxpr with a value for each of its variables: an array, or a fact about it.
 
     Args:
       args, consts: The values of its invars and its constvars.
-      rule: Called for each equation, in order.
-      literal: The value of a literal.
+      rule: The function to call for each equation, in order.
+      literal: Returns the value of a literal.
 
     Returns:
       The values of its results, and of all its variables.
@@ -81,15 +81,15 @@ def walked(
 def evaluated(
     jaxpr: Any, args: Sequence[Any], rule: Rule = jax_compat.bind_equation, consts: Sequence[Any] = ()
 ) -> list[Any]:
-    """The results of a jaxpr, each equation evaluated by a rule."""
+    """Returns the results of a jaxpr, and evaluates each equation by a rule."""
     return walked(jaxpr, args, rule, consts)[0]
 
 
 def leading_to(eqns: Sequence[Any], results: Iterable[Any], *, keeps_effects: bool) -> list[Any]:
-    """The equations that results are computed by.
+    """Returns the equations that compute the results.
 
     Args:
-      keeps_effects: Those with an effect stay, with what they need.
+      keeps_effects: True to keep equations with an effect, and the equations that they depend on.
     """
     needed, chosen = set(variables(results)), []
     for eqn in reversed(eqns):

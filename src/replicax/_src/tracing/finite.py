@@ -1,8 +1,7 @@
-"""``RunOptions(check_finite=True)``: a program that also gives where its first NaN and its first infinity were
-computed.
+"""``RunOptions(check_finite=True)``: a program that also reports where its first NaN and first infinity arose.
 
-A value counts where it comes from operands without one: a NaN from operands that are no NaN, an infinity from finite
-operands. An attention mask of -inf is a literal, and does not count.
+An operation counts as the origin of a NaN if no operand is NaN, and as the origin of an infinity if all operands are
+finite. An attention mask of -inf is a literal, and does not count.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _WHAT = ("nan", "infinite")
 @final
 @dataclass(frozen=True)
 class FiniteCheck:
-    """Raises the error for what a watched program has found.
+    """Raises the error for a value that a watched program has found.
 
     Attributes:
-      name: Of the function.
-      results: What each result, then each assigned variable, is called.
-      origins: Where a value comes from, by variant: arguments, variables and equations.
-      variant_of_replica: Which variant each replica runs.
+      name: The name of the function.
+      results: The names of the results, then of the assigned variables.
+      origins: The descriptions of arguments, variables and equations, by variant.
+      variant_of_replica: The variant that each replica runs.
     """
 
     name: str
@@ -46,25 +45,25 @@ class FiniteCheck:
     variant_of_replica: Sequence[int]
 
     def __call__(self, found: Any) -> None:
-        """Waits for what the program has found.
+        """Waits for the program's findings.
 
         Args:
-          found: [R, 3]: the first result that is not finite, and the origins of the first NaN and the first infinity;
-            -1: none.
+          found: [R, 3]: the first result that is not finite, the origin of the first NaN, and the origin of the first
+            infinity; -1 for none.
 
         Raises:
-          NotFiniteError: There is one.
+          NotFiniteError: A result or a new value of a variable is not finite.
         """
         rows = np.asarray(found)
         bad = [r for r, row in enumerate(rows) if row[0] != _NONE]
         if not bad:
             return
-        # Replicas receive from each other what is not finite: the first of all is where it began.
+        # Replicas receive non-finite values from each other: the earliest one is the origin.
         begun = [r for r in bad if (rows[r, 1:] != _NONE).any()] or bad
         first = min(begun, key=lambda r: sorted(i if i != _NONE else np.inf for i in rows[r, 1:]))
         result, *births = rows[first]
         known = self.origins[self.variant_of_replica[first]]
-        # In the order of the program: an infinity often is what a NaN was computed from.
+        # In program order, because a NaN often comes from an infinity.
         in_order = sorted(zip(births, _WHAT, strict=True), key=lambda birth: birth[0])
         told = [
             f"The first {what} value comes from {known[index]}." for index, what in in_order if index != _NONE
@@ -78,11 +77,11 @@ class FiniteCheck:
 def watched(
     program: ReplicaProgram, name: str, arguments: Sequence[str], rows_of_replica: Sequence[int] | None
 ) -> tuple[ReplicaProgram, FiniteCheck]:
-    """A program with one more result, which the check takes.
+    """Returns a program with one more result, and the check that takes this result.
 
     Args:
-      arguments: What the arrays that it takes are called.
-      rows_of_replica: See ``replica_body``: what a replica without rows computes does not count.
+      arguments: The names of the arrays that the program takes.
+      rows_of_replica: See ``replica_body``. Values that a replica without rows computes do not count.
     """
     num_replicas = len(program.variant_of_replica)
     variants, origins = [], []
@@ -104,10 +103,10 @@ def watched(
 
 @final
 class _Watcher:
-    """Evaluates a variant and follows where values that are not finite come from.
+    """Evaluates a variant and tracks the origins of values that are not finite.
 
     Attributes:
-      origins: By number.
+      origins: The descriptions of origins, by number.
     """
 
     def __init__(self, variant: Variant, arguments: Sequence[str], has_rows: bool):
@@ -118,7 +117,7 @@ class _Watcher:
         self._inputs = [*("a constant of the function" for _ in variant.consts), *states, *arguments]
 
     def variant(self, num_replicas: int) -> Variant:
-        """The variant with one more result, after the others."""
+        """Returns the variant with one more result, after the others."""
         variant = self._variant
         changed = variant.retraced(
             lambda _, args: self._evaluate(args, num_replicas), [(REPLICA_AXIS, num_replicas)]
@@ -153,7 +152,7 @@ class _Watcher:
         return len(self.origins) - 1
 
     def _noted(self, births: Any, operands: Sequence[Any], results: Sequence[Any], number: int) -> Any:
-        """The births, after an operation."""
+        """Returns the updated origins after an operation."""
         operands, results = list(filter(_is_float, operands)), list(filter(_is_float, results))
         if not results:
             return births

@@ -23,10 +23,10 @@ Atom = Any
 
 @dataclass(frozen=True)
 class Operation:
-    """An equation between numbered values. Calls that were resolved are none: what they do stands here.
+    """An equation between numbered values. A resolved call is replaced by the operations of its function.
 
     Attributes:
-      line: Of the user's code.
+      line: The line of the user's code.
     """
 
     eqn: Any
@@ -40,15 +40,15 @@ class FlatProgram:
     """A jaxpr with calls of inner functions resolved.
 
     Args:
-      consts: The values of its constvars.
-      is_resolved: Which calls; default: all but those of ``jax.checkpoint``, whose borders mean something.
-      is_selected: Which conditions are resolved, too: both branches are computed, and the results of one are taken.
+      consts: The values of the constvars.
+      is_resolved: True for calls to resolve; by default all but those of ``jax.checkpoint``, whose borders matter.
+      is_selected: True for conditions to resolve: both branches are computed, and one branch's results are selected.
 
     Attributes:
-      operations: In order.
-      inputs: The numbers of its operands.
-      outputs: What it gives.
-      consts: Values that it holds, by number.
+      operations: The operations, in order.
+      inputs: The numbers of the program's operands.
+      outputs: The program's results.
+      consts: The constant values, by number.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FlatProgram:
         self.outputs = self._inline(jaxpr, consts, self.inputs)
 
     def slice(self, wanted: Iterable[Atom], given: Collection[int] = ()) -> list[Operation]:
-        """The operations that compute the values ``wanted``, in order; values that are ``given`` need none."""
+        """Returns the operations that compute the values ``wanted``, in order; values that are ``given`` need none."""
         chosen: set[int] = set()
         missing = list(wanted)
         while missing:
@@ -82,7 +82,7 @@ class FlatProgram:
 
     @functools.cached_property
     def _producers(self) -> dict[int, int]:
-        """By number the position of the operation that computes it."""
+        """The position of the operation that computes each number."""
         return {number: at for at, each in enumerate(self.operations) for number in each.results}
 
     def _inline(
@@ -114,7 +114,7 @@ class FlatProgram:
 
 
 def _selected(num_branches: int, index: Any, *results: Any) -> list[Any]:
-    """The results of the branch that ``index`` says, as a condition of JAX takes it; ``results`` has each one of all
+    """Returns the results of branch ``index``, clamped as in a JAX condition. ``results`` has each result for all
     branches.
     """
     if jnp.issubdtype(index.dtype, jnp.integer):
@@ -134,17 +134,17 @@ def _is_plain_call(eqn: Any) -> bool:
 
 
 def read(env: Mapping[int, Any], atom: Atom) -> Any:
-    """The value of an atom, given those of all numbers."""
+    """Returns the value of an atom, given the values of all numbers."""
     return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
 
 
 def numbers_in(operations: Sequence[Operation], atoms: Sequence[Atom] = ()) -> set[int]:
-    """The numbers of all values that operations take, and of ``atoms``."""
+    """Returns the numbers of ``atoms`` and of all values that operations take."""
     return set(variables(itertools.chain(atoms, *(operation.operands for operation in operations))))
 
 
 def run(operations: Sequence[Operation], env: dict[int, Any]) -> None:
-    """Evaluates operations, whose operands are in ``env``, into it."""
+    """Evaluates operations. Takes their operands from ``env`` and stores their results there."""
     for operation in operations:
         operands = [read(env, atom) for atom in operation.operands]
         env.update(zip(operation.results, jax_compat.bind_equation(operation.eqn, operands), strict=True))

@@ -1,11 +1,10 @@
-"""Gathers: where a variable that replicas divide becomes whole in a program.
+"""Gathers: the places in a program where a sharded variable is gathered.
 
-A compiler that is left alone gathers all of them as early as it can, and keeps them until the backward pass: a model
-needs the memory of all of its parameters after all. Here each equation that needs one, forward or backward, gathers it
-anew, and may not before its other operands are there: ``optimization_barrier`` ties the two. (XLA on CPU drops the
-barriers.)
+XLA by default gathers all sharded variables as early as it can and keeps them until the backward pass, so that a model
+still needs the memory of all of its parameters. Here each equation that needs a variable, forward or backward, gathers
+it again, after its other operands are computed: ``optimization_barrier`` ties the two. (XLA on CPU drops the barriers.)
 
-It acts on programs that have been differentiated already, so that it matters neither how, nor what was computed again.
+This pass runs after differentiation, so it does not depend on how gradients are computed or what is rematerialised.
 """
 
 from __future__ import annotations
@@ -26,36 +25,33 @@ from replicax._src.tracing.primitives import ELEMENTWISE, MOVES, REDUCTIONS, REM
 from replicax._src.tracing.replication import is_call
 
 LEAST_GATHERED_BYTES = 1 << 20
-"""Smaller variables are gathered where a program begins: they need little memory, and each gather takes its time."""
+"""Smaller variables are gathered at the start of a program: they need little memory, and each gather takes time."""
 
-# A variable that more equations need is gathered once: weights that many layers share, or all steps of an unrolled
-# loop.
+# A variable that more equations need is gathered once, such as weights that many layers or unrolled steps share.
 _MOST_GATHERS = 4
 
 
 def is_large(num_bytes: int) -> bool:
-    """Whether a variable is gathered where it is needed."""
+    """Returns True if a variable is large enough to be gathered where it is needed."""
     return num_bytes >= LEAST_GATHERED_BYTES
 
 
 sharded_read_p = jax_compat.identity_primitive("replicax_sharded_read")
-"""A variable that a step in the global view reads; params ``dim``, along which it is cut, and ``whole``, its sharding
-gathered.
-"""
+"""A read of a variable in the global view. Params: ``dim``, the sharded dim, and ``whole``, the gathered sharding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A value in shards, to be gathered where it is needed.
+    """A sharded value, to be gathered where it is needed.
 
     Attributes:
-      shards: In the global view of the shape of the whole; of one replica its shard.
-      dim: Along which it is cut.
-      num_bytes: Of the whole.
-      gather: From shards and their dim to the whole.
-      is_global: ``shards`` is an array of the global view.
-      later: Equations of one operand that are evaluated when it has been gathered.
-      variable: Which variable it comes from; the same for all that is made of one.
+      shards: The array of the full shape in the global view; else this replica's shard.
+      dim: The sharded dim.
+      num_bytes: The size of the full value.
+      gather: Returns the full value, given the shards and their dim.
+      is_global: True if ``shards`` is an array of the global view.
+      later: Equations of one operand to evaluate after the gather.
+      variable: Identifies the variable that the value comes from.
     """
 
     shards: Any
@@ -67,7 +63,7 @@ class Sharded:
     variable: Any = dataclasses.field(default_factory=object)
 
     def whole(self) -> Any:
-        """Gathered now."""
+        """Gathers the value now."""
         value = self.gather(self.shards, self.dim)
         for eqn in self.later:
             value = _applied(eqn, value)
@@ -75,11 +71,10 @@ class Sharded:
 
 
 def evaluate_gathering(jaxpr: Any, args: Sequence[Any], *, recomputes_gathers: bool = True) -> list[Any]:
-    """The outputs of a jaxpr without constvars, in a trace; what is ``Sharded`` among its arguments, or marked, is
-    gathered late.
+    """Returns the outputs of a jaxpr without constvars, in a trace. Gathers ``Sharded`` or marked values late.
 
     Args:
-      recomputes_gathers: What is computed once more on the way back gathers inside; else before it, for all of it.
+      recomputes_gathers: True to gather inside of rematerialised computations; else before each of them.
     """
     is_marked = any(eqn.primitive is sharded_read_p for eqn in jaxpr.eqns)
     if not is_marked and not any(isinstance(arg, Sharded) for arg in args):
@@ -100,22 +95,22 @@ class _Evaluation:
     """One evaluation of a program.
 
     Args:
-      at_once: The variables that are gathered where the program begins, by key.
+      at_once: The keys of variables that are gathered at the start of the program.
       recomputes_gathers: See ``evaluate_gathering``.
 
     Attributes:
-      num_gathers: Of each variable, by key.
+      num_gathers: The number of gathers of each variable, by key.
     """
 
     def __init__(self, at_once: frozenset[Any], recomputes_gathers: bool):
         self._at_once, self._recomputes_gathers = at_once, recomputes_gathers
         self.num_gathers: collections.Counter[Any] = collections.Counter()
-        # What scans stack that is wanted in shards only, and the equations, by id, that need not make it whole.
+        # The stacks of scans that are needed only sharded, and the ids of equations that need not gather them.
         self._scattered: dict[Any, _Scattered] = {}
         self._is_in_shards: set[int] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-        """The outputs of a jaxpr; they may be ``Sharded``."""
+        """Returns the outputs of a jaxpr, which may be ``Sharded``."""
         self._scattered.update(_scattered_later(jaxpr))
         return evaluated(jaxpr, list(map(self._as_given, args)), self._outputs, consts)
 
@@ -125,7 +120,7 @@ class _Evaluation:
         return value
 
     def whole(self, value: Any) -> Any:
-        """An array, gathered if need be."""
+        """Returns the array, and gathers it if necessary."""
         return self._tied([value])[0]
 
     def _outputs(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -156,10 +151,10 @@ class _Evaluation:
         return jax_compat.bind_equation(eqn, self._tied(operands))
 
     def _tied(self, operands: Sequence[Any], kept: Sequence[int] = ()) -> list[Any]:
-        """The operands of an equation, gathered when all the others are there.
+        """Returns the operands of an equation, and gathers sharded ones after all the others are computed.
 
         Args:
-          kept: Positions of those that stay in shards.
+          kept: The positions of operands that stay sharded.
         """
         results = list(operands)
         late = [i for i, value in enumerate(operands) if isinstance(value, Sharded) and i not in kept]
@@ -175,7 +170,7 @@ class _Evaluation:
         return results
 
     def _recomputed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """What is computed once more on the way back: its gathers are inside."""
+        """Evaluates a rematerialised computation with its gathers inside."""
         inner, consts, _ = called(eqn, operands)
         arrays = list(map(_shards_of, operands))
 
@@ -187,9 +182,7 @@ class _Evaluation:
         return jax_compat.bind_equation(eqn, [*more, *arrays], {**eqn.params, "jaxpr": jaxpr})
 
     def _scan(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """A scan over slices of a variable gathers each where it is needed; any other variable is gathered before
-        it.
-        """
+        """Evaluates a scan. Slices of a variable are gathered inside of it; other variables are gathered before it."""
         num_consts, num_carry = jax_compat.scan_counts(eqn)
         length = eqn.params["length"]
         first = num_consts + num_carry
@@ -207,7 +200,7 @@ class _Evaluation:
                 for i, value in enumerate(given)
             ]
             outs = self.run(inner, given_slices, consts)
-            # A slice that is an output is one that the backward pass will need.
+            # The backward pass needs a slice that is an output.
             outputs[:] = [
                 out if i >= num_carry and _is_plain(out) else self._in_shards_later(eqn.outvars[i], out)
                 for i, out in enumerate(outs)
@@ -229,8 +222,9 @@ class _Evaluation:
         ]
 
     def _in_shards_later(self, var: Any, value: Any) -> Any:
-        """What a loop gives, or stacks as ``var``: summed and cut in the loop, where the stack would be behind it. All
-        that a device ever has of a stack of gradients is its shard then.
+        """Returns the value that a loop gives or stacks as ``var``, summed and sharded inside of the loop.
+
+        Each device then holds only its shard of a stack of gradients.
         """
         value = self.whole(value)
         if var in self._scattered:
@@ -243,11 +237,11 @@ class _Evaluation:
 
 @dataclass(frozen=True)
 class _Scattered:
-    """What is asked of a stack.
+    """The requests for one stack.
 
     Attributes:
-      slices: Shardings of a slice: whole, then in shards.
-      whole: The equation that asks for the whole stack.
+      slices: The shardings of a slice: replicated, then sharded.
+      whole: The equation that requests the replicated stack.
     """
 
     slices: Sequence[NamedSharding]
@@ -255,7 +249,7 @@ class _Scattered:
 
 
 def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
-    """The stacks of large slices of which a program asks only that they are whole, then in shards."""
+    """Returns the stacks of large slices that a program only replicates and then shards."""
     users = collections.defaultdict(list)
     for eqn in jaxpr.eqns:
         for atom in filter(is_variable, eqn.invars):
@@ -284,7 +278,7 @@ def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
 
 
 def _of_slice(sharding: Any) -> NamedSharding | None:
-    """The sharding of what is stacked; None where it is the slices that are divided among devices."""
+    """Returns the sharding of a stacked slice; None if the devices share out the slices themselves."""
     if not isinstance(sharding, NamedSharding) or (sharding.spec and sharding.spec[0] is not None):
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
@@ -303,13 +297,13 @@ def _marked(eqn: Any, value: Any) -> Sharded:
 
 
 def _is_of_one(eqn: Any) -> bool:
-    """Whether an equation takes one array, and else numbers."""
+    """Returns True if an equation takes one array, and otherwise only scalars."""
     numbers = [a for a in eqn.invars if isinstance(a, jax_compat.Literal) and not getattr(a.val, "shape", ())]
     return len(eqn.outvars) == 1 and len(numbers) == len(eqn.invars) - 1
 
 
 def _aside(eqn: Any, operands: Sequence[Any], value: Sharded) -> Sharded:
-    """What an equation makes of a value in shards, itself in shards."""
+    """Returns the sharded result of an equation for a sharded value."""
     result = eqn.outvars[0].aval
     size = _num_bytes(result)
     is_wider = result.dtype.itemsize > value.shards.dtype.itemsize
@@ -321,7 +315,7 @@ def _aside(eqn: Any, operands: Sequence[Any], value: Sharded) -> Sharded:
 
 
 def _leaves_shards(eqn: Any, value: Sharded) -> bool:
-    """Whether each device has its shard of a slice, which is large."""
+    """Returns True if the value is large and each device has a shard of each slice."""
     result, dim, params = eqn.outvars[0].aval, value.dim, eqn.params
     if value.later or not is_large(_num_bytes(result)):
         return False
@@ -329,7 +323,7 @@ def _leaves_shards(eqn: Any, value: Sharded) -> bool:
 
 
 def _sliced(eqn: Any, value: Sharded) -> Sharded:
-    """A slice, or without dims of one row: gathered as a variable by itself."""
+    """Returns a slice, or the value without dims of size 1. It is gathered like a separate variable."""
     params, dim = dict(eqn.params), value.dim
     if "dimensions" in params:
         dim -= sum(other < dim for other in params["dimensions"])
@@ -344,13 +338,13 @@ def _sliced(eqn: Any, value: Sharded) -> Sharded:
 
 
 def _applied(eqn: Any, value: Any) -> Any:
-    """An equation of one array, and else numbers."""
+    """Evaluates an equation that takes one array, and otherwise only scalars."""
     operands = [atom.val if isinstance(atom, jax_compat.Literal) else value for atom in eqn.invars]
     return jax_compat.bind_equation(eqn, operands)[0]
 
 
 def _can_wait(value: Any) -> bool:
-    """Whether a gather can be tied to an operand."""
+    """Returns True if a gather can wait for an operand."""
     return isinstance(value, jax_compat.Tracer) and not jax_compat.is_typed_key(value.dtype)
 
 
@@ -359,12 +353,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _can_be_sliced(value: Any, length: int) -> bool:
-    """Whether slices of a value are large, and each device has its shard of each."""
+    """Returns True if slices of a value are large and each device has a shard of each."""
     return _is_plain(value) and value.dim > 0 and is_large(value.num_bytes // max(length, 1))
 
 
 def _slice_of(value: Sharded, length: int) -> Sharded:
-    """A slice along the first dim, described."""
+    """Returns a description of a slice along the first dim."""
     shards = jax.ShapeDtypeStruct(value.shards.shape[1:], value.shards.dtype)
     return dataclasses.replace(
         value, shards=shards, dim=value.dim - 1, num_bytes=value.num_bytes // max(length, 1)
@@ -380,7 +374,7 @@ def _num_bytes(aval: Any) -> int:
 
 
 def _like(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Values in shards where operands are."""
+    """Returns the values, ``Sharded`` where the operands are."""
     return [
         dataclasses.replace(operand, shards=value) if isinstance(operand, Sharded) else value
         for operand, value in zip(operands, values, strict=True)

@@ -1,4 +1,4 @@
-"""Counts references to arrays, and nothing else does, so that donation never takes an array from its holder.
+"""Counts references to arrays, so that donation never takes an array that somebody else holds. No other file does.
 
 A read of a Keras variable is invisible to us, so a mark at each read cannot replace the count: see
 ``docs/explanation/design/016-count-references.md``.
@@ -13,20 +13,22 @@ from typing import Any
 
 
 def held_elsewhere(values: Sequence[Any], num_own: int) -> Sequence[int]:
-    """The positions of the values that somebody else holds too.
+    """Returns the positions of values that somebody else also holds.
 
     Args:
-      values: A list, which holds each value too.
-      num_own: How many further references to each value are ours.
+      values: A list, which also holds a reference to each value.
+      num_own: The number of further references to each value that replicax holds.
     """
     counts = list(map(sys.getrefcount, values))
     limit = num_own + _references_by_list()
-    if counts.count(limit) == len(counts) or max(counts) <= limit:  # the first is fast, and almost always so
+    if (
+        counts.count(limit) == len(counts) or max(counts) <= limit
+    ):  # the first test is fast and almost always true
         return ()
     return [i for i, count in enumerate(counts) if count > limit]
 
 
 @functools.cache
 def _references_by_list() -> int:
-    """What Python counts for a value that only the list holds. Versions differ in what the call itself adds."""
+    """Returns Python's reference count of a value that only a list holds. The call itself adds some, by version."""
     return next(map(sys.getrefcount, [object()]))

@@ -1,4 +1,4 @@
-"""What a function *is*, for the cache of programs: its code, defaults, closure, and the globals it names.
+"""The identity of a function for the cache of programs: its code, defaults, closure, and the globals it names.
 
 Code objects compare by value and a notebook's model is often a global, so neither the code nor the
 function object alone will do. Objects are compared by identity and held weakly; see ``sharp_bits.md``.
@@ -28,28 +28,28 @@ _LIBRARY = tuple(
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The Python function, or the method of an object, behind ``rx.function`` objects."""
+    """Returns the Python function or bound method behind ``rx.function`` objects."""
     if type(fn) is types.MethodType:
         return types.MethodType(unwrap(fn.__func__), fn.__self__)
-    if type(fn) is types.FunctionType:  # functools.wraps gives it the attributes of what it wraps
+    if type(fn) is types.FunctionType:  # functools.wraps copies the attributes of the wrapped function
         return fn
     return _inside(fn) or fn
 
 
 def _inside(fn: Any) -> Callable[..., Any] | None:
-    """What an ``rx.function`` has been made of.
+    """Returns the function that an ``rx.function`` was made of.
 
-    What wraps one, an object too, gets its attributes and is something else.
+    A wrapper around an ``rx.function`` has the same attributes, but is a different function.
     """
     inner = getattr(fn, "python_function", None)
     return inner if inner is not None and getattr(fn, "__wrapped__", None) is inner else None
 
 
 def function_key(fn: Callable[..., Any], anchors: list[Any] | None = None) -> Hashable:
-    """A hashable that is equal for functions that are the same program.
+    """Returns a hashable that is equal for functions that share programs.
 
     Args:
-      anchors: Where to append the objects that the key names by identity.
+      anchors: A list to which objects are appended that the key names by identity.
     """
     if type(fn) is types.FunctionType:
         return _python_function_key(fn, anchors, (id(fn),), frozenset(lifted_cells(fn)))
@@ -95,7 +95,7 @@ def _python_function_key(
     above: tuple[int, ...],
     lifted: frozenset[str] = frozenset(),
 ) -> Hashable:
-    """``lifted``: cells whose contents become inputs of the program, so that only their shapes count."""
+    """Returns the key. The contents of cells in ``lifted`` become inputs of the program, so only their shapes count."""
     code = fn.__code__
     if _is_library(code.co_filename):
         if anchors is not None:
@@ -138,7 +138,7 @@ def _is_library(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code of a function, or of one defined in it, looks up elsewhere; attributes among them."""
+    """Returns the global names and attributes that the code of a function, or of one defined in it, looks up."""
     names = dict.fromkeys(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -150,23 +150,25 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of numbers, JAX's or NumPy's, NumPy scalars included."""
+    """Returns True if a value is a JAX or NumPy array of numbers, or a NumPy scalar."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) and _is_numeric(value.dtype)
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What a function is called, for people."""
+    """Returns the name of a function for messages."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
 def _is_numeric(dtype: Any) -> bool:
-    return not isinstance(dtype, np.dtype) or dtype.kind in "biufcV"  # typed random keys; V: bfloat16 and kin
+    return (
+        not isinstance(dtype, np.dtype) or dtype.kind in "biufcV"
+    )  # typed random keys; V: bfloat16 and similar dtypes
 
 
 def is_lifted(content: Any) -> bool:
-    """Whether the content of a closure cell becomes an input: arrays, or tuples and dicts of nothing else."""
+    """Returns True if the content of a closure cell becomes an input: an array, or a tuple or dict of arrays only."""
     if is_array(content) or isinstance(content, DistributedValues):
         return True
     if type(content) in (tuple, dict) and content:
@@ -176,7 +178,7 @@ def is_lifted(content: Any) -> bool:
 
 
 def array_key(value: Any) -> Hashable:
-    """Shape and dtype of an array or DistributedValues, as they select a program."""
+    """Returns the shape and dtype of an array or DistributedValues, as part of a program's key."""
     if isinstance(value, DistributedValues):
         array: Any = value.stored  # type: ignore[attr-defined]
         return (
@@ -190,7 +192,7 @@ def array_key(value: Any) -> Hashable:
 
 
 def lifted_cells(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The contents of ``fn``'s closure that become inputs, by name."""
+    """Returns the contents of the closure cells of ``fn`` that become inputs, by name."""
     if type(fn) is not types.FunctionType or not fn.__closure__ or _is_library(fn.__code__.co_filename):
         return {}
     found = {}
@@ -205,12 +207,13 @@ def lifted_cells(fn: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_cells(fn: Callable[..., Any], contents: dict[str, Any]) -> Callable[..., Any]:
-    """``fn`` with other contents in some cells of its closure.
+    """Returns ``fn`` with other contents in some cells of its closure.
 
-    It is a function of its own, of the same code. The cells could get other contents while ``fn`` is traced, but not
-    all that share them take part in the trace: a thread that makes batches would find tracers in them, and what ``fn``
-    leaves behind (the backward function of a custom derivative) would find the arrays again, and keep them as
-    constants. Python has no other way to call a function with other cells (3.11 to 3.14).
+    The result is a new function with the same code. Replacing the contents of the shared cells during the trace would
+    be
+    wrong: a thread that makes batches would find tracers in them. The backward function of a custom derivative, which
+    outlives the trace, would find the arrays again and keep them as constants. Python has no other way to call a
+    function with other cells (3.11 to 3.14).
     """
     if not contents:
         return fn
@@ -227,15 +230,16 @@ def with_cells(fn: Callable[..., Any], contents: dict[str, Any]) -> Callable[...
 
 @functools.lru_cache(maxsize=4096)
 def _assigns(code: types.CodeType, name: str) -> bool:
-    """Whether the function assigns to the closure variable (``nonlocal``)."""
+    """Returns True if the function assigns to the closure variable (``nonlocal``)."""
     return any(i.opname == "STORE_DEREF" and i.argval == name for i in dis.get_instructions(code)) or any(
         isinstance(c, types.CodeType) and name in c.co_freevars and _assigns(c, name) for c in code.co_consts
     )
 
 
 class Anchors:
-    """Calls ``evict`` when an object that a key names by identity is gone; holds on to it where Python has
-    no weak references to its kind."""
+    """Calls ``evict`` when an object that a key names by identity is deleted. Holds objects that allow no weak
+    reference.
+    """
 
     def __init__(self, objects: list[Any], evict: Callable[[], object]):
         self._held: list[Any] = []
@@ -251,7 +255,7 @@ class Anchors:
 
 
 def difference(old: Hashable, new: Hashable, path: str = "") -> str | None:
-    """Words for the first thing in which two function keys differ."""
+    """Returns a description of the first difference between two function keys."""
     if old == new:
         return None
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):

@@ -1,4 +1,4 @@
-"""Warns of a loss that is one replica's mean where an optimizer sums its gradients: they are R times too large."""
+"""Warns of gradients that are R times too large: the loss is a mean on each replica, and an optimizer sums them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _warned: set[str] = set()
 def warn_of_local_means(
     eqns: Sequence[Any], replications: Mapping[Any, Replication], num_replicas: int
 ) -> None:
-    """Warns, once for a line, where gradients of such a loss go to an optimizer as they are.
+    """Warns, once for each line, if gradients of such a loss go to an optimizer without a correction.
 
     Args:
-      eqns: Of a replica function, with the marks of tapes and optimizers.
-      replications: Of its values.
+      eqns: The equations of a replica function, with the marks of tapes and optimizers.
+      replications: The replications of the function's values.
     """
     made_by = {id(var): eqn for eqn in eqns for var in eqn.outvars}
 
@@ -70,7 +70,7 @@ def _warn(line: str, num_replicas: int) -> None:
         _warned.add(line)
         log.warning(
             "%s: the loss is a mean over the rows of one replica, and the optimizer sums its gradients over %d replicas: they "
-            "are %d times too large. Write rx.nn.compute_average_loss(losses), of one loss for each row, in place of the mean.",
+            "are %d times too large. Write rx.nn.compute_average_loss(losses), with one loss per row, instead of the mean.",
             line,
             num_replicas,
             num_replicas,

@@ -1,6 +1,6 @@
-"""What each operation of a program is where rows of tables stand for the tables: the walk that rewrites lookups.
+"""Rewrites lookups: evaluates each operation of a program on rows of tables instead of the full tables.
 
-A table that is converted, copied or read stays one. A gather of whole rows becomes one from the rows that are there.
+A converted, copied or read table remains a table. A gather of full rows becomes a gather from the available rows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Positions:
     """The lookups of a program, in order.
 
     Args:
-      take: Gives the positions for a lookup of a table by ids of a shape; None while lookups are counted.
+      take: Returns the positions for a lookup, given its table and the shape of its ids; None while lookups are
+        counted.
 
     Attributes:
-      found: The table, and the ids' shape, of each lookup.
-      ids: Their ids.
-      lines: For each table, the user's line of a lookup.
+      found: The table and the shape of the ids of each lookup.
+      ids: The ids of each lookup.
+      lines: The user's line of a lookup, by table.
     """
 
     def __init__(self, take: Take | None):
@@ -43,7 +44,7 @@ class Positions:
         self.lines: dict[int, str] = {}
 
     def look_up(self, table: int, shape: tuple[int, ...], line: str) -> Any:
-        """The positions for the next lookup, whose ids have to be added to ``ids``."""
+        """Returns the positions for the next lookup. The caller adds its ids to ``ids``."""
         self.found.append((table, shape))
         self.lines.setdefault(table, line)
         return jnp.zeros(shape, jnp.int32) if self._take is None else self._take(table, shape)
@@ -51,12 +52,13 @@ class Positions:
 
 @dataclass(frozen=True)
 class _Inner:
-    """An inner function, rewritten: it also takes positions, and gives ids.
+    """A rewritten inner function, which also takes positions and returns ids.
 
     Attributes:
-      jaxpr: Operands: those of the function, then the positions of each lookup. Results: its, then ids.
-      consts: Leading operands.
-      found: Its lookups.
+      jaxpr: Its operands are those of the function, then the positions of each lookup. Its results are those of the
+        function, then ids.
+      consts: The leading operands.
+      found: The table and the shape of the ids of each lookup.
     """
 
     jaxpr: Any
@@ -69,11 +71,11 @@ class _Inner:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """A lookup.
+    """One lookup.
 
     Attributes:
-      indices: As the program has them (kept, for they are known by their identity).
-      numbers: In their place, to be used with the rows: out of range for ids whose gradient is dropped.
+      indices: The indices in the program. They are kept because they are identified by ``id``.
+      numbers: The indices into the available rows; out of range for ids whose gradient is dropped.
     """
 
     eqn: Any
@@ -82,7 +84,7 @@ class _Gathered:
     numbers: Any
 
     def is_of(self, scatter: Any) -> bool:
-        """Whether an equation adds to an array of the table's shape what the lookup takes from the table."""
+        """Returns True if an equation is the gradient of this lookup: it adds rows to an array of the table's shape."""
         gathered, added = self.eqn.params["dimension_numbers"], scatter.params["dimension_numbers"]
         return (
             scatter.invars[0].aval.shape == self.eqn.invars[0].aval.shape
@@ -100,11 +102,11 @@ class _Gathered:
 
 
 class Walk:
-    """Evaluates a program in which rows stand for tables.
+    """Evaluates a program with rows instead of tables.
 
     Args:
-      positions: Its lookups.
-      num_rows: Of each table.
+      positions: The lookups of the program.
+      num_rows: The number of rows of each table.
     """
 
     def __init__(self, positions: Positions, num_rows: dict[int, int]):
@@ -116,10 +118,10 @@ class Walk:
     def evaluate(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], called_at: str = UNKNOWN
     ) -> list[Any]:
-        """The results for operands that are arrays, or ByRows.
+        """Returns the results for operands that are arrays or ``ByRows``.
 
         Raises:
-          NeedsWholeTable: An operation needs more than some rows.
+          NeedsWholeTable: An operation needs the full table.
         """
 
         def results(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -139,10 +141,10 @@ class Walk:
             return of_gradients(eqn, operands, line)
         raise whole_table(by_rows[0], eqn, line, "takes the whole table")
 
-    # --- what jax.grad makes of lookups -----------------------------------------------------------------
+    # --- gradients of lookups from jax.grad -----------------------------------------------------------------
 
     def _without_tables(self, eqn: Any, operands: list[Any], line: str) -> list[Any]:
-        """What is added to zeros at the indices of a lookup is the gradient of its table."""
+        """Finds gradients of tables: values that are added to zeros at the indices of a lookup."""
         name = eqn.primitive.name
         if name == "scatter-add":
             gathered = self._gathers.get(id(operands[1]))
@@ -156,13 +158,13 @@ class Walk:
         return results
 
     def remember(self, eqn: Any, indices: Any, table: ByRows, numbers: Any) -> None:
-        """That rows are gathered at ``indices``, by an equation; ``numbers``: where these are."""
+        """Records an equation that gathers rows at ``indices``; ``numbers`` are the indices into the available rows."""
         self._gathers[id(indices)] = _Gathered(eqn, indices, table, numbers)
 
     # --- lookups --------------------------------------------------------------------------------------
 
     def look_up(self, table: ByRows, ids: Any, mode: Any, line: str) -> tuple[Any, Any]:
-        """The positions of rows, [...] as their numbers, and which of these the table has."""
+        """Returns the positions of rows, [...], and a mask of the ids that the table has."""
         num_rows = self._num_rows[table.table]
         positions = self._positions.look_up(table.table, tuple(ids.shape), line)
         ids = ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
@@ -180,10 +182,10 @@ class Walk:
     def inner(
         self, closed: Any, operands: Sequence[Any], avals: Sequence[Any], eqn: Any, line: str
     ) -> _Inner:
-        """An inner function for operands like these.
+        """Rewrites an inner function for operands like these.
 
         Args:
-          avals: Of those that are no ByRows.
+          avals: The avals of operands that are not ``ByRows``.
         """
         jaxpr, consts = jax_compat.inner_jaxpr(closed)
         avals = [
@@ -214,14 +216,14 @@ class Walk:
         return _Inner(rewritten, held, counted.found)
 
     def look_up_all(self, found: Sequence[tuple[int, tuple[int, ...]]], line: str) -> list[Any]:
-        """The positions for lookups of an inner function, whose ids have to be given to ``keep``."""
+        """Returns the positions for the lookups of an inner function. The caller passes their ids to ``keep``."""
         return [self._positions.look_up(table, shape, line) for table, shape in found]
 
     def keep(self, ids: Sequence[Any]) -> None:
         self._positions.ids.extend(ids)
 
     def full(self, table: int, shape: tuple[int, ...]) -> Any:
-        """Ids that no row has."""
+        """Returns ids that match no row."""
         return jnp.full(shape, self._num_rows[table], jnp.int32)
 
 
@@ -254,7 +256,7 @@ def _gather(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     if mode in (Mode.CLIP, Mode.FILL_OR_DROP):
         walk.remember(eqn, indices, table, at_rows)
         return [taken]
-    # XLA gives the nearest row for an id that was promised not to be, and drops its gradient.
+    # For an out-of-range id that was promised to be in range, XLA gives the nearest row and drops the gradient.
     walk.remember(eqn, indices, table, jnp.where(is_there[..., None], at_rows, table.rows.shape[0]))
     if not jnp.issubdtype(taken.dtype, jnp.inexact):
         return [taken]
@@ -264,7 +266,7 @@ def _gather(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
 
 
 def _takes_rows(eqn: Any, mode: Any) -> bool:
-    """Whether whole rows are gathered. Where those are clipped, what else the indices say is clipped to 0."""
+    """Returns True if full rows are gathered. In clip mode, the other index components are clipped to 0."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     is_known = tuple(numbers.start_index_map) == (0,) or (mode is Mode.CLIP and 0 in numbers.start_index_map)
     is_whole = tuple(params["slice_sizes"]) == (1, *eqn.invars[0].aval.shape[1:])
@@ -341,7 +343,7 @@ def _scan(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
 
 
 def _cond(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
-    """The branch that is not taken has ids that no row has."""
+    """Rewrites a condition. The branch that is not taken has ids that match no row."""
     index, *given = operands
     avals = [v.aval for v in eqn.invars[1:]]
     branches = [walk.inner(closed, given, avals, eqn, line) for closed in eqn.params["branches"]]

@@ -1,7 +1,7 @@
-"""Lookups: a program that takes some rows of tables, made of one that takes the tables. And the program of which rows.
+"""Lookups: turns a program of tables into one that takes some of their rows, and one that computes which rows.
 
-It is done before gradients are resolved: what is a gradient by a table becomes one by the rows, each of which is there
-once. What needs more of a table than some rows is named.
+The pass runs before gradients are resolved: a gradient with respect to a table becomes one with respect to its rows,
+each of which is there once. The pass names the operations that need the full table.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _OF_LEARNING = frozenset(["replicax_gradient", "replicax_aggregate"])
 
 @dataclass(frozen=True)
 class Given:
-    """What an operand of a rewritten program is.
+    """The role of an operand of a rewritten program.
 
     Attributes:
-      kind: "constant": number ``index`` of the constants. "input": that of the program that was rewritten. "rows": the
-        rows of lookup ``index``, [num_ids, ...]: the unique ones of its ids, then padding, which may be anything.
-        "positions": where in these each of its ids is (int32, [num_ids]); ``num_ids`` for an id that the table does
-        not have.
+      kind: "constant": constant number ``index``. "input": input ``index`` of the original program. "rows": the rows of
+        lookup ``index``, [num_ids, ...]: those of its unique ids, then arbitrary padding. "positions": the position of
+        each id in these rows (int32, [num_ids]); ``num_ids`` for an id that the table does not have.
     """
 
     kind: Literal["constant", "input", "rows", "positions"]
@@ -41,13 +40,13 @@ class Given:
 
 @dataclass(frozen=True)
 class TableLookup:
-    """All lookups of one table in a program, as one.
+    """All lookups of one table in a program, combined.
 
     Attributes:
-      table: Position of the table among the operands of the program that was rewritten.
-      jaxpr: Gives the ids (int32, [num_ids]): numbers of rows, or the number of rows where there is none.
-      inputs: Its operands.
-      num_ids: How many these are, equal ones included.
+      table: The position of the table among the operands of the original program.
+      jaxpr: Computes the ids (int32, [num_ids]): row numbers, or the table's number of rows for an id without a row.
+      inputs: The operands of ``jaxpr``.
+      num_ids: The number of ids, duplicates included.
     """
 
     table: int
@@ -58,17 +57,17 @@ class TableLookup:
 
 @dataclass(frozen=True)
 class Lookups:
-    """A program in which tables were replaced by their rows.
+    """A program that takes rows instead of tables.
 
     Attributes:
-      jaxpr: The rewritten one, without constvars, its marks unresolved as before.
-      consts: Arrays.
-      inputs: The operands of ``jaxpr``: the constants, then those of the original, with rows and positions in place of
-        each table.
-      lookups: Of the tables that were replaced.
-      gradients: For each result that is the gradient of such a table, its number and the lookup's: it has the shape of
-        the rows. Rows that are not there have a gradient of 0.
-      whole: Why other tables are needed whole.
+      jaxpr: The rewritten program, without constvars and with its marks unresolved.
+      consts: The constant arrays.
+      inputs: The operands of ``jaxpr``: the constants, then those of the original program, with rows and positions in
+        place of each table.
+      lookups: The lookups of the replaced tables.
+      gradients: The lookup number of each result that is the gradient of such a table. It has the shape of the rows;
+        all other rows have a gradient of 0.
+      whole: The reasons why other tables are needed in full.
     """
 
     jaxpr: Any
@@ -80,14 +79,14 @@ class Lookups:
 
 
 def find_lookups(jaxpr: Any, tables: Sequence[int], axis_env: Sequence[tuple[str, int]] = ()) -> Lookups:
-    """Replaces tables of which a program takes only rows.
+    """Replaces tables of which a program uses only some rows.
 
-    With several replicas, all are given the same rows, and each its positions.
+    With several replicas, all get the same rows, and each gets its own positions.
 
     Args:
-      jaxpr: Without constvars, its marks unresolved.
-      tables: Which of its operands are tables: rows are on axis 0.
-      axis_env: The names of axes that it is traced with.
+      jaxpr: The program, without constvars and with its marks unresolved.
+      tables: The positions of operands that are tables, with rows on axis 0.
+      axis_env: The names and sizes of the axes of the trace.
     """
     chosen, whole = [], []
     used = set(variables([*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars]))
@@ -105,7 +104,7 @@ def find_lookups(jaxpr: Any, tables: Sequence[int], axis_env: Sequence[tuple[str
 
 
 def is_looked_up(jaxpr: Any, table: Any) -> bool:
-    """Whether some operation of a program, or of a function in it, takes rows of a variable of it by their numbers."""
+    """Returns True if some operation of a program, at any depth, takes rows of its variable ``table`` by their numbers."""
     same = {table}
     for eqn in jaxpr.eqns:
         atoms = variables(eqn.invars)
@@ -173,7 +172,7 @@ def _avals(jaxpr: Any, tables: Sequence[int], given: Sequence[Given], num_ids: d
 def _counted(
     jaxpr: Any, tables: Sequence[int], given: Sequence[Given], axis_env: Sequence[tuple[str, int]]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The table and the ids' shape of each lookup, in order."""
+    """Returns the table and the shape of the ids of each lookup, in order."""
     one = dict.fromkeys(tables, 1)
     run = _Run(jaxpr, tables, given, None)
     jax_compat.trace(run, _avals(jaxpr, tables, given, one), axis_env)
@@ -181,10 +180,10 @@ def _counted(
 
 
 class _Run:
-    """The rewritten program, to be traced: it gives the results, then the ids of each table.
+    """Runs the rewritten program in a trace: returns the results, then the ids of each table.
 
     Args:
-      num_ids: Of each table; None if they are to be found.
+      num_ids: The number of ids of each table; None to find them.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class _Run:
 
 
 def _slices(flat: dict[int, Any]) -> Any:
-    """Gives the positions of lookups, in order, when sent their table and shape."""
+    """Yields the positions of lookups, in order, for the table and shape that are sent to it."""
     starts = dict.fromkeys(flat, 0)
 
     def take(table: int, shape: tuple[int, ...]) -> Any:
@@ -250,7 +249,7 @@ def _size(shape: Sequence[int]) -> int:
 def _lookup(
     traced: Any, output: int, table: int, inputs: Sequence[Given], num_ids: int, line: str
 ) -> TableLookup:
-    """The program of the ids alone.
+    """Returns the program that computes only the ids.
 
     Raises:
       NeedsWholeTable: The ids are computed from rows, or from gradients.

@@ -1,4 +1,4 @@
-"""Marker primitives: what a trace leaves in a jaxpr to be decided when the whole function is known."""
+"""Marker primitives: marks that a trace leaves in a jaxpr, to be resolved after the full function is traced."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def _refuse_region(where: str) -> Exception:
     return TapeError(f"A GradientTape was opened under {where}: open it in the replica function itself.")
 
 
-# A variable first met while tracing: becomes an input of the program. Params: index, shape, dtype.
+# The first read of a variable in a trace: it becomes an input of the program. Params: index, shape, dtype.
 placeholder_p = jax_compat.source_primitive(
     "replicax_variable", lambda *, index, shape, dtype: jax_compat.shaped(shape, dtype)
 )
 
 
 class Question(NamedTuple):
-    """What a ``tape.gradient`` asks for: arrays, or the operands in a jaxpr that stand for them.
+    """The operands of one ``tape.gradient``: arrays, or the operands in a jaxpr that stand for them.
 
     Attributes:
-      targets: What is differentiated.
-      seeds: The cotangents of the targets; none: ones.
-      sources: By what, as they were read.
-      derived: For each source, whether it counts only if it was computed from ``watched`` values.
-      watched: The values that the tape watches, if there is such a source.
+      targets: The values to differentiate.
+      seeds: The cotangents of the targets; empty for ones.
+      sources: The values to differentiate by, in the form in which they were read.
+      derived: For each source, True if it counts only when it was computed from ``watched`` values.
+      watched: The values that the tape watches, if there is a derived source.
     """
 
     targets: Sequence[Any]
@@ -54,7 +54,7 @@ class Question(NamedTuple):
     watched: Sequence[Any]
 
     def mark(self, tape: int, ordinal: int) -> list[Any]:
-        """Leaves the question in the trace; gives what stands for the gradients."""
+        """Leaves the question in the trace. Returns placeholders for the gradients."""
         lengths = tuple(map(len, (self.targets, self.seeds, self.sources)))
         return gradient_p.bind(
             *(*self.targets, *self.seeds, *self.sources, *self.watched),
@@ -66,13 +66,13 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, mark: Any, operands: Sequence[Any] | None = None) -> Question:
-        """The question that a mark stands for, of its own operands or of others in their places."""
+        """Returns the question that a mark stands for, with its own operands or with ``operands`` instead."""
         rest = iter(mark.invars if operands is None else operands)
         targets, seeds, sources = ([next(rest) for _ in range(n)] for n in mark.params["lengths"])
         return cls(targets, seeds, sources, mark.params["derived"], list(rest))
 
 
-# tape.gradient: see Question. Params: tape, lengths (of targets, seeds, sources), derived, ordinal.
+# tape.gradient: see Question. Params: tape, lengths (the numbers of targets, seeds and sources), derived, ordinal.
 gradient_p = jax_compat.marker_primitive(
     "replicax_gradient",
     lambda *avals, lengths, **_: [
@@ -81,13 +81,13 @@ gradient_p = jax_compat.marker_primitive(
     _refuse_gradient,
 )
 
-# tape.watch of an array: it is a source from here on. Params: tape.
+# tape.watch of an array, which is a source from here on. Params: tape.
 watch_p = jax_compat.marker_primitive("replicax_watch", lambda *avals, **_: [], _refuse_gradient)
 
-# The begin or end of what a tape records. Params: tape, begins.
+# The start or end of a tape's recording. Params: tape, begins.
 region_p = jax_compat.marker_primitive("replicax_tape", lambda *avals, **_: list(avals), _refuse_region)
 
-# The gradients given to an optimizer: summed over replicas, but for those already reduced.
+# The gradients given to an optimizer. They are summed over replicas, except those that are reduced already.
 aggregate_p = jax_compat.marker_primitive(
     "replicax_aggregate",
     lambda *avals, **_: [jax_compat.shaped(a.shape, a.dtype) for a in avals],
@@ -95,17 +95,17 @@ aggregate_p = jax_compat.marker_primitive(
     linear=True,
 )
 
-# What an all_reduce of the user's gave: reduced, whatever cross-device operations computed it.
+# The result of the user's all_reduce. It is reduced, whichever cross-device operations computed it.
 reduced_p = jax_compat.identity_primitive("replicax_reduced")
 
-# A user vouches that a value is the same on all replicas.
+# A user asserts that a value is the same on all replicas.
 assert_same_p = jax_compat.identity_primitive("replicax_assert_same")
 
-# The state of a seed as replica r sees it, and back: first word shifted by r * 0x9E3779B9.
+# Converts the shared state of a seed to replica r's, and back: the first word is shifted by r * 0x9E3779B9.
 seed_shift_p = jax_compat.identity_primitive("replicax_seed_shift")
 seed_unshift_p = jax_compat.identity_primitive("replicax_seed_unshift")
 
-# A read of a variable that parameter servers hold: an assignment is sent as what it does to the value last read.
+# A read of a variable on parameter servers. An assignment is sent as an operation on the value that was read last.
 # Params: number.
 read_p = jax_compat.identity_primitive("replicax_read")
 

@@ -1,21 +1,21 @@
-"""From a user's function to a program: all passes, in order. What they hold and do stands in the files they come from.
+"""The passes from a user's function to a program, in order. Other files of this folder implement most of them.
 
-``VARIANT_PASSES`` and ``PROGRAM_PASSES`` are run here, on every trace and on every program. Those after them belong to
-a placement: ``RunOptions(check_finite=True)`` adds ``finite.watched``, and ``lowering/spmd.py`` goes on with
+``VARIANT_PASSES`` run here on every trace, and ``PROGRAM_PASSES`` on every program. The later passes belong to a
+lowering: ``RunOptions(check_finite=True)`` adds ``finite.watched``, and ``lowering/spmd.py`` continues with
 ``make_whole`` and ``cut_before_updates``.
 
 | pass | takes | gives | skipped |
 |---|---|---|---|
 | ``captured`` | a function | a trace: variables are inputs; tapes and optimizers are marks | never |
 | ``take_rows`` | a trace | a trace of rows of tables | without parameter servers |
-| ``resolve_marks`` | a trace | a jaxpr: derivatives are computed, gradients summed | without marks |
-| ``analyse_replication`` | a jaxpr | the same, and which results are the same on all replicas | one replica |
-| ``open_calls`` | a program | its collectives stand at the top level, but for those in loops | one size |
-| ``compare_sizes`` | a program | a result is the same only if all sizes compute it alike | one size |
-| ``check_synchronised`` | a program | the same, or an error: mirrored variables would differ | never |
-| ``finite.watched`` | a program | one with a further result: where its first NaN is | not asked for |
-| ``make_whole`` | a program | what XLA divides wrongly takes whole arrays | one device for each replica |
-| ``cut_before_updates`` | a program | a program, and the updates of what is divided | no ``shard_state`` |
+| ``resolve_marks`` | a trace | a jaxpr with computed derivatives and summed gradients | without marks |
+| ``analyse_replication`` | a jaxpr | the same, and the replication of its results | one replica |
+| ``open_calls`` | a program | its collectives are at the top level, except those in loops | one size |
+| ``compare_sizes`` | a program | a result is invariant only if all sizes compute it alike | one size |
+| ``check_synchronised`` | a program | the same, or an error if mirrored variables would differ | never |
+| ``finite.watched`` | a program | a program with one more result: the origin of its first NaN | not asked for |
+| ``make_whole`` | a program | operations that XLA shards wrongly take replicated arrays | one device for each replica |
+| ``cut_before_updates`` | a program | a program, and the updates of sharded state | no ``shard_state`` |
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, is_value
 
 TakeRows = Callable[[Any, int, Sequence[Entry], int, Sequence[tuple[str, int]]], tuple[Any, list[Any]]]
-"""From a trace, the number of its constants, its variables, the number of arrays that it returns and the names of axes,
-to another trace, and constants that come before its own.
+"""Maps a trace, the number of its constants, its variables, the number of returned arrays and the names of axes to
+another trace, and to constants that come before its own.
 """
 
 _MAX_TRACES = 8
@@ -80,16 +80,16 @@ def trace_replicas(
     binding_of: Callable[[Any], Binding],
     sum_gradients: Callable[[Capture, Sequence[Any]], list[Any]],
 ) -> tuple[ReplicaProgram, list[int] | None]:
-    """Traces a function of one replica for all of them: one program, of one variant for each batch size.
+    """Traces a replica function into one program for all replicas, with one variant per batch size.
 
     Args:
-      call: Calls the function, given the number of the variant and the tracers of ``inputs``.
-      inputs: The arrays that it takes.
-      binding_of: Gives the binding of a variable.
+      call: Calls the function with the number of the variant and the tracers of ``inputs``.
+      inputs: The arrays that the function takes.
+      binding_of: Returns the binding of a variable.
       sum_gradients: Sums gradients over the replicas.
 
     Returns:
-      The program, and how many rows each replica has, where they are not all equal.
+      The program, and the number of rows of each replica if they are not all equal.
     """
     patterns = [tuple(leaf.shapes[r] for leaf in inputs if leaf.shapes) for r in range(num_replicas)]
     distinct = list(dict.fromkeys(patterns))
@@ -131,22 +131,22 @@ def trace_cross_replica(
     on_strategy: Callable[[Any], None] | None = None,
     take_rows: TakeRows | None = None,
 ) -> Variant:
-    """Traces a cross-replica function, which is one variant.
+    """Traces a cross-replica function, which has one variant.
 
     Args:
       call: Calls the function with the flat traced arguments.
-      on_strategy: Told of each strategy whose ``run`` is called in it.
-      take_rows: The pass of that name.
+      on_strategy: Called with each strategy whose ``run`` the function calls.
+      take_rows: The pass of that name, or None.
     """
     how = _Tracing(binding_of, on_strategy=on_strategy, take_rows=take_rows)
     return _trace_variant(call, avals, [Replication.INVARIANT] * len(avals), how)
 
 
 def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> str | None:
-    """What the error of a replica function does not say by itself."""
+    """Returns a note that explains an error of a replica function; None if there is nothing to add."""
     if rows is not None and rows[replica_id] == 0:
         return (
-            f"(A replica without rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
+            f"(This replica has no rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
             "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
         )
     if jax_compat.names_unknown_axis(error, "axis name"):
@@ -162,7 +162,7 @@ def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> s
     return None
 
 
-# --- several sizes: their decisions are made jointly --------------------------------------------------------
+# --- several sizes: all variants decide together --------------------------------------------------------
 
 
 def _trace_sizes(
@@ -170,13 +170,13 @@ def _trace_sizes(
     variant_of_replica: Sequence[int],
     rows_of_replica: Sequence[int],
 ) -> list[Variant]:
-    """All variants of a function.
+    """Traces all variants of a function.
 
     Args:
-      trace: Traces one variant, given its number, what it knows of the others, and the gradients to sum.
+      trace: Traces one variant, given its number, its knowledge of the others, and the gradients to sum.
 
     Raises:
-      StructureError: They exchange, sum or assign different things, depending on the local batch size.
+      StructureError: The variants exchange, sum or assign different things.
     """
     rows = [rows_of_replica[variant_of_replica.index(v)] for v in range(max(variant_of_replica) + 1)]
     known: list[list[tuple[int, ...]]] = []
@@ -192,7 +192,7 @@ def _trace_sizes(
         seen = [list(column) for column in zip(*(size.seen for size in sizes), strict=False)]
         if (
             seen != known
-        ):  # some shapes were guessed: what was computed from them may be wrong, or have failed
+        ):  # some shapes were guessed: values computed from them may be wrong, and errors may be false
             known = seen
             continue
         if errors:
@@ -210,14 +210,14 @@ def _trace_sizes(
         )
     if len({tuple(id(e.binding) for e in v.written) for v in variants}) > 1:
         raise StructureError(
-            "The replica function assigns other variables, or in another order, depending on the local batch "
+            "The replica function assigns different variables, or in a different order, depending on the local batch "
             "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
         )
     return variants
 
 
 def check_equal_counts(counts: Sequence[int], what: str) -> None:
-    """Refuses variants that do something a different number of times."""
+    """Raises if variants do something a different number of times."""
     if len(set(counts)) > 1:
         raise StructureError(
             f"The replica function has {' or '.join(map(str, sorted(set(counts))))} {what}, depending on the "
@@ -231,15 +231,15 @@ def check_equal_counts(counts: Sequence[int], what: str) -> None:
 
 @dataclass(frozen=True)
 class _Tracing:
-    """How a function is traced: what the passes over a variant are told.
+    """The parameters of one trace, for the passes over a variant.
 
     Attributes:
-      binding_of: Gives the binding of a variable.
-      num_replicas: R, or None for a cross-replica function.
+      binding_of: Returns the binding of a variable.
+      num_replicas: The number of replicas R; None for a cross-replica function.
       sum_gradients: Sums gradients over replicas.
       on_strategy, take_rows: See ``trace_cross_replica``.
-      uneven: What the variant knows of the others.
-      forced_sums: Which gradients are summed, if that is decided; see ``Rewriter``.
+      uneven: The variant's knowledge of the others.
+      forced_sums: For each gradient, True to sum it, if that is already decided; see ``Rewriter``.
     """
 
     binding_of: Callable[[Any], Binding]
@@ -252,9 +252,9 @@ class _Tracing:
 
     @property
     def axes(self) -> list[tuple[str, int]]:
-        """The names of axes, with their sizes."""
-        # The second name only makes JAX's caches of inner functions (jit, scan) miss after a trace in which such
-        # a function read a variable: what they cached refers to that trace.
+        """Returns the names of axes, with their sizes."""
+        # The second name makes JAX's caches of inner functions (jit, scan) miss after a trace in which such a function
+        # read a variable, because the cached jaxprs refer to that trace.
         axes = [] if self.num_replicas is None else [(REPLICA_AXIS, self.num_replicas)]
         return [*axes, (f"replicax_trace_{_epoch}", 1)] if _epoch else axes
 
@@ -264,16 +264,16 @@ def _trace_variant(
 ) -> Variant:
     """Traces ``call`` over tracers of ``avals``, and runs the passes over the trace.
 
-    It is traced again where it created variables, or a source of a gradient turned out to be unconnected.
+    It traces again if the function created variables or a source of a gradient was unconnected.
 
     Args:
-      replications: Of the arguments.
+      replications: The replications of the arguments.
 
     Raises:
-      TracedConditionError: Python ``if``, ``int`` and kin on a traced value.
-      TraceError: A tracer of another trace was used.
+      TracedConditionError: Python's ``if``, ``int`` or the like is applied to a traced value.
+      TraceError: The function uses a tracer of another trace.
       UnsupportedError: TensorFlow computes in the function.
-      VariableError: Each call would create a variable.
+      VariableError: Every call would create a variable.
     """
     unconnected: frozenset[tuple[int, int]] = frozenset()
     has_created = False
@@ -294,15 +294,13 @@ def _trace_variant(
             continue
         variant = _passed(trace, capture, how)
         found = variant.unconnected - unconnected
-        if (
-            found and how.take_rows is not None
-        ):  # it may drop a lookup of no rows, by which the table is connected
+        if found and how.take_rows is not None:  # it may drop a lookup of no rows, which connects the table
             found &= _passed(trace, capture, dataclasses.replace(how, take_rows=None)).unconnected
         if not found:
             return variant
         unconnected |= found
     raise TraceError(
-        "The function takes other gradients each time it is traced: what tape.gradient is given there must not depend on "
+        "The function takes other gradients each time it is traced: the arguments of tape.gradient must not depend on "
         "how often the function was called."
     )
 
@@ -323,7 +321,9 @@ def captured(
     capture: TracedCapture,
     axes: Sequence[tuple[str, int]],
 ) -> Variant:
-    """The trace of a function, with its marks; the variables that it met stand between constants and arguments."""
+    """Returns the trace of a function, with its marks. Its variables are inputs between the constants and the
+    arguments.
+    """
     global _epoch
     tree: Any = None
     outputs: list[Output] = []
@@ -375,20 +375,20 @@ def _output(leaf: Any) -> Output:
         if not is_array(leaf):
             raise UnsupportedError(
                 f"The function returns a NumPy {type(leaf).__name__} of dtype {leaf.dtype}, and programs compute with numbers only. "
-                "Return a str or a list, which are given back as they are, or leave it out."
+                "Return a str or a list, which are returned unchanged, or leave it out."
             )
         return Output(True, jnp.asarray(leaf))
     if tensorflow_code.is_tensor(leaf):
         raise UnsupportedError(
-            f"The function returns a {tensorflow_code.name_of(leaf)}, which TensorFlow computed while the function was traced: once, and "
+            f"The function returns a {tensorflow_code.name_of(leaf)}, which TensorFlow computed once, while the function was traced, and "
             "not in each step. Compute it with keras.ops or jax.numpy; `replicax migrate` finds the lines."
         )
     if isinstance(leaf, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
         kind = "a coroutine (async def)" if isinstance(leaf, types.CoroutineType) else "a generator (yield)"
         if not isinstance(leaf, types.AsyncGeneratorType):
-            leaf.close()  # or Python warns that it was never awaited
+            leaf.close()  # otherwise Python warns that it was never awaited
         raise UnsupportedError(
-            f"The function gives {kind}, {leaf.__qualname__}: nothing that stands in it has been run. Give a function that returns its "
+            f"The function returns {kind}, {leaf.__qualname__}, and its body has not been run. Pass a function that returns its "
             "results."
         )
     return Output(False, leaf)
@@ -399,16 +399,14 @@ _EAGERLY = "; or run it with options=rx.RunOptions(eager=True) to debug it with 
 
 @contextlib.contextmanager
 def _explained(is_replica: bool):
-    """Adds to JAX's errors about tracers what to do here; ``is_replica``: in a function that ``run`` may run
-    eagerly.
-    """
+    """Context that adds a remedy to JAX's errors about tracers. ``is_replica``: ``run`` may run the function eagerly."""
     try:
         yield
     except ReplicaxError:
         raise
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise TracedConditionError(
-            f"At {user_line_of(error)} Python needs the value of something that is known only when the program "
+            f"At {user_line_of(error)} Python needs a value that is known only when the program "
             f"runs (an argument, a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float() "
             f"or np.asarray() of a value. The function is traced once for all replicas. Use jnp.where or "
             f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to "
@@ -454,7 +452,7 @@ def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
 
 
 def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
-    """Notes which results are the same on all replicas."""
+    """Sets the replication of each result."""
     del capture
     outs = [Replication.INVARIANT] * len(variant.jaxpr.outvars)
     if (how.num_replicas or 1) > 1:
@@ -475,7 +473,7 @@ VARIANT_PASSES: Sequence[Callable[[Variant, Capture, _Tracing], Variant]] = (
 
 
 def open_calls(program: ReplicaProgram) -> ReplicaProgram:
-    """Opens the calls in which replicas meet, for a program is cut where they do; loops and conditions stay."""
+    """Inlines calls that contain collectives, because a program is cut at collectives. Loops and conditions stay."""
     axes = [(REPLICA_AXIS, len(program.variant_of_replica))]
 
     def opened(variant: Variant) -> Variant:
@@ -489,7 +487,7 @@ def open_calls(program: ReplicaProgram) -> ReplicaProgram:
 
 
 def compare_sizes(program: ReplicaProgram) -> ReplicaProgram:
-    """A result is the same on all replicas only if it also is the same computation in every variant."""
+    """Marks a result as varying unless all variants compute it alike."""
     if len(program.variants) == 1:
         return program
     num_arrays = program.variants[0].num_arrays
@@ -522,10 +520,10 @@ def _unless(is_equal: Sequence[bool], replications: Sequence[Replication]) -> li
 
 
 def check_synchronised(program: ReplicaProgram) -> ReplicaProgram:
-    """Refuses a program that would leave a mirrored variable different on different replicas.
+    """Raises if a program would leave a mirrored variable with different values on different replicas.
 
     Raises:
-      DivergenceError: Naming the variable and the line that assigned it.
+      DivergenceError: The error names the variable and the line that assigns it.
     """
     for index, line, is_same in zip(program.written, program.lines, program.same_writes, strict=True):
         binding = program.bindings[index]
@@ -535,7 +533,7 @@ def check_synchronised(program: ReplicaProgram) -> ReplicaProgram:
                 f"differ) between replicas: its copies would fall out of sync. Either combine the value "
                 f"first (rx.get_replica_context().all_reduce(...)), or make the variable with "
                 f"aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "
-                f"synchronization=ON_READ if each replica shall keep its own; for gradients use the "
+                f"synchronization=ON_READ to keep one value per replica; for gradients use the "
                 f"optimizer's apply (or rx.optax.aggregate_gradients()), which sums them. If you know that "
                 f"the value is the same on all replicas, say so with rx.assert_same(value)."
             )

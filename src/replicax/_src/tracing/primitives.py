@@ -1,4 +1,4 @@
-"""The table of primitives: what the passes know of JAX's operations, by name (jax 0.10 to 0.12)."""
+"""The properties of JAX's primitives that the passes use, by name (jax 0.10 to 0.12)."""
 
 # ruff: noqa: SIM905 - lists of strings would have a line for each
 
@@ -24,18 +24,18 @@ MOVES: Final = frozenset(
     squeeze transpose
     """.split()
 )
-"""What moves elements to other places."""
+"""Primitives that move elements."""
 UNPACKS: Final = frozenset("convert_element_type dynamic_slice reshape slice split squeeze".split())
-"""What takes arrays out of a buffer in which they travelled."""
+"""Primitives that take arrays out of a packed buffer."""
 REDUCTIONS: Final = frozenset("argmax argmin reduce_max reduce_min reduce_prod reduce_sum".split())
 
 # --- calls of functions -------------------------------------------------------------------------------------
 
 JITS: Final = frozenset("jit closed_call".split())
 REMATERIALISES: Final = frozenset("checkpoint remat remat2".split())
-"""What is computed again on the way back."""
+"""Primitives of rematerialised computations."""
 CALLS: Final = JITS | REMATERIALISES | frozenset("custom_jvp_call custom_vjp_call custom_lin".split())
-"""Operands and results are those of the function, one to one."""
+"""Calls whose operands and results are those of the function, one to one."""
 CALLBACKS: Final = frozenset("ffi_call_callback io_callback pure_callback python_callback".split())
 PRINTS: Final = frozenset("debug_callback debug_print".split())
 
@@ -43,19 +43,19 @@ PRINTS: Final = frozenset("debug_callback debug_print".split())
 
 SUMS: Final = frozenset("psum psum_invariant".split())
 MAKES_EQUAL: Final = SUMS | frozenset("all_gather all_gather_invariant pmax pmin".split())
-"""What gives all replicas the same."""
+"""Collectives that give all replicas the same value."""
 COLLECTIVES: Final = MAKES_EQUAL | frozenset(
     "all_to_all ppermute ragged_all_to_all reduce_scatter replicax_aggregate".split()
 )
 
-# --- what the replication analysis knows --------------------------------------------------------------------
+# --- for the replication analysis --------------------------------------------------------------------
 
 KEEPS_REDUCED: Final = (
     ELEMENTWISE | MOVES | frozenset("optimization_barrier replicax_aggregate replicax_logical".split())
 )
-"""What may happen to a reduced gradient that is still reduced."""
+"""Primitives whose result is reduced if their operand is."""
 KEEPS_SHIFTED: Final = frozenset("add convert_element_type copy reshape slice squeeze".split())
-"""What may happen to a seed that is still that of one replica, and can be shifted back."""
+"""Primitives that leave a replica's seed in a form that can be shifted back."""
 DIFFERS_BY_ITSELF: Final = frozenset("axis_index io_callback replicax_gradient".split())
 
 # --- marks (``markers.py``) ---------------------------------------------------------------------------------

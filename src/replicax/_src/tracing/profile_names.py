@@ -1,4 +1,4 @@
-"""What steps and replicas are called in the traces of JAX's profiler, while one is made."""
+"""Names of steps and replicas in the traces of JAX's profiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Names:
 
     @contextlib.contextmanager
     def launch(self, name: str, topology: Topology) -> Iterator[None]:
-        """Around the start of a program: a step, numbered among those of its name, unless it is a part of one."""
+        """Context around the launch of a program: counts it as a step of its name, unless it is part of a step."""
         self._tell_replicas(topology)
         if self._is_in_step:
             with jax.profiler.TraceAnnotation(name):
@@ -37,7 +37,7 @@ class Names:
 
     @contextlib.contextmanager
     def step(self, name: str, number: int) -> Iterator[None]:
-        """Around a step that the user counts."""
+        """Context around a step that the user numbers."""
         before, self._is_in_step = self._is_in_step, True
         try:
             with jax.profiler.StepTraceAnnotation(name, step_num=number):
@@ -46,7 +46,7 @@ class Names:
             self._is_in_step = before
 
     def _tell_replicas(self, topology: Topology) -> None:
-        """Which device is which replica's: an event for each, once. Programs of one name run on all of them."""
+        """Writes one event per replica, once, that names its device, because programs of one name run on all replicas."""
         if topology in self._told:
             return
         self._told.add(topology)
@@ -59,11 +59,11 @@ class Names:
                     pass
 
 
-# Those of the trace that is being made; None almost always.
+# The names of the current trace; None if no trace is being made.
 current: Names | None = None
 
 
 def set_current(names: Names | None) -> None:
-    """The names of the trace that begins, None when it has ended."""
+    """Sets the names of the trace that starts; None when it ends."""
     global current
     current = names

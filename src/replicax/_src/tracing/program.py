@@ -1,7 +1,7 @@
-"""ReplicaProgram: a function traced over ONE replica's inputs, its variables made inputs and outputs.
+"""ReplicaProgram: a function traced over ONE replica's inputs, with its variables as inputs and outputs.
 
-A strategy's placement decides where and how it runs. Replicas with different shapes run different
-variants of one program.
+The lowering of a strategy decides where and how it runs. Replicas with different shapes run different variants of one
+program.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Output:
 
 @dataclass
 class Variant:
-    """One trace of the function. The passes (``passes.py``) fill what has a default.
+    """One trace of the function. The passes (``passes.py``) set the attributes that have a default.
 
     Attributes:
-      jaxpr: Invars are constants, then the state in order of ``entries``, then the arguments. Outvars are
+      jaxpr: The invars are constants, then the state in the order of ``entries``, then the arguments. The outvars are
         the array outputs, then the new values of the written entries.
-      consts: Values of the leading invars.
-      entries: The variables met, in order.
+      consts: The values of the leading invars.
+      entries: The variables that the function uses, in order of discovery.
       tree, outputs: The structure that the function returned, and its leaves.
-      out_replications, write_replications: Of the outvars.
-      input_replications: Of the invars.
-      sums, unconnected: Which gradients are summed over replicas, and which have no source (see ``Rewriter``).
+      out_replications, write_replications: The replications of the outvars.
+      input_replications: The replications of the invars.
+      sums, unconnected: The gradients that are summed over replicas, and those without a source (see ``Rewriter``).
     """
 
     jaxpr: Any
@@ -69,10 +69,10 @@ class Variant:
         return self.jaxpr.invars[len(self.consts) : len(self.consts) + len(self.entries)]
 
     def with_jaxpr(self, jaxpr: Any, consts: Sequence[Any]) -> Variant:
-        """The same computation, written otherwise.
+        """Returns the variant with another jaxpr for the same computation.
 
         Args:
-          consts: Of further invars, before all others.
+          consts: The values of further invars, before all others.
         """
         return dataclasses.replace(
             self,
@@ -87,12 +87,12 @@ class Variant:
         axes: Sequence[tuple[str, int]],
         avals: Sequence[Any] | None = None,
     ) -> Variant:
-        """What an evaluator makes of the jaxpr.
+        """Returns the variant that an evaluator makes of the jaxpr.
 
         Args:
           evaluate: Takes the jaxpr and its operands.
-          axes: The names of axes, with their sizes.
-          avals: Of the operands, where these become others.
+          axes: The names and sizes of axes.
+          avals: The avals of the operands, if they change.
         """
         jaxpr, consts = jax_compat.trace(
             lambda *args: evaluate(self.jaxpr, args), avals or [v.aval for v in self.jaxpr.invars], axes
@@ -102,10 +102,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class ReplicaProgram:
-    """A function, traced, with what its placement must know.
+    """A traced function, with the facts that its lowering needs.
 
     Attributes:
-      variants: One, or one per distinct pattern of per-replica shapes.
+      variants: The variants: one per distinct pattern of per-replica shapes.
       variant_of_replica: The variant that each replica runs.
     """
 
@@ -124,12 +124,12 @@ class ReplicaProgram:
 
     @functools.cached_property
     def bindings(self) -> list[Binding]:
-        """All variables that any variant reads or writes."""
+        """The bindings that any variant reads or writes."""
         return list({id(e.binding): e.binding for v in self.variants for e in v.entries}.values())
 
     @functools.cached_property
     def _lines(self) -> dict[int, str]:
-        """Where each written binding is written, by position."""
+        """The user's line that writes each binding, by position."""
         position = {id(binding): i for i, binding in enumerate(self.bindings)}
         lines: dict[int, str] = {}
         for variant in self.variants:
@@ -139,33 +139,33 @@ class ReplicaProgram:
 
     @property
     def written(self) -> list[int]:
-        """Indices into ``bindings`` of those written, in order."""
+        """The indices into ``bindings`` of the written ones, in order."""
         return list(self._lines)
 
     @property
     def lines(self) -> list[str]:
-        """The user's lines that write them."""
+        """The user's lines that write the bindings of ``written``."""
         return list(self._lines.values())
 
     @functools.cached_property
     def same_writes(self) -> list[bool]:
-        """Whether each written value is proven the same on all replicas."""
+        """For each written value, True if it is proven to be the same on all replicas."""
         return [all(self._is_same_write(v, self.bindings[i]) for v in self.variants) for i in self.written]
 
     @functools.cached_property
     def same_outputs(self) -> list[bool]:
-        """Whether each array output is."""
+        """For each array output, True if it is proven to be the same on all replicas."""
         columns = zip(*(v.out_replications for v in self.variants), strict=True)
         return [all(replication.is_same for replication in column) for column in columns]
 
     @functools.cached_property
     def has_collectives(self) -> bool:
-        """Whether replicas meet in it, at any depth."""
+        """True if the program has collectives, at any depth."""
         return any(has_replica_collective(v.jaxpr) for v in self.variants)
 
     @functools.cached_property
     def has_callbacks(self) -> bool:
-        """Whether Python is called back from it, at any depth."""
+        """True if the program calls back into Python, at any depth."""
         return any(has_callback(v.jaxpr) for v in self.variants)
 
     @staticmethod
@@ -179,10 +179,10 @@ class ReplicaProgram:
 
 
 def check_no_leaks(variant: Variant) -> None:
-    """Refuses a function that closes over tracers, in the outermost trace.
+    """Raises if a function of the outermost trace closes over tracers.
 
     Raises:
-      TraceError: Naming the user's line that computes with one.
+      TraceError: The error names the user's line that computes with one.
     """
     for var, value in zip(variant.jaxpr.invars, variant.consts, strict=False):
         if isinstance(value, jax_compat.Tracer):
@@ -192,24 +192,24 @@ def check_no_leaks(variant: Variant) -> None:
 
 
 def leaked(line: str) -> TraceError:
-    """The error of a tracer that has left its trace."""
+    """Returns the error for a tracer that has left its trace."""
     return TraceError(
-        f"At {line} a value is used that was computed in another, finished, trace: it was "
+        f"At {line} a value is used that was computed in another trace, which has ended: it was "
         f"stored in an object, a list or a global while a function was traced. Return it from the function "
         f"instead, or assign it to an rx.Variable."
     )
 
 
 def has_callback(jaxpr: Any) -> bool:
-    """Whether Python is called back from ``jaxpr``, at any depth; debug prints do not count."""
+    """Returns True if ``jaxpr`` calls back into Python, at any depth. Debug prints do not count."""
     return has_any(jaxpr, CALLBACKS)
 
 
 def is_print(eqn: Any) -> bool:
-    """Whether an equation is ``jax.debug.print`` or ``jax.debug.callback``: it gives nothing."""
+    """Returns True if an equation is ``jax.debug.print`` or ``jax.debug.callback``, which has no results."""
     return eqn.primitive.name in PRINTS
 
 
 def shows_how_often(jaxpr: Any) -> bool:
-    """Whether somebody sees how often ``jaxpr`` is evaluated: Python is called back, or something is printed."""
+    """Returns True if a repeated evaluation of ``jaxpr`` is visible, because it calls back into Python or prints."""
     return has_any(jaxpr, CALLBACKS | PRINTS)

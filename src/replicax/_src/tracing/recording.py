@@ -1,4 +1,4 @@
-"""What a tape has recorded of a function that runs operation by operation, and the derivatives of it."""
+"""The record of a tape in a function that runs operation by operation, and its derivatives."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Step(NamedTuple):
 
 
 class Record:
-    """What one tape has recorded.
+    """The record of one tape.
 
     Attributes:
-      steps: In order.
-      watched_at: By ``id`` of an array: how many steps there were when the tape began to watch it.
+      steps: The recorded operations, in order.
+      watched_at: The number of steps when the tape began to watch an array, by ``id`` of the array.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.watched_at: dict[int, int] = {}
-        self.known: dict[int, Any] = {}  # all arrays met, which keeps their ids theirs
+        self.known: dict[int, Any] = {}  # keeps all arrays alive, so that their ids stay unique
 
     def watch(self, value: Any) -> None:
         self.know(value)
@@ -46,12 +46,12 @@ class Record:
             self.know(value)
 
     def is_active(self, value: Any, index: int) -> bool:
-        """Whether step ``index`` used the array when it was watched already; unwatched ones always count."""
+        """Returns True if step ``index`` used the array after the tape began to watch it, or the array is not watched."""
         return self.watched_at.get(id(value), 0) <= index
 
 
 def gradients_of(record: Record, asked: Question) -> list[Any]:
-    """The gradients by the sources, None where the targets do not depend on one: what a tape recorded, backwards."""
+    """Returns the gradients with respect to the sources; None for a source that the targets do not depend on."""
     targets, seeds, sources, derived, watched = asked
     seeds = seeds or [jnp.ones_like(target) for target in targets]
     chosen, computed = _steps_from(record, sources)
@@ -86,7 +86,7 @@ def gradients_of(record: Record, asked: Question) -> list[Any]:
 
 
 def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[int]]:
-    """The steps through which derivatives by a source go, and the ids of what they compute."""
+    """Returns the steps that depend on a source, and the ids of their results."""
     wanted = {id(s) for s in sources}
     computed: set[int] = set()
     chosen = []
@@ -100,7 +100,7 @@ def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[
 
 
 def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
-    """The cotangents of a step's ``active`` inputs."""
+    """Returns the cotangents of a step's ``active`` inputs."""
     present = [i for i, g in enumerate(given) if g is not None]
 
     def forward(*values: Any) -> list[Any]:

@@ -1,9 +1,8 @@
-"""Replication analysis: is a value the same on all replicas? A conservative dataflow pass over a jaxpr.
+"""Replication analysis: a conservative dataflow pass that finds the values of a jaxpr that all replicas share.
 
-INVARIANT: every replica computes it from the same inputs. REDUCED: the same, because a collective made it so,
-with elementwise work and data movement at most since then. SHIFTED: a seed as one replica sees it.
-VARYING: anything else. "Same" is about the program: kernels that are not deterministic may still differ in
-the last bit between devices.
+INVARIANT: every replica computes the value from the same inputs. REDUCED: a collective made the value the same, and
+only elementwise operations and data movement followed. SHIFTED: the value is the seed of one replica. VARYING: anything
+else. "The same" is a statement about the program: non-deterministic kernels may still differ in the last bit.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from replicax._src.tracing.primitives import (
 
 
 class Replication(enum.IntEnum):
-    """Ordered from "the same" to "differs"."""
+    """The replication of a value, ordered from "the same" to "differs"."""
 
     REDUCED = 0
     INVARIANT = 1
@@ -42,17 +41,17 @@ class Replication(enum.IntEnum):
 def analyse(
     jaxpr: Any, inputs: Sequence[Replication], is_guarded: str | None = None
 ) -> tuple[list[Replication], dict[Any, Replication]]:
-    """The replication of every value of ``jaxpr``.
+    """Returns the replication of every value of ``jaxpr``.
 
     Args:
-      inputs: The replications of its invars.
-      is_guarded: The user's line of a condition around it that differs between replicas.
+      inputs: The replications of the invars.
+      is_guarded: The user's line of an enclosing condition that differs between replicas.
 
     Returns:
-      The replications of its outvars, and of all its variables.
+      The replications of the outvars, and of all variables.
 
     Raises:
-      DivergentCollectiveError: A collective stands under a condition that differs.
+      DivergentCollectiveError: A collective is under a condition that differs between replicas.
     """
     same = [Replication.INVARIANT] * len(jaxpr.constvars)
     return walked(
@@ -65,29 +64,29 @@ def analyse(
 
 
 def has_replica_collective(jaxpr: Any) -> bool:
-    """Whether replicas must meet in ``jaxpr``, at any depth."""
+    """Returns True if ``jaxpr`` contains a collective over the replicas, at any depth."""
     return any(map(is_replica_collective, equations(jaxpr)))
 
 
 def meets(eqn: Any) -> bool:
-    """Whether replicas must meet in an equation, or inside of it."""
+    """Returns True if an equation is, or contains, a collective over the replicas."""
     return is_replica_collective(eqn) or any(map(is_replica_collective, equations_in(eqn)))
 
 
 def has_backward_pass(jaxpr: Any) -> bool:
-    """Returns True if a gradient is computed in ``jaxpr``, at any depth."""
+    """Returns True if ``jaxpr`` computes a gradient, at any depth."""
     return any(map(jax_compat.is_transposed, equations(jaxpr)))
 
 
 def is_replica_collective(eqn: Any) -> bool:
-    """Whether replicas must meet in this equation itself."""
+    """Returns True if an equation itself is a collective over the replicas."""
     if eqn.primitive.name == "replicax_aggregate":
         return True
     return eqn.primitive.name in COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
 
 
 def is_equalising(eqn: Any) -> bool:
-    """Returns True if an equation is a collective that gives all replicas the same."""
+    """Returns True if an equation is a collective that gives all replicas the same value."""
     return (
         eqn.primitive.name in MAKES_EQUAL
         and REPLICA_AXIS in collective_axes(eqn)
@@ -96,41 +95,41 @@ def is_equalising(eqn: Any) -> bool:
 
 
 def is_movement(eqn: Any) -> bool:
-    """Whether an equation computes element by element, or moves elements."""
+    """Returns True if an equation is elementwise or only moves elements."""
     return eqn.primitive.name in KEEPS_REDUCED
 
 
 def is_call(eqn: Any) -> bool:
-    """Whether an equation calls a function: jit, checkpoint, those with derivatives of their own."""
+    """Returns True if an equation calls a function: jit, checkpoint, or a function with a custom derivative."""
     return eqn.primitive.name in CALLS and bool(jax_compat.sub_jaxprs(eqn))
 
 
 def is_call_with_collective(eqn: Any) -> bool:
-    """Whether an equation calls a function in which replicas must meet."""
+    """Returns True if an equation calls a function that contains a collective over the replicas."""
     return is_call(eqn) and has_replica_collective(inner_jaxprs(eqn)[0])
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
-    """The names of the axes that a collective equation goes over."""
+    """Returns the names of the axes of a collective equation."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def join(replications: Sequence[Replication]) -> Replication:
-    """The replication of a value computed from values of these replications by an unknown operation."""
+    """Returns the replication of a value that an unknown operation computes from values of these replications."""
     worst = max(replications, default=Replication.INVARIANT)
     return Replication.INVARIANT if worst.is_same else Replication.VARYING
 
 
 def transfer(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[Replication]:
-    """The replications of the outputs of one equation, given those of its operands."""
+    """Returns the replications of the outputs of one equation, given those of its operands."""
     name = eqn.primitive.name
     count = len(eqn.outvars)
     if guarded is not None and name == "replicax_logical":
         raise DivergentCollectiveError(
             f"experimental_split_to_logical_devices or experimental_replicate_to_logical_devices at {jax_compat.equation_line(eqn)} "
-            f"stands under a condition that differs between replicas ({guarded}): the compiler may move what it divides there "
-            f"between the devices of all replicas, and those in the other branch would not take part. Call it before the "
+            f"stands under a condition that differs between replicas ({guarded}): the compiler may move sharded values "
+            f"between the devices of all replicas, and replicas in the other branch would not take part. Call it before the "
             f"condition, make the condition the same on all replicas, or use jnp.where."
         )
     if guarded is not None and is_replica_collective(eqn):
@@ -152,12 +151,12 @@ def transfer(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[R
     if is_call(eqn):
         inner, _, given = called(eqn, inputs)
         return analyse(inner, given, guarded)[0]
-    # Unknown higher-order primitives: only look for what makes replicas differ, whatever the inputs.
+    # For unknown higher-order primitives, look only for operations that make replicas differ, whatever the inputs.
     if any(e.primitive.name in DIFFERS_BY_ITSELF or is_replica_collective(e) for e in equations_in(eqn)):
         return [Replication.VARYING] * count
     worst = max(inputs, default=Replication.INVARIANT)
     if worst.is_same:
-        # What JAX's differentiation computes from reduced values is a gradient that has not been reduced.
+        # A value that JAX's differentiation computes from reduced values is a gradient that is not reduced.
         keeps = (
             Replication.REDUCED in inputs and name in KEEPS_REDUCED and not jax_compat.is_differentiated(eqn)
         )
@@ -170,7 +169,7 @@ def _collective(eqn: Any, inputs: list[Replication]) -> Replication:
     if REPLICA_AXIS not in collective_axes(eqn):
         return join(inputs)
     if eqn.primitive.name in MAKES_EQUAL and eqn.params.get("axis_index_groups") is None:
-        # A collective that JAX's own differentiation put there was not applied to a gradient by the user.
+        # JAX's differentiation inserted this collective; the user did not apply it to a gradient.
         return Replication.INVARIANT if jax_compat.is_differentiated(eqn) else Replication.REDUCED
     return Replication.VARYING
 

@@ -1,7 +1,7 @@
-"""Rewrite: evaluates a traced function with its marks resolved: tapes to ``jax.vjp``, gradients to sums.
+"""Evaluates a traced function and resolves its marks: tapes become ``jax.vjp``, gradients for optimizers become sums.
 
-A tape's gradient is found by slicing: of the equations that the tape recorded, those that depend on a
-source and lead to the target are evaluated inside ``jax.vjp``, once, and everything else as it comes.
+Slicing finds a tape's gradient. The equations that the tape recorded, that depend on a source and that lead to the
+target are evaluated once, inside ``jax.vjp``. All other equations are evaluated in order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Rewriter:
     """Resolves the marks of one traced function while evaluating it.
 
     Attributes:
-      unconnected: (ordinal of a gradient, position of a source) on which the target does not depend.
-      sums: For each aggregated leaf, in order: must it be summed over replicas?
-      is_empty (argument): This replica has no rows in this step.
-      num_replicas (argument): Over which gradients are summed; from two on, a loss that is one replica's mean is warned
-        of.
+      unconnected: Pairs (ordinal of a gradient, position of a source) where the target does not depend on the source.
+      sums: For each aggregated leaf, in order, True if it must be summed over replicas.
+      is_empty (argument): True if this replica has no rows in this step.
+      num_replicas (argument): The number of replicas over which gradients are summed. With two or more, it warns of a
+      loss
+        that is the mean of one replica.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Rewriter:
         self.sums: list[bool] = []
 
     def evaluate(self, jaxpr: Any, args: Sequence[Any], replications: Sequence[Replication]) -> list[Any]:
-        """The outputs of ``jaxpr`` (no constvars) for ``args``, whose replications are ``replications``."""
+        """Returns the outputs of ``jaxpr`` (no constvars) for ``args``, whose replications are ``replications``."""
         if not has_any(jaxpr, MARKS):
             return jax_compat.eval_jaxpr(jaxpr, args)
         _, known = analyse(jaxpr, replications)
@@ -61,13 +62,13 @@ class Rewriter:
         return _Body(self, jaxpr, dict(zip(jaxpr.invars, args, strict=True)), known).run()
 
     def of_no_rows(self, gradients: list[Any]) -> list[Any]:
-        """On a replica without rows, gradients with 0 where layers that divide by the number of rows gave nan."""
+        """Replaces NaN in gradients by 0 on a replica without rows, where layers divide by the number of rows."""
         if not self._is_empty:
             return gradients
         return [jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)) for g in gradients]
 
     def aggregate(self, values: list[Any], replications: list[Replication]) -> list[Any]:
-        """Sums over replicas the gradients that are not reduced already."""
+        """Sums the gradients that are not reduced already over replicas."""
         start = len(self.sums)
         self.sums.extend(replication is not Replication.REDUCED for replication in replications)
         decided = self.sums if self._forced_sums is None else self._forced_sums
@@ -82,7 +83,7 @@ class Rewriter:
 
 
 def _atom_key(atom: Any) -> Any:
-    # A scalar constant used as a source becomes one Literal object, shared by all its uses.
+    # A scalar constant that is a source becomes one Literal object, shared by all its uses.
     return id(atom) if isinstance(atom, jax_compat.Literal) else atom
 
 
@@ -112,7 +113,7 @@ class _Body:
         return [self._read(self.env, a) for a in self.jaxpr.outvars]
 
     def _run_up_to(self, stop: int, sliced: Sequence[int], done: set[int]) -> None:
-        """Evaluates the equations before ``stop``; those of the slice wait for the gradient at ``stop``."""
+        """Evaluates the equations before ``stop``, except those of the slice, which wait for the gradient at ``stop``."""
         waiting = set(sliced) - done
         delayed: list[int] = []
         missing = {v for i in waiting for v in self.eqns[i].outvars}
@@ -146,11 +147,11 @@ class _Body:
         env: MutableMapping[Any, Any],
         settle: Callable[[list[list[Any]]], None] | None = None,
     ) -> list[Any]:
-        """The gradients of a marker.
+        """Returns the gradients of a marker.
 
         Args:
-          sliced: The equations of its slice.
-          settle: Given the outputs of these, makes known all that stands before the marker.
+          sliced: The equations of the marker's slice.
+          settle: Takes the outputs of these equations and evaluates all other equations before the marker.
         """
         operands = Question.of(marker)
         keys = [_atom_key(s) for s in operands.sources]
@@ -169,7 +170,7 @@ class _Body:
             waiting = sorted(unique, key=lambda key: watched_at.get(key, -1))
 
             def activate_before(index: float) -> None:
-                # A source counts from where it is watched on; what used it before used a constant.
+                # A source counts only after it is watched; before that it is a constant.
                 while waiting and watched_at.get(waiting[0], -1) < index:
                     key = waiting.pop(0)
                     if key not in computed:
@@ -189,8 +190,8 @@ class _Body:
             activate_before(float("inf"))
             return [jnp.asarray(self._read(inner, t), t.aval.dtype) for t in operands.targets], primals
 
-        # A source that the slice itself computes enters as a zero added to it: it is a leaf and a step on
-        # the way to other sources at once.
+        # A zero is added to a source that the slice itself computes: the source is both a leaf and a step on the way to
+        # other sources.
         values = [
             jnp.zeros(atom_of[key].aval.shape, atom_of[key].aval.dtype)
             if key in computed
@@ -242,7 +243,7 @@ class _Body:
 
 
 def _watch_positions(eqns: Sequence[Any], tape: int) -> dict[Any, int]:
-    """Where ``tape.watch`` first named each array."""
+    """Returns the position of the first ``tape.watch`` of each array."""
     positions: dict[Any, int] = {}
     for index, eqn in enumerate(eqns):
         if eqn.primitive.name == "replicax_watch" and eqn.params["tape"] == tape:
@@ -251,7 +252,7 @@ def _watch_positions(eqns: Sequence[Any], tape: int) -> dict[Any, int]:
 
 
 def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
-    """For each tape, the indices of the equations that it recorded."""
+    """Returns the indices of the equations that each tape recorded."""
     recording: dict[int, set[int]] = {}
     open_tapes: set[int] = set()
     for index, eqn in enumerate(eqns):
@@ -266,7 +267,7 @@ def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
 
 
 def _slice_of(eqns: Sequence[Any], stop: int, marker: Any) -> list[int]:
-    """The equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
+    """Returns the equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
     operands = Question.of(marker)
     depends = {_atom_key(a) for a in operands.sources}
     forward: list[int] = []
@@ -291,9 +292,9 @@ def _connected(
     watched_at: Mapping[Any, int],
     operands: Question,
 ) -> tuple[set[Any], set[int]]:
-    """The sources from which a chain of recorded, differentiable equations leads to a target; and these equations.
+    """Returns the sources that recorded, differentiable equations connect to a target, and these equations.
 
-    The others of the slice need no derivative: what integers or a stop_gradient follow, or was not recorded.
+    The other equations of the slice need no derivative: they were not recorded, or integers or a stop_gradient follow.
     """
     needed = {_atom_key(t) for t in operands.targets}
     found = set(needed)
@@ -311,7 +312,7 @@ def _connected(
 def _reached(
     eqns: Sequence[Any], recorded: frozenset[int], watched_at: Mapping[Any, int], watched: Sequence[Any]
 ) -> set[Any]:
-    """The values that recorded, differentiable equations compute from watched ones."""
+    """Returns the values that recorded, differentiable equations compute from watched ones."""
     if not watched:
         return set()
     reached = {_atom_key(a) for a in watched}
@@ -324,7 +325,7 @@ def _reached(
 
 
 def _passes_gradients(eqn: Any, wanted: set[Any]) -> bool:
-    """Whether derivatives go through an equation to one of the ``wanted`` outputs."""
+    """Returns True if derivatives flow through an equation to one of the ``wanted`` outputs."""
     if eqn.primitive.name == "stop_gradient":
         return False
     return any(v in wanted and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
@@ -332,15 +333,15 @@ def _passes_gradients(eqn: Any, wanted: set[Any]) -> bool:
 
 @contextlib.contextmanager
 def _explained(eqn: Any) -> Iterator[None]:
-    """Says where an operation stands that JAX cannot differentiate."""
+    """Context that adds the user's line to the error for an operation that JAX cannot differentiate."""
     try:
         yield
     except ReplicaxError:
         raise
     except NotImplementedError as error:
         raise UnsupportedError(
-            f"The operation at {jax_compat.equation_line(eqn)} stands between a source and the target of a gradient, "
-            f"and JAX has no derivative for it: {error}. Put jax.lax.stop_gradient around it if no gradient shall "
+            f"The operation at {jax_compat.equation_line(eqn)} is between a source and the target of a gradient, "
+            f"and JAX has no derivative for it: {error}. Put jax.lax.stop_gradient around it if no gradient should "
             f"flow through it; for a maximum over replicas use all_gather and jnp.max."
         ) from error
 
@@ -352,10 +353,10 @@ def _stop_gradient(value: Any) -> Any:
 
 
 def evaluate_inlined(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """The outputs of ``jaxpr``, whose marks are resolved, with the calls in it that replicas meet in opened up.
+    """Returns the outputs of ``jaxpr``, whose marks are resolved, and inlines its calls that contain collectives.
 
-    To cut a trace at its collectives, all of them must stand at its top level. What a call means besides its
-    body (recompute on the way back, a derivative of one's own) has had its effect by then.
+    A trace can be cut only at collectives of its top level. By now the other effects of a call (rematerialisation, a
+    custom derivative) have been applied.
     """
 
     def outputs(eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -370,7 +371,7 @@ def evaluate_inlined(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()
 def _evaluate_nested(
     rewriter: Rewriter, eqn: Any, args: list[Any], replications: list[Replication]
 ) -> list[Any]:
-    """Evaluates an equation in whose sub-jaxprs marks stand."""
+    """Evaluates an equation whose sub-jaxprs contain marks."""
     name = eqn.primitive.name
     if name in ("scan", "while", "cond"):
         return jax_compat.bind_equation(eqn, args, _resolved_params(rewriter, eqn, args, replications))
@@ -382,7 +383,7 @@ def _evaluate_nested(
 
     if name in REMATERIALISES:
         return list(jax.checkpoint(evaluate, policy=eqn.params.get("policy"))(*given))
-    return evaluate(*given)  # jit and its kin: inlined
+    return evaluate(*given)  # jit and the like: inlined
 
 
 def _evaluate_closed(
@@ -400,7 +401,7 @@ def _evaluate_closed(
 def _resolved_params(
     rewriter: Rewriter, eqn: Any, args: list[Any], replications: list[Replication]
 ) -> dict[str, Any]:
-    """The parameters of a scan, while or cond with the marks in its sub-jaxprs resolved."""
+    """Returns the parameters of a scan, while or cond, with the marks in its sub-jaxprs resolved."""
 
     def resolve(closed: Any, replications: Sequence[Replication]) -> Any:
         inner, consts = jax_compat.inner_jaxpr(closed)

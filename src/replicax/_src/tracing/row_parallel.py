@@ -1,7 +1,7 @@
-"""Row-parallel: may an optimizer's update of a table be run on some of its rows, or on a shard, only?
+"""Decides if an optimizer's update of a table is row-parallel: it may run on some rows, or on one shard, only.
 
-Every value of the update either has the table's rows on axis 0, row i of it computed from row i of others, or is
-independent of them. An operation that fits neither mixes rows, and the update is not row-parallel.
+A value of the update either is independent of the rows, or has the table's rows on axis 0 and its row i is computed
+from row i of other values. An operation that fits neither mixes rows, and the update is not row-parallel.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from replicax._src.tracing.replication import is_call
 
 @dataclass(frozen=True)
 class Mixing:
-    """Why an update is not row-parallel.
+    """The reason why an update is not row-parallel.
 
     Attributes:
       primitive: The operation that mixes rows.
-      line: Of the user's code.
-      why: What it does, for people.
+      line: The line of the user's code.
+      why: The reason, for messages.
     """
 
     primitive: str
@@ -39,7 +39,7 @@ class Mixing:
 
 
 class _Kind(enum.Enum):
-    """ROWS: has rows on axis 0. EVEN: depends on none, and is the same all along axis 0. FIXED: depends on none."""
+    """ROWS: has rows on axis 0. EVEN: independent of rows and constant along axis 0. FIXED: independent of rows."""
 
     ROWS = "rows"
     EVEN = "even"
@@ -55,17 +55,17 @@ class _MixesRows(Exception):
 def mixed_values(
     operations: Sequence[Operation], with_rows: Collection[int], wanted: Collection[Any] = ()
 ) -> dict[int, Mixing]:
-    """The values that come of several rows of one, at the operation that mixes them; none further on.
+    """Returns the values where an operation first mixes rows, and the reasons.
 
     Args:
       with_rows: The numbers of the inputs that have rows.
-      wanted: Results that have rows: those are among them that come of none, and are not the same for all.
+      wanted: Results that must have rows. One that is independent of the rows and not constant along axis 0 counts too.
     """
     kinds = dict.fromkeys(with_rows, _Kind.ROWS)
     mixed: dict[int, Mixing] = {}
     for operation in operations:
         given = [
-            _of_shape(var.aval.shape)  # of an input that has no rows
+            _of_shape(var.aval.shape)  # an input without rows
             if isinstance(atom, jax_compat.Literal) or atom not in kinds
             else kinds[atom]
             for var, atom in zip(operation.eqn.invars, operation.operands, strict=True)
@@ -82,12 +82,12 @@ def mixed_values(
 
 
 def rows_of(value: Any, ids: Any) -> Any:
-    """The rows of a table, or a shard; for numbers that it does not have, any."""
+    """Returns rows of a table or a shard. A number out of range gives an arbitrary row."""
     return jnp.take(value, ids, axis=0, mode="clip")
 
 
 def with_rows(value: Any, ids: Any, rows: Any) -> Any:
-    """A table with other rows; those of numbers that it does not have are left out."""
+    """Returns a table with some rows replaced. Rows with a number out of range are dropped."""
     ids = jnp.where(ids < 0, value.shape[0], ids)  # NumPy's -1 is the last row
     return value.at[ids].set(rows, mode="drop")
 
@@ -125,7 +125,7 @@ def _apply(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
 
 
 def _keeps_rows(eqn: Any, kinds: Sequence[_Kind]) -> bool:
-    """Whether row i of the results is computed from row i of the operands, or from what is the same for all rows."""
+    """Returns True if row i of the results is computed from row i of the operands or from values independent of rows."""
     name = eqn.primitive.name
     if name == "iota":
         return eqn.params["dimension"] != 0
@@ -145,7 +145,7 @@ def _cond(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
 
 def _either(eqn: Any, kinds: set[_Kind], line: str) -> _Kind:
     if kinds == {_Kind.ROWS, _Kind.FIXED} or len(kinds) == len(_Kind):
-        raise _mixes(eqn, line, "gives rows in one branch, and in another what is no row")
+        raise _mixes(eqn, line, "returns rows in one branch and no rows in another")
     for kind in (_Kind.ROWS, _Kind.FIXED):
         if kind in kinds:
             return kind
@@ -153,7 +153,7 @@ def _either(eqn: Any, kinds: set[_Kind], line: str) -> _Kind:
 
 
 def _of_shape(shape: Sequence[int]) -> _Kind:
-    """Of a value that depends on no rows. Operations broadcast scalars and dims of size 1."""
+    """Returns the kind of a value that is independent of rows. Operations broadcast scalars and dims of size 1."""
     return _Kind.FIXED if shape and shape[0] != 1 else _Kind.EVEN
 
 
@@ -166,7 +166,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _is_apart(name: str) -> Callable[[Any], bool]:
-    """It works along the dim, or dims, that parameter ``name`` says."""
+    """Returns a check that axis 0 is not among the dims in the parameter ``name``."""
 
     def check(eqn: Any) -> bool:
         dims = eqn.params[name]

@@ -1,7 +1,7 @@
-"""Side effects of functions that are traced: Python counters, kept values, random numbers, TensorFlow.
+"""Warns of side effects in traced functions: Python counters, kept values, random numbers, TensorFlow.
 
-Such code runs while the function is traced, not in each step. Lines that could be wrong are found in the source; each
-is reported once, if tracing has shown that it did what it seems to do.
+Such code runs while the function is traced, not in each step. The source shows which lines may be wrong. Each is
+reported once, if the trace confirms it.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class _Site:
 
     Attributes:
       kind: "counts", "keeps" (a value), "calls" or "reads".
-      path: The names of what it changes or calls: ``("self", "losses")``.
-      item: Of a subscript, its constant key; else the marker ``_MISSING``.
-      line: In its file.
-      text: As the user wrote it.
+      path: The names of the object that it changes or calls: ``("self", "losses")``.
+      item: The constant key of a subscript; else the marker ``_MISSING``.
+      line: The line number in the file.
+      text: The user's source text.
     """
 
     kind: str
@@ -76,13 +76,13 @@ Attempt = Callable[[], contextlib.AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def reported(fn: Callable[..., Any]) -> Iterator[Attempt]:
-    """Warns of the side effects of ``fn``, which is traced inside: of each once in a process.
+    """Context that warns of the side effects of ``fn``, which is traced inside: of each once in a process.
 
     Yields:
-      A context for each call of ``fn``. Of several calls the last counts: variables are made in earlier ones.
+      A context for each call of ``fn``. Only the last call counts, because earlier ones may create variables.
 
     Raises:
-      UnsupportedError: It has used a ``tf.Variable``.
+      UnsupportedError: ``fn`` has used a ``tf.Variable``.
     """
     has_tensorflow = "tensorflow" in sys.modules
     found = [
@@ -101,7 +101,7 @@ def reported(fn: Callable[..., Any]) -> Iterator[Attempt]:
 
 @contextlib.contextmanager
 def _noting_lines(codes: set[types.CodeType], lines: set[tuple[types.CodeType, int]]) -> Iterator[None]:
-    """Collects which lines of some functions this thread runs; none where a debugger looks on."""
+    """Context that collects the lines of some functions that this thread runs; none while a debugger is active."""
     lines.clear()
     if not codes or sys.gettrace() is not None:
         yield
@@ -119,7 +119,7 @@ def _noting_lines(codes: set[types.CodeType], lines: set[tuple[types.CodeType, i
 
 
 class _Seen:
-    """A site in a function, and what it led to before the function was traced."""
+    """A site in a function, and the state of its object before the trace."""
 
     def __init__(self, function: Callable[..., Any], site: _Site):
         self.function, self.site = function, site
@@ -134,8 +134,9 @@ class _Seen:
 
     @property
     def _name_in_tensorflow(self) -> str | None:
-        """The public name of the function of TensorFlow that is called; None if it is none, or does what its
-        counterpart does.
+        """Returns the public name of the TensorFlow function that the site calls.
+
+        Returns None if it calls no such function, or one that behaves like its counterpart.
         """
         found = tensorflow_code.named_by(self.site.path, _named(self.function, self.site.path[0]))
         if found is None or getattr(found[1], "__module__", None) in _HARMLESS:
@@ -177,12 +178,12 @@ _reported: set[tuple[str, int]] = set()
 _TEXTS: Final = {
     "counts": "%s: `%s` runs once, while the function is traced, and not in each step. Count outside of the function, or in "
     "an rx.Variable: variable.assign_add(1).",
-    "keeps": "%s: `%s` keeps a value of the function, which is traced once: what is kept is JAX's placeholder, not a "
-    "number, and one for all steps. Return the value from the function, or assign it to an rx.Variable.",
+    "keeps": "%s: `%s` keeps a value of the function, which is traced once: the value is JAX's placeholder, not a "
+    "number, and the same for all steps. Return the value from the function, or assign it to an rx.Variable.",
     "calls": "%s: `%s` draws once, while the function is traced: all replicas and all steps get the same numbers. Draw "
     "outside and pass the numbers as an argument, or use keras.random with a SeedGenerator, or jax.random with a key.",
 }
-_OF_TENSORFLOW: Final = "%s: `%s` is run by TensorFlow once, while the function is traced: it has no part in the program that runs in each step. %s"
+_OF_TENSORFLOW: Final = "%s: `%s` runs in TensorFlow once, while the function is traced, and is not part of the program that runs in each step. %s"
 # The modules of functions that work on Python values.
 _HARMLESS: Final = frozenset(
     {
@@ -199,7 +200,7 @@ def _code(fn: Any) -> types.CodeType:
 
 
 def _functions(fn: Any) -> list[Callable[..., Any]]:
-    """A function of the user's, and those that it names, and so on."""
+    """Returns a user's function and, recursively, the functions that it names."""
     found: dict[types.CodeType, Callable[..., Any]] = {}
     waiting = [fn]
     while waiting:
@@ -220,18 +221,18 @@ def _functions(fn: Any) -> list[Callable[..., Any]]:
 
 
 def _calls_of(value: Any) -> list[types.MethodType]:
-    """The methods that run when an object is called; those of Keras's layers and models are in ``call``."""
+    """Returns the methods that run when an object is called. Keras layers and models run ``call``."""
     methods = [inspect.getattr_static(type(value), name, None) for name in _CALLS]
     return [types.MethodType(method, value) for method in methods if isinstance(method, types.FunctionType)]
 
 
 def _is_call(function: Any) -> bool:
-    """Returns True for what runs when an object is called: that may keep values for the rest of the step."""
+    """Returns True for a method that runs when an object is called. It may keep values for the rest of the step."""
     return isinstance(function, types.MethodType) and function.__name__ in _CALLS
 
 
 def _named(fn: Any, name: str) -> Any:
-    """Returns what a name in the source of a function stands for; _MISSING if it is local."""
+    """Returns the object that a name in the source of a function stands for; _MISSING if the name is local."""
     function = getattr(fn, "__func__", fn)
     code = function.__code__
     if name in code.co_freevars:
@@ -245,15 +246,16 @@ def _named(fn: Any, name: str) -> Any:
 
 
 def _contents(fn: Any, site: _Site) -> Any:
-    """Returns the object at a site's path, of containers a copy; _LOCAL if the path begins in the function, _MISSING if
-    it is not there yet.
+    """Returns the object at a site's path, or a copy of a container.
+
+    Returns _LOCAL if the path begins in the function, and _MISSING if the object does not exist yet.
     """
     root, *names = site.path
     value = _named(fn, root)
     if value is _MISSING:
         return _LOCAL
     for name in names:
-        if isinstance(value, types.ModuleType):  # a module may import what it lacks
+        if isinstance(value, types.ModuleType):  # a module may import attributes lazily
             value = vars(value).get(name, sys.modules.get(f"{value.__name__}.{name}", _MISSING))
         elif isinstance(value, _GENERATORS):
             value = getattr(value, name, _MISSING)
@@ -268,7 +270,7 @@ def _contents(fn: Any, site: _Site) -> Any:
 
 
 def _tracers(value: Any) -> list[Any]:
-    """The traced values among the items of a container, or that a value is."""
+    """Returns the tracers among the items of a container, or the value itself if it is a tracer."""
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
         return [tracer for item in items for tracer in _tracers(item)]
@@ -276,7 +278,7 @@ def _tracers(value: Any) -> list[Any]:
 
 
 def _draws(function: Any) -> bool:
-    """Returns True if a function of NumPy or TensorFlow gives other random numbers at each call."""
+    """Returns True if a NumPy or TensorFlow function returns different random numbers at each call."""
     name = getattr(function, "__name__", "")
     if isinstance(getattr(function, "__self__", None), _GENERATORS):
         return name not in _DRAWS_NOTHING
@@ -284,7 +286,7 @@ def _draws(function: Any) -> bool:
     return home.startswith("tensorflow.") and name.removeprefix("random_") in _DRAWS_OF_TENSORFLOW
 
 
-# --- what stands in the source ------------------------------------------------------------------------
+# --- reading the source ------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
@@ -293,7 +295,7 @@ def _sites(code: types.CodeType) -> tuple[_Site, ...]:
         tree = ast.parse(textwrap.dedent(_source(code)))
     except SyntaxError:  # in the middle of an expression
         return ()
-    if code.co_name == "<lambda>":  # its source is the statement that it stands in
+    if code.co_name == "<lambda>":  # its source is the statement that contains it
         functions: list[Any] = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
     else:
         functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -325,16 +327,18 @@ def _sites(code: types.CodeType) -> tuple[_Site, ...]:
 
 
 def _source(code: types.CodeType) -> str:
-    """The lines of a function; "" if they are unknown, as of what was typed in.
+    """Returns the source of a function; "" if it is unknown, as for code typed at a prompt.
 
-    ``inspect.getsource`` would look for the module among all that are imported, 0.2 s with Keras.
+    ``inspect.getsource`` would search all imported modules, which takes 0.2 s with Keras.
     """
     lines = linecache.getlines(code.co_filename)
     return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
 
 
 def _run_with(function: Any) -> Iterator[ast.AST]:
-    """The code of a function that runs whenever its line does: no branches within a line, and no functions in it."""
+    """Yields the nodes of a function that run whenever their line runs: no branches within a line and no inner
+    functions.
+    """
     waiting: list[ast.AST] = function.body if isinstance(function.body, list) else [function.body]
     while waiting:
         node, *waiting = waiting
@@ -362,7 +366,7 @@ _RUN_LATER: Final = (
 
 
 def _targets(node: ast.expr) -> list[tuple[tuple[str, ...], Any]]:
-    """The paths of what may outlive a function that is assigned to, and the constant key of an item."""
+    """Returns the paths of assigned objects that may outlive a function, with the constant key of an item."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return [found for each in node.elts for found in _targets(each)]
     item = _MISSING

@@ -1,7 +1,6 @@
-"""What stands for a table, or for its gradient, in a program that has only some of its rows; and what may be done to
-gradients.
+"""Stand-ins for a table or its gradient in a program that has only some of the rows, and the rules for gradients.
 
-The gradient of a table is 0 in the rows that are not there: it may be done to it what keeps that.
+The gradient of a table is 0 in all other rows. The program may apply only operations that keep these rows 0.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from replicax._src import jax_compat
 
 @dataclass(frozen=True)
 class WholeTable:
-    """Why a table is needed whole.
+    """The reason why a program needs a full table.
 
     Attributes:
-      table: Its position among the program's operands.
+      table: The position of the table among the program's operands.
       primitive: The operation that needs it; None if there is none.
-      line: Of the user's code.
-      why: For people.
+      line: The line of the user's code.
+      why: The reason, for messages.
     """
 
     table: int
@@ -37,7 +36,7 @@ class WholeTable:
 
 
 class NeedsWholeTable(Exception):
-    """The table of ``why`` cannot be replaced by some of its rows."""
+    """Some rows cannot replace the table of ``why``."""
 
     def __init__(self, why: WholeTable):
         super().__init__(str(why))
@@ -49,9 +48,9 @@ class ByRows:
     """Stands for an array with all rows of a table.
 
     Attributes:
-      table: Its position among the program's operands.
-      rows: What is there of it: the rows that are looked up.
-      is_gradient: The other rows are 0; otherwise they are the table's.
+      table: The position of the table among the program's operands.
+      rows: The rows that are looked up.
+      is_gradient: True if the other rows are 0; else they are the table's.
     """
 
     table: int
@@ -60,7 +59,9 @@ class ByRows:
 
 
 def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """The results of an equation; those of converting what is known now are known too, as limits of clipping are."""
+    """Returns the results of an equation. The conversion of a known constant, such as a limit of clipping, is known
+    too.
+    """
     is_known = all(not isinstance(operand, jax_compat.Tracer) for operand in operands)
     if eqn.primitive.name == "convert_element_type" and is_known:
         with jax_compat.outside_traces():
@@ -69,22 +70,22 @@ def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = Non
 
 
 def whole_table(table: ByRows, eqn: Any, line: str, why: str) -> NeedsWholeTable:
-    """The error for an equation."""
+    """Returns the error for an equation."""
     return NeedsWholeTable(WholeTable(table.table, eqn.primitive.name, line, why))
 
 
 def raw(operands: Sequence[Any]) -> list[Any]:
-    """Arrays in place of what stands for tables."""
+    """Returns the operands with the arrays of rows instead of ``ByRows``."""
     return [operand.rows if isinstance(operand, ByRows) else operand for operand in operands]
 
 
 def first_of(operands: Sequence[Any]) -> ByRows:
-    """The first one that stands for a table."""
+    """Returns the first operand that stands for a table."""
     return next(operand for operand in operands if isinstance(operand, ByRows))
 
 
 def of_gradients(eqn: Any, operands: list[Any], line: str) -> list[Any]:
-    """What gives 0 where the gradient is 0; and a sum over all rows, to which those that are 0 add nothing."""
+    """Applies an operation that maps 0 to 0, or a sum over all rows, to which rows of 0 add nothing."""
     first = first_of(operands)
     name = eqn.primitive.name
     is_alike = all(
@@ -124,7 +125,7 @@ def _keeps_zero(eqn: Any, operands: Sequence[Any]) -> bool:
 
 
 def _is_limit(value: Any, *, is_upper: bool) -> bool:
-    """Whether it is known now, and lets 0 be."""
+    """Returns True if a limit of clipping is known now and does not change 0."""
     if isinstance(value, (ByRows, jax_compat.Tracer)):
         return False
     return bool(np.asarray(value) >= 0) if is_upper else bool(np.asarray(value) <= 0)

@@ -1,4 +1,4 @@
-"""GradientTape: records nothing while it is open; leaves marks in the trace that ``rewrite`` resolves."""
+"""GradientTape: an open tape leaves marks in the trace, which ``rewrite`` resolves. It records nothing itself."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _NOT_RECORDED = "differentiable sources are variables and arrays of a floating o
 
 
 class GradientTape:
-    """Differentiates what is computed while it is open, as ``tf.GradientTape`` does.
+    """Differentiates computations while it is open, as ``tf.GradientTape`` does.
 
-    Works inside ``Strategy.run``, ``rx.function`` and ``rx.value_and_grad``, in which functions are traced:
-    the forward pass is computed once, and the derivative is ``jax.vjp``'s. Trainable variables are watched
-    when they are read; arrays must be watched with ``watch``. Does not communicate: gradients are the
-    replica's own; an optimizer's ``apply`` sums them over replicas.
+    Works inside ``Strategy.run``, ``rx.function`` and ``rx.value_and_grad``, which trace functions: the program
+    computes the forward pass once, and ``jax.vjp`` gives the derivative. The tape watches trainable variables when they
+    are read. Call ``watch`` for arrays. The tape does not communicate: gradients are the replica's own, and an
+    optimizer's ``apply`` sums them over replicas.
 
     Args:
-      persistent: ``gradient`` may be called more than once.
-      watch_accessed_variables: Watch trainable variables as they are read.
+      persistent: True to allow more than one call of ``gradient``.
+      watch_accessed_variables: True to watch trainable variables when they are read.
 
     Raises:
-      TapeError: It is opened where nothing is traced.
+      TapeError: The tape is opened outside of a trace.
 
     Source: TensorFlow, ``tf.GradientTape``. One difference: with ``RunOptions(eager=True)`` the tape records
     the operations that run.
@@ -71,7 +71,7 @@ class GradientTape:
         capture = current_capture()
         if capture is None:
             raise TapeError(
-                "GradientTape was opened where nothing is traced, so there is nothing to record. Open it in a "
+                "GradientTape was opened outside of a trace, so there is nothing to record. Open it in a "
                 "function that strategy.run or rx.function runs, or use rx.value_and_grad(fn)."
             )
         self._capture = capture
@@ -94,7 +94,7 @@ class GradientTape:
 
     @contextlib.contextmanager
     def stop_recording(self) -> Iterator[None]:
-        """What is computed inside is a constant for this tape."""
+        """Context whose computations are constants for this tape."""
         if not self._is_recording:
             raise TapeError("stop_recording was called on a tape that is not recording.")
         self._stop()
@@ -104,7 +104,7 @@ class GradientTape:
             self._start()
 
     def reset(self) -> None:
-        """Forgets all that was recorded."""
+        """Forgets everything that was recorded."""
         was_recording = self._is_recording
         if was_recording:
             self._stop()
@@ -134,11 +134,11 @@ class GradientTape:
             self._watched[id(leaf)] = leaf
 
     def watched_variables(self) -> tuple[Any, ...]:
-        """The variables read so far that the tape watches, in the order of their first read."""
+        """Returns the variables read so far that the tape watches, in the order of their first read."""
         return tuple(v for v, _ in self._reads.values() if self._is_watched_variable(v))
 
     def record_read(self, variable: Any, value: Any) -> None:
-        """The capture tells of each read of a variable; different values of one variable add up."""
+        """Notes a read of a variable. Gradients of different values of one variable add up."""
         _, values = self._reads.setdefault(id(variable), (variable, []))
         if not any(seen is value for seen in values):
             values.append(value)
@@ -149,7 +149,7 @@ class GradientTape:
         return self._watches_variables and bool(getattr(variable, "trainable", False))
 
     def _readings(self, source: Any) -> list[Any]:
-        """The arrays whose gradients, added, are the gradient of ``source``."""
+        """Returns the arrays whose gradients add up to the gradient of ``source``."""
         if is_variable(source):
             is_read = id(source) in self._reads and self._is_watched_variable(source)
             values = self._reads[id(source)][1] if is_read else []
@@ -158,7 +158,7 @@ class GradientTape:
         return [v for v in values if jnp.issubdtype(v.dtype, jnp.inexact)]
 
     def _watched_values(self) -> list[Any]:
-        """The arrays from which everything that the tape can differentiate by is computed."""
+        """Returns the arrays from which all possible sources are computed."""
         values = [leaf for leaf in self._watched.values() if not is_variable(leaf)]
         for variable, readings in self._reads.values():
             if self._is_watched_variable(variable):
@@ -172,20 +172,21 @@ class GradientTape:
         output_gradients: Any = None,
         unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
     ) -> Any:
-        """The derivative of ``target`` (summed, where it has several elements) by each source.
+        """Returns the derivative of ``target`` (summed, where it has several elements) by each source.
 
         Args:
           target: An array, or a pytree of arrays, whose gradients add up.
           sources: Variables, watched arrays, arrays computed from these, or a pytree of such.
-          output_gradients: Pytree like ``target``: what to weigh its elements with; ones by default.
-          unconnected_gradients: NONE: a source on which the target does not depend gives None; ZERO: zeros.
+          output_gradients: A pytree like ``target`` with the weights of its elements; ones by default.
+          unconnected_gradients: The result for a source that the target does not depend on: NONE gives None, ZERO
+            zeros.
 
         Returns:
           A pytree like ``sources`` of arrays of the sources' shapes, this replica's own.
 
         Raises:
-          TapeError: A second call on a tape that is not persistent, or a call in another trace than the
-            tape's (inside a scan or jit that began after the tape was opened).
+          TapeError: It is the second call on a tape that is not persistent, or a call in another trace than the tape's
+            (inside a scan or jit that started after the tape was opened).
         """
         unconnected = UnconnectedGradients.parse(unconnected_gradients)
         capture = self._capture
@@ -199,7 +200,7 @@ class GradientTape:
                 "GradientTape(persistent=True) to call tape.gradient again."
             )
         if self._is_recording and not self._persistent:
-            self._stop()  # as TensorFlow: computing the gradient is not recorded
+            self._stop()  # as in TensorFlow, the computation of the gradient is not recorded
             with contextlib.ExitStack() as resume:
                 resume.callback(self._start)
                 return self._gradient(capture, target, sources, output_gradients, unconnected)
@@ -241,7 +242,7 @@ class GradientTape:
 
 
 def _warn_of_vectors(target: Any) -> None:
-    """Warns, once for a line, of losses that were not averaged: the gradient is that of their sum."""
+    """Warns, once for each line, of losses that were not averaged, because the gradient is that of their sum."""
     shape = next((shape for leaf in _leaves(target) if np.prod(shape := np.shape(leaf)) > 1), None)
     line = user_line()
     if shape is not None and line not in _warned:
@@ -264,6 +265,6 @@ def _seeds(seeds: Any, target: Any, num_targets: int) -> list[Any]:
     flat = jax.tree_util.tree_leaves(seeds)
     if len(flat) != num_targets:
         raise InvalidArgumentError(
-            f"output_gradients has {len(flat)} leaves and target has {num_targets}; they must be pytrees alike."
+            f"output_gradients has {len(flat)} leaves and target has {num_targets}; they must have the same structure."
         )
     return flat

@@ -1,7 +1,7 @@
-"""Cuts a replica program before its updates: the end of it, which computes from what is the same on all replicas.
+"""Splits off the updates of a replica program: its end, which computes from values that all replicas share.
 
-Behind the sums of the gradients every replica would compute alike what an optimizer assigns. That part needs no
-replicas: it can be evaluated once, on whole arrays, however these lie over the devices.
+After gradients are summed, every replica computes the same new values of an optimizer. This part can be evaluated once,
+on global arrays with any sharding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from replicax._src.tracing.replication import Replication, analyse, meets
 
 @dataclass(frozen=True)
 class Updates:
-    """The end of a program.
+    """The updates at the end of a program.
 
     Attributes:
-      jaxpr: From the values of ``read`` and what replicas hand over to those of ``written``.
-      read, written: Variables.
-      num_handed: How many arrays replicas hand over: the last results of the program before it.
+      jaxpr: Maps the values of ``read`` and the arrays from the replicas to the values of ``written``.
+      read, written: The variables.
+      num_handed: The number of arrays from the replicas, which are the last results of the program before it.
     """
 
     jaxpr: Any
@@ -37,8 +37,9 @@ class Updates:
 
 
 def cut_before_updates(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
-    """The program up to its updates, and these; None where replicas with different shapes end differently, or none ends
-    so.
+    """Returns the program without its updates, and the updates.
+
+    Returns None if the program has no updates, or variants have different ones.
     """
     differing = [
         program.bindings[i] for i, same in zip(program.written, program.same_writes, strict=True) if not same
@@ -58,7 +59,7 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
     """Cuts one variant.
 
     Args:
-      differing: The bindings that replicas assign different values, by id: perhaps only because their rows are.
+      differing: The ids of bindings whose assigned values may differ between replicas.
     """
     jaxpr, num_consts, num_arrays = variant.jaxpr, len(variant.consts), variant.num_arrays
     _, replications = analyse(jaxpr, variant.input_replications)
@@ -68,7 +69,7 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
         for entry, var in writes
         if entry.binding.sync_policy.is_per_replica or id(entry.binding) in differing
     ]
-    # Equations that the results do not need may look different for each shape.
+    # Equations that the results do not need may differ between shapes.
     live = leading_to(jaxpr.eqns, jaxpr.outvars, keeps_effects=True)
     ending = _ending(live, replications, variables([*jaxpr.outvars[:num_arrays], *of_replicas]))
     state = jaxpr.invars[num_consts : num_consts + len(variant.entries)]
@@ -114,11 +115,11 @@ def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
 
 
 def _ending(eqns: Sequence[Any], replications: dict[Any, Replication], results: Sequence[Any]) -> list[Any]:
-    """The equations whose operands are the same on all replicas, and whose results only such equations and variables
-    take.
+    """Returns the equations whose operands are the same on all replicas and whose results go only to such equations or
+    variables.
 
     Args:
-      results: What the program before them has to give.
+      results: The results that the program before them must return.
     """
     needed, ending = set(results), []
     for eqn in reversed(eqns):
@@ -133,9 +134,7 @@ def _ending(eqns: Sequence[Any], replications: dict[Any, Replication], results: 
 
 
 def _without_unpacking(ending: Sequence[Any], state: set[Any]) -> list[Any]:
-    """Without the equations that only take arrays out of a buffer in which they were summed: cut, it would have to move
-    again.
-    """
+    """Removes equations that only unpack summed arrays from a buffer. Otherwise the buffer would have to move again."""
     rest: list[Any] = []
     made: set[Any] = set()
     for eqn in ending:
@@ -149,7 +148,7 @@ def _without_unpacking(ending: Sequence[Any], state: set[Any]) -> list[Any]:
 def _kept_entries(
     variant: Variant, state: Sequence[Any], needed: set[Any], early: set[int]
 ) -> list[tuple[int, Entry]]:
-    """The entries that the program up to the updates still has, with their positions: those read or written by it."""
+    """Returns the entries that the program without its updates reads or writes, with their positions."""
     kept = []
     for i, entry in enumerate(variant.entries):
         if state[i] in needed or id(entry) in early:

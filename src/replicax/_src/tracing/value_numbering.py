@@ -1,8 +1,8 @@
-"""Value numbering: which values of two traces of one function are the same computation?
+"""Value numbering: finds the values of two traces of one function that are the same computation.
 
-Traces for different local batch sizes may hold different Python numbers (``x.shape[0]``) where the
-dataflow alone says "the same on all replicas". Equal numbers mean: same operation, same parameters, same
-operands, down to variables, arguments, and the bytes of constants.
+Traces for different local batch sizes may contain different Python numbers (``x.shape[0]``) where dataflow alone would
+say "the same on all replicas". Two values with equal numbers have the same operation, parameters and operands, down to
+variables, arguments, and the bytes of constants.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from replicax._src.tracing.replication import is_call, is_replica_collective
 
 
 def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
-    """A hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
+    """Returns a hashable for each variable of ``jaxpr``, given hashables for its inputs that include their shapes."""
     return _number(jaxpr, inputs)[1]
 
 
 def number_variant(variant: Variant) -> dict[Any, Any]:
-    """The numbers of a variant's values, comparable between variants of one function."""
+    """Returns the numbers of a variant's values, comparable between variants of one function."""
     args = variant.jaxpr.invars[len(variant.consts) + len(variant.entries) :]
     return number_values(
         variant.jaxpr,
@@ -40,12 +40,12 @@ def number_variant(variant: Variant) -> dict[Any, Any]:
 
 
 def number_of(numbers: dict[Any, Any], atom: Any) -> Any:
-    """The number of a variable or literal."""
+    """Returns the number of a variable or literal."""
     return number_constant(atom.val) if isinstance(atom, jax_compat.Literal) else numbers[atom]
 
 
 def number_constant(value: Any) -> Any:
-    """A hashable for a constant: its bytes, or its identity if it is being traced."""
+    """Returns a hashable for a constant: its bytes, or its identity if it is a tracer."""
     if isinstance(value, jax_compat.Tracer):
         return ("tracer", id(value))
     if isinstance(value, jax.Array) and jax_compat.is_typed_key(value.dtype):
@@ -65,16 +65,16 @@ def number_results(operations: Iterable[Operation], numbers: dict[Any, Any]) -> 
 def _number(
     jaxpr: Any, inputs: Sequence[Any], *, is_nested: bool = False
 ) -> tuple[list[Any], dict[Any, Any]]:
-    """The numbers of the results, and of all variables."""
+    """Returns the numbers of the results, and of all variables."""
     collectives = itertools.count()
 
     def number(eqn: Any, operands: list[Any]) -> list[Any]:
         if is_replica_collective(eqn) and not is_nested:
-            # Replicas meet here, so what each gave does not matter. In a scan or condition it does: there the
-            # equation around it is one for all replicas, and must compute the same for each.
+            # Replicas meet here, so their operands do not matter. In a scan or condition they do: the enclosing
+            # equation is shared by all replicas and must compute the same for each.
             base: Any = ("collective", next(collectives))
         else:
-            # Nested tuples would grow with the depth of the computation: keep their hash.
+            # Nested tuples would grow with the depth of the computation, so keep their hash.
             base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
         return [(base, position, tuple(var.aval.shape)) for position, var in enumerate(eqn.outvars)]
 
@@ -82,8 +82,8 @@ def _number(
 
 
 def number_params(eqn: Any) -> Any:
-    """A hashable for the parameters of an equation, jaxprs among them by what they compute."""
-    if is_call(eqn):  # the function that is called is what counts, not its rules for derivatives
+    """Returns a hashable for the parameters of an equation. It compares jaxprs by the computation."""
+    if is_call(eqn):  # only the called function counts, not its rules for derivatives
         return _number_param(jax_compat.sub_jaxprs(eqn)[0])
     return tuple(sorted((name, _number_param(value)) for name, value in eqn.params.items()))
 

@@ -1,4 +1,4 @@
-"""``cache_variable_reads``: inside, a variable is read once. Pure: what a read is, the variable says."""
+"""``cache_variable_reads``: a context in which a variable is read once. Pure: the caller passes the read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicax._src.errors import InvalidArgumentError
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # By the ids of variable and program; both are kept alive, so that no other object gets their ids.
+        # Keyed by the ids of variable and program. Both are kept alive, so that no other object gets their ids.
         self.reads: dict[tuple[int, int], tuple[Any, Any, Any]] | None = None
 
 
@@ -21,9 +21,9 @@ _local = _Local()
 
 @contextlib.contextmanager
 def cache_variable_reads() -> Iterator[None]:
-    """Inside, the first read of a variable on parameter servers is what all later ones give.
+    """Context in which every read of a variable on parameter servers returns the value of the first read.
 
-    Also after the variable has been assigned, here or elsewhere. It holds for this thread, until the context is left.
+    This is so even after an assignment here or elsewhere. It applies to this thread, until the context ends.
 
     Raises:
       InvalidArgumentError: The context is open already.
@@ -42,12 +42,12 @@ def cache_variable_reads() -> Iterator[None]:
 
 
 def cached_read(variable: Any, read: Callable[[], Any], program: Any = None) -> Any:
-    """``read()``, or in ``cache_variable_reads`` what it gave first for this variable.
+    """Returns ``read()``, or inside ``cache_variable_reads`` its first result for this variable.
 
     Args:
-      variable: By its identity.
-      read: Reads it.
-      program: What is being traced, or None: a traced value is of no use elsewhere.
+      variable: The variable, compared by identity.
+      read: Reads the variable.
+      program: The program that is being traced, or None. A traced value is valid only in its own trace.
     """
     reads = _local.reads
     if reads is None:

@@ -1,4 +1,4 @@
-"""``LayoutMap``: how variables are divided over the logical devices of a replica, by patterns of their paths.
+"""``LayoutMap``: the sharding of variables over the logical devices of a replica, by patterns of their paths.
 
 Pure: no jax.
 """
@@ -12,33 +12,34 @@ from typing import Any, final
 from replicax._src.errors import InvalidArgumentError
 
 Layout = tuple[tuple[str, ...], ...]
-"""For each dim the axes that it is divided over; none, where it is whole."""
+"""For each dim, the axes that it is sharded over; empty if it is not sharded."""
 
 
 @final
 class LayoutMap(MutableMapping[str, Layout]):
-    """Says once which dims of which variables a replica's logical devices divide among them.
+    """Maps patterns of variable paths to the dims that a replica's logical devices shard.
 
     Keys are regular expressions for the paths of variables (Keras's ``variable.path``, the ``name`` of an
-    ``rx.Variable``). A variable takes the entry whose key is its path; else the one whose pattern matches all of its
-    path; else the one whose pattern is found in it. What no pattern matches is on each device whole. A pattern that
-    matches no variable is an error before the first step that trains. What optimizers keep for a variable follows it.
+    ``rx.Variable``). A variable takes the entry whose key is its path; else the one whose pattern matches the full
+    path; else the one whose pattern is found in it. A variable without a matching pattern is replicated. A pattern that
+    matches no variable is an error before the first step that trains. Optimizer slots have the layout of their
+    variable.
 
-    Values have an entry for each dim: None where it stays whole, ``"logical"`` where the logical devices divide it.
-    Where their number is no prime, ``"logical_0"``, ``"logical_1"``, ... are its prime factors, the smallest first: 4
-    devices divide two dims as ``("logical_0", "logical_1")``. Several axes may share a dim:
-    ``(None, ("logical_0", "logical_1"))``. Dims at the end may be left out.
+    A value has an entry for each dim: None if the dim is not sharded, ``"logical"`` if all logical devices shard it. If
+    their number is not a prime, the axes ``"logical_0"``, ``"logical_1"``, ... are its prime factors, the smallest
+    first: 4 devices shard two dims as ``("logical_0", "logical_1")``. Several axes may shard one dim: ``(None,
+    ("logical_0", "logical_1"))``. Dims at the end may be left out.
 
-    Give it to ``TPUStrategy``; a dict does as well.
+    Pass it to ``TPUStrategy``, which also takes a dict.
 
     Args:
-      layouts: A mapping of such entries; further ones can be set one by one.
+      layouts: A mapping with such entries. Others can be set later, one by one.
 
     Raises:
-      InvalidArgumentError: A key is no regular expression, or is there already; a value is no such tuple. When a path
-        is looked up: several patterns match it alike, and say different things.
+      InvalidArgumentError: A key is not a regular expression, or exists already; a value is not such a tuple. For a
+        lookup: several patterns match the path equally well and have different values.
 
-    Source: keras.distribution.LayoutMap, which has a mesh's axes of any names.
+    Source: keras.distribution.LayoutMap, whose mesh axes may have any names.
 
     >>> import replicax as rx
     >>> layout_map = rx.experimental.LayoutMap({"up/kernel": (None, "logical")})
@@ -58,7 +59,7 @@ class LayoutMap(MutableMapping[str, Layout]):
 
     @classmethod
     def of(cls, given: Any) -> LayoutMap:
-        """A copy of a map, or of a dict of its entries."""
+        """Returns a copy of a map, or of a dict of its entries."""
         if isinstance(given, LayoutMap):
             return cls(given._layouts)
         if isinstance(given, Mapping):
@@ -77,18 +78,18 @@ class LayoutMap(MutableMapping[str, Layout]):
             compiled = re.compile(pattern)
         except re.error as error:
             raise InvalidArgumentError(
-                f"The layout map's {pattern!r} is no regular expression ({error})."
+                f"The layout map's {pattern!r} is not a regular expression ({error})."
             ) from None
         self._layouts[pattern] = _checked(pattern, layout)
         self._patterns[pattern] = compiled
 
     def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
-        """The layout for a path; None where no pattern matches."""
+        """Returns the layout for a path; None where no pattern matches."""
         pattern = self.pattern_of(path)
         return None if pattern is None else self._layouts[pattern]
 
     def pattern_of(self, path: str) -> str | None:
-        """The key of the entry for a path; None where there is none."""
+        """Returns the key of the entry for a path; None where there is none."""
         if path in self._layouts:
             return path
         for matches in (re.Pattern.fullmatch, re.Pattern.search):
@@ -97,7 +98,7 @@ class LayoutMap(MutableMapping[str, Layout]):
                 several = ", ".join(f"{key!r}: {shown(self._layouts[key])}" for key in found)
                 raise InvalidArgumentError(
                     f"Variable {path!r} is matched by several patterns of the layout map: {several}. Make them so that one "
-                    "matches, or add an entry for this path: it comes first."
+                    "matches, or add an entry for this path, which takes precedence."
                 )
             if found:
                 return found[0]
@@ -116,7 +117,7 @@ class LayoutMap(MutableMapping[str, Layout]):
         return len(self._layouts)
 
     def entries(self) -> Iterator[tuple[str, Layout]]:
-        """The patterns, and what each says."""
+        """Returns the patterns and their layouts."""
         return iter(self._layouts.items())
 
     def __repr__(self) -> str:
@@ -132,7 +133,7 @@ def _checked(pattern: str, layout: Any) -> Layout:
             repeated = sorted({axis for axis in axes if axes.count(axis) > 1})
             if repeated:
                 raise InvalidArgumentError(
-                    f"The layout map's {pattern!r} divides several dims over {repeated[0]!r}: {layout!r}. Each axis divides one dim."
+                    f"The layout map's {pattern!r} shards several dims over {repeated[0]!r}: {layout!r}. Each axis shards one dim."
                 )
             return tuple(dim or () for dim in dims)
     raise InvalidArgumentError(
@@ -142,7 +143,7 @@ def _checked(pattern: str, layout: Any) -> Layout:
 
 
 def _axes(dim: Any) -> tuple[str, ...] | None:
-    """The axes that one dim is divided over; None where that is not said properly."""
+    """Returns the axes that one dim is sharded over; None for an invalid entry."""
     if dim is None:
         return ()
     names = (dim,) if isinstance(dim, str) else dim
@@ -151,7 +152,7 @@ def _axes(dim: Any) -> tuple[str, ...] | None:
 
 
 def shown(layout: Layout) -> str:
-    """A layout as it is written."""
+    """Returns a layout in the form in which users write it."""
     dims = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout]
     return repr(tuple(dims))
 

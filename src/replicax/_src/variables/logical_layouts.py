@@ -1,4 +1,4 @@
-"""How variables lie over the logical devices of a replica: a ``LayoutMap`` on the devices of one strategy."""
+"""Layouts of variables over the logical devices of a replica: a ``LayoutMap`` on one strategy's devices."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LogicalLayouts:
     """The layouts of one strategy's variables.
 
     Args:
-      layout_map: What the user says.
-      topology: Over which devices.
+      layout_map: The user's layout map.
+      topology: The devices of the strategy.
 
     Raises:
-      InvalidArgumentError: The map names an axis that the logical devices have not.
+      InvalidArgumentError: The map names an axis that the logical devices do not have.
     """
 
     def __init__(self, layout_map: LayoutMap, topology: Topology):
@@ -44,7 +44,7 @@ class LogicalLayouts:
             self._check_axes(pattern, layout)
 
     def on(self, topology: Topology) -> LogicalLayouts:
-        """The same over other devices. Both know which patterns have matched a variable."""
+        """Returns the same layouts over other devices. Both share the record of patterns that matched a variable."""
         layouts = LogicalLayouts(self._map, topology)
         layouts._unused, layouts._paths = self._unused, self._paths
         layouts._paths_of_bindings, layouts._warned = self._paths_of_bindings, self._warned
@@ -55,8 +55,8 @@ class LogicalLayouts:
         for axis in (axis for axes in layout for axis in axes):
             if axis == REPLICA_AXIS:
                 raise InvalidArgumentError(
-                    f"The layout map's {pattern!r}: {shown(layout)} divides variables over {axis!r}. A layout map divides them over "
-                    f"the logical devices of each replica: {_any_of(known)}. Over replicas shard_state does."
+                    f"The layout map's {pattern!r}: {shown(layout)} shards variables over {axis!r}. A layout map shards them over "
+                    f"the logical devices of each replica: {_any_of(known)}. To shard over replicas use shard_state."
                 )
             if axis not in known:
                 raise InvalidArgumentError(
@@ -66,16 +66,16 @@ class LogicalLayouts:
         axes = [axis for dim in layout for axis in self._resolved(dim)]
         if len(set(axes)) < len(axes):
             raise InvalidArgumentError(
-                f"The layout map's {pattern!r}: {shown(layout)} divides by an axis twice: {LOGICAL_AXIS!r} is all of "
+                f"The layout map's {pattern!r}: {shown(layout)} shards by an axis twice: {LOGICAL_AXIS!r} is all of "
                 f"{_any_of(list(self._sizes))}."
             )
 
     def _resolved(self, axes: Sequence[str]) -> list[str]:
-        """Axes of the mesh."""
+        """Returns the mesh axes for axes of the layout map."""
         return [name for axis in axes for name in ([*self._sizes] if axis == LOGICAL_AXIS else [axis])]
 
     def of(self, variable: Any) -> NamedSharding | None:
-        """Where the shards of a variable are; None: every device holds all of it."""
+        """Returns the sharding of a variable; None if it is replicated."""
         owner = model_variable_of(variable)
         if owner is None and not is_of_optimizer(variable):
             return self.of_path(variable.path, variable.shape)
@@ -83,7 +83,7 @@ class LogicalLayouts:
         return None if owner is None else self.of(owner)
 
     def note(self, variable: Any) -> None:
-        """Counts a variable that has just been made; where it lies is looked up when a program meets it."""
+        """Records the path of a new variable. Its layout is looked up when a program first uses it."""
         if not is_of_optimizer(variable):
             self._paths[variable.path] = None
             pattern = self._map.pattern_of(variable.path)
@@ -91,7 +91,7 @@ class LogicalLayouts:
                 self._unused.pop(pattern, None)
 
     def of_path(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
-        """Where the shards of a variable of this path are; None: every device holds all of it.
+        """Returns the sharding of a variable with this path; None if it is replicated.
 
         Raises:
           InvalidArgumentError: The layout does not fit the shape.
@@ -106,14 +106,14 @@ class LogicalLayouts:
         what = f"Variable {path!r} of shape {tuple(shape)} has the layout {shown(layout)} of the layout map's {pattern!r}"
         if len(dims) > len(shape):
             raise InvalidArgumentError(
-                f"{what}, which is for {len(dims)} dims, and it has {len(shape)}. Give one entry for each dim, or make the pattern "
+                f"{what}, which is for {len(dims)} dims, but the variable has {len(shape)}. Give one entry per dim, or make the pattern "
                 "match fewer variables."
             )
         for dim, (size, axes) in enumerate(zip(shape, dims, strict=False)):
             count = math.prod(self._sizes[axis] for axis in axes)
             if size % count:
                 raise InvalidArgumentError(
-                    f"{what}: dim {dim}, {size} long, is not divisible by its {count} logical devices. Divide another dim, or make "
+                    f"{what}: dim {dim}, {size} long, is not divisible by its {count} logical devices. Shard another dim, or make "
                     f"this one {math.ceil(size / count) * count} long."
                 )
         if not any(dims):
@@ -122,12 +122,12 @@ class LogicalLayouts:
         return NamedSharding(self.topology.mesh, PartitionSpec(*[axes or None for axes in dims], *rest))
 
     def check_used(self, *, is_training: bool) -> None:
-        """Looks for patterns that have matched no variable.
+        """Checks that every pattern has matched a variable.
 
-        Call it when variables have been met, before the first step.
+        Call it after programs have met the variables, before the first step.
 
         Args:
-          is_training: True raises an error. False warns once, as another model may be made later.
+          is_training: True to raise an error. False warns once, because another model may be made later.
 
         Raises:
           InvalidArgumentError: A pattern has matched no variable.
@@ -137,8 +137,8 @@ class LogicalLayouts:
         listed = "\n".join(f"  {pattern!r}: {self._closest(pattern)}" for pattern in self._unused)
         told = (
             f"The layout map has patterns that match none of the {len(self._paths)} variables made so far, so each device "
-            f"would hold all of the variables they are meant for:\n{listed}\nA pattern is a regular expression that is searched for in the path of a "
-            "variable (Keras's variable.path, the name of an rx.Variable). Correct it or leave it out; if its variables do not exist "
+            f"would hold all of their variables:\n{listed}\nA pattern is a regular expression that is searched for in the path of a "
+            "variable (Keras's variable.path, the name of an rx.Variable). Correct it or leave it out. If its variables do not exist "
             "yet, make them before the first step."
         )
         if is_training:
@@ -148,10 +148,10 @@ class LogicalLayouts:
             log.warning("%s", told)
 
     def _closest(self, pattern: str) -> str:
-        """The paths that are most like a pattern, as a message shows them."""
+        """Returns a text with the paths that are most similar to a pattern."""
         of_bindings = [path for path in self._paths_of_bindings if re.search(pattern, path)]
         if of_bindings:
-            return f"it matches {of_bindings[0]!r}, which an optimizer keeps for a variable and which lies as that variable does"
+            return f"it matches {of_bindings[0]!r}, an optimizer slot, which has the layout of its variable"
         plain = re.sub(r"\W+", " ", pattern)
         likeness = {path: difflib.SequenceMatcher(None, plain, path).ratio() for path in self._paths}
         closest = sorted(likeness, key=lambda path: -likeness[path])[:_MAX_SHOWN]

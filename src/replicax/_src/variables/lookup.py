@@ -21,23 +21,23 @@ COMBINERS = ("mean", "sqrtn", "sum")
 
 
 def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> jax.Array:
-    """Rows of a table, in the order of the ids.
+    """Returns rows of a table, in the order of the ids.
 
-    Of a table on parameter servers only the rows asked for travel, each once. Works in every context, and is
+    For a table on parameter servers, only the requested rows travel, each once. Works in every context, and is
     differentiable.
 
     Args:
-      params: The table [rows, ...]: a ``ShardedVariable``, a variable (of Keras too), an array; or a list of such, the
-        parts of one table in order ("div" sharding).
-      ids: Integers of any shape, in ``[0, rows)``. In a traced function nothing can be raised: rows of ids that are
-        not there are NaN, and negative ids count from the end, as in ``jnp.take``.
-      max_norm: Rows of a larger 2-norm are scaled to it: row · max_norm / max(‖row‖, max_norm).
+      params: The table [rows, ...]: a ``ShardedVariable``, a variable (also of Keras), or an array; or a list of such,
+        which are the parts of one table in order ("div" sharding).
+      ids: Integers of any shape, in ``[0, rows)``. A traced function cannot raise: an id out of range gives a row of
+        NaN, and negative ids count from the end, as in ``jnp.take``.
+      max_norm: The largest 2-norm. A row with a larger norm is scaled: row · max_norm / max(‖row‖, max_norm).
 
     Returns:
-      ``[*ids.shape, ...]`` of the table's dtype.
+      An array ``[*ids.shape, ...]`` of the table's dtype.
 
     Raises:
-      InvalidArgumentError: Ids that are no integers or (where that is known) not there; an empty list.
+      InvalidArgumentError: Ids are not integers or, if their values are known, out of range; or the list is empty.
 
     Source: TensorFlow, ``tf.nn.embedding_lookup``.
 
@@ -64,28 +64,29 @@ def embedding_lookup_sparse(
     *,
     mask: Any = None,
 ) -> jax.Array:
-    """For each example the combined rows of its ids, of which examples may have different numbers.
+    """Combines the rows of each example's ids. Examples may have different numbers of ids.
 
     With rows e_i and weights w_i (1 without ``weights``) of one example: "sum" is Σ w_i e_i, "mean" is
-    Σ w_i e_i / Σ w_i, "sqrtn" is Σ w_i e_i / √(Σ w_i²); 0 where that has no ids, or divides by 0. Works in every
-    context, and is differentiable, with respect to ``weights`` too.
+    Σ w_i e_i / Σ w_i, "sqrtn" is Σ w_i e_i / √(Σ w_i²); The result is 0 for an example without ids or a division by 0.
+    Works in every context, and is differentiable, also with respect to ``weights``.
 
-    TensorFlow's takes a SparseTensor or a RaggedTensor; here the ids are padded, and ``mask`` says which are meant, or
-    they are a list of lists.
+    TensorFlow's function takes a SparseTensor or a RaggedTensor. Here the ids are a padded array with a ``mask``, or a
+    list of lists.
 
     Args:
-      params: As for ``embedding_lookup``; of a floating dtype.
-      ids: [..., n] integers; or a list with a list of ids for each example, outside of traced functions.
+      params: As for ``embedding_lookup``, with a floating dtype.
+      ids: [..., n] integers; or, outside of traced functions, a list with a list of ids for each example.
       weights: As ``ids``, or None.
       combiner: "mean" (the default), "sqrtn" or "sum".
       max_norm: As for ``embedding_lookup``; applied to each row before they are combined.
-      mask: [..., n] bool: which ids are meant; what the others are does not matter. ``ids >= 0``, where -1 is padding.
+      mask: [..., n] bool, True for valid ids; the others are ignored. Use ``ids >= 0`` if -1 is padding.
 
     Returns:
-      ``[..., *row]``, of the table's dtype.
+      An array ``[..., *row]`` of the table's dtype.
 
     Raises:
-      InvalidArgumentError: Another combiner; weights or a mask of another shape than the ids; a table of integers.
+      InvalidArgumentError: The combiner is unknown, weights or mask have another shape than the ids, or the table has
+        integers.
 
     Source: TensorFlow, ``tf.nn.embedding_lookup_sparse``.
 
@@ -99,19 +100,19 @@ def embedding_lookup_sparse(
         raise InvalidArgumentError(f"combiner must be one of 'mean', 'sqrtn' or 'sum', got {combiner!r}.")
     if _is_ragged(ids):
         if mask is not None:
-            raise InvalidArgumentError("A list of lists of ids says itself which there are: leave mask out.")
+            raise InvalidArgumentError("A list of lists of ids needs no mask: leave mask out.")
         ids, weights, mask = _padded(ids, weights)
     table = _table(params)
     if not jnp.issubdtype(table.dtype, jnp.inexact):
         raise InvalidArgumentError(
-            f"Rows are combined in a floating dtype, and those of params are {table.dtype}."
+            f"Rows are combined in a floating dtype, but params has dtype {table.dtype}."
         )
     mask = None if mask is None else _of_shape_of_ids("mask", mask, ids).astype(bool)
     if mask is not None:
         ids = jnp.where(mask, _plain(ids), 0)
     rows = embedding_lookup(table, ids, max_norm)
     weights = jnp.ones(np.shape(ids)) if weights is None else _of_shape_of_ids("weights", weights, ids)
-    exact = jnp.promote_types(rows.dtype, jnp.float32)  # of half precision, whose sums lose digits
+    exact = jnp.promote_types(rows.dtype, jnp.float32)  # sums in half precision lose digits
     weights = weights.astype(exact)
     if mask is not None:
         weights = jnp.where(mask, weights, 0)
@@ -119,7 +120,7 @@ def embedding_lookup_sparse(
 
 
 def _combined(rows: jax.Array, weights: jax.Array, combiner: str) -> jax.Array:
-    """[..., n, *row] and [..., n] to [..., *row]."""
+    """Combines rows [..., n, *row] with weights [..., n] to [..., *row]."""
     axis = weights.ndim - 1
     row_dims = tuple(range(weights.ndim, rows.ndim))
     total = jnp.sum(rows * jnp.expand_dims(weights, row_dims), axis)
@@ -136,13 +137,13 @@ def _clipped(rows: jax.Array, max_norm: float, num_id_dims: int) -> jax.Array:
 
 
 def _norm(x: jax.Array, axes: tuple[int, ...], keepdims: bool) -> jax.Array:
-    """The 2-norm, whose gradient at 0 is 0."""
+    """Returns the 2-norm, with gradient 0 at 0."""
     squares = jnp.sum(x * x, axes, keepdims=keepdims)
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
 
 
 def _table(params: Any) -> Any:
-    """One table: a ShardedVariable as it is, everything else as an array."""
+    """Returns a ShardedVariable unchanged and anything else as an array."""
     if isinstance(params, ShardedVariable):
         return params
     if isinstance(params, (list, tuple)):
@@ -178,7 +179,7 @@ def _is_ragged(ids: Any) -> bool:
 
 
 def _padded(ids: Sequence[Any], weights: Any) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """Lists of different lengths as arrays: ids, weights and which of them are there."""
+    """Pads lists of different lengths to arrays. Returns ids, weights and the mask of valid ids."""
     sizes = [len(row) for row in ids]
     if weights is not None and [np.size(row) for row in weights] != sizes:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Into how many shards a variable is cut, and which rows each of them has. Pure: no jax.
+"""Partitioners: the number of shards of a variable, and the rows of each shard. Pure: no jax.
 
 A variable is cut along its first dim only, into contiguous shards whose sizes differ by at most one row, larger first
 (TensorFlow's "div" sharding): shard i is the half-open interval of rows ``[start, stop)``.
@@ -21,28 +21,28 @@ from replicax._src.errors import InvalidArgumentError
 
 
 class Partitioner(abc.ABC):
-    """Says into how many parts a variable is cut along each dim: subclasses define ``__call__``.
+    """Returns the number of parts of a variable along each dim. Subclasses define ``__call__``.
 
-    A function of ``shape`` and ``dtype`` does as well. For ``ParameterServerStrategy`` all but the first number must
-    be 1.
+    A function of ``shape`` and ``dtype`` is a partitioner, too. For ``ParameterServerStrategy`` all numbers but the
+    first must be 1.
 
     Source: TensorFlow, ``tf.distribute.experimental.partitioners.Partitioner``.
     """
 
     @abc.abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """One number for each dim of ``shape``.
+        """Returns the number of parts along each dim of ``shape``.
 
         Args:
-          shape: Of the variable.
-          dtype: Of the variable: what NumPy takes as one, or "string".
+          shape: The shape of the variable.
+          dtype: The dtype of the variable: a NumPy dtype or its name, or "string".
           axis: The dim to cut; negative ones count from the last.
         """
 
 
 @final
 class FixedShardsPartitioner(Partitioner):
-    """``num_shards`` parts, but no more than there are rows.
+    """Cuts a variable into ``num_shards`` parts, but no more than there are rows.
 
     Args:
       num_shards: At least 1.
@@ -69,15 +69,15 @@ class FixedShardsPartitioner(Partitioner):
 
 @final
 class MinSizePartitioner(Partitioner):
-    """As many parts as there can be of at least ``min_shard_bytes`` each, but no more than ``max_shards``.
+    """Cuts a variable into as many parts of about ``min_shard_bytes`` as possible, but no more than ``max_shards``.
 
-    The number is ceil(bytes of the variable / min_shard_bytes), as in TensorFlow, so that the parts may be a little
-    smaller than that. With the default ``max_shards`` nothing is cut.
+    The number is ceil(bytes of the variable / min_shard_bytes), as in TensorFlow, so parts may be a little smaller.
+    With the default ``max_shards`` no variable is cut.
 
     Args:
       min_shard_bytes: Default: 256 KiB.
       max_shards: Default: 1.
-      bytes_per_string: What a string counts for.
+      bytes_per_string: The assumed size of a string.
 
     Raises:
       InvalidArgumentError: An argument is not positive.
@@ -104,13 +104,12 @@ class MinSizePartitioner(Partitioner):
 
 @final
 class MaxSizePartitioner(Partitioner):
-    """As few parts as there can be of at most ``max_shard_bytes`` each, of at least one row, and at most
-    ``max_shards``.
+    """Cuts a variable into as few parts of at most ``max_shard_bytes`` as possible, but no more than ``max_shards``.
 
     Args:
-      max_shard_bytes: Where ``max_shards`` is reached, or one row is larger, the parts are larger.
+      max_shard_bytes: The largest size of a part. Parts are larger if ``max_shards`` is reached or one row is larger.
       max_shards: Default: no limit.
-      bytes_per_string: What a string counts for.
+      bytes_per_string: The assumed size of a string.
 
     Raises:
       InvalidArgumentError: An argument is not positive.
@@ -142,10 +141,10 @@ class MaxSizePartitioner(Partitioner):
 
 
 def num_shards_of(partitioner: Callable[..., Sequence[int]] | None, shape: Sequence[int], dtype: Any) -> int:
-    """Into how many shards a new variable is cut, at least 1; a scalar is never cut, nor anything without partitioner.
+    """Returns the number of shards of a new variable, at least 1. A scalar, or a variable without partitioner, has 1.
 
     Raises:
-      InvalidArgumentError: The partitioner gave something else than ``[n, 1, 1, ...]`` with n of at least 1.
+      InvalidArgumentError: The partitioner did not return ``[n, 1, 1, ...]`` with n of at least 1.
     """
     shape = tuple(shape)
     if partitioner is None or not shape:
@@ -168,7 +167,7 @@ def num_shards_of(partitioner: Callable[..., Sequence[int]] | None, shape: Seque
 
 
 def shard_rows(num_rows: int, num_shards: int) -> list[tuple[int, int]]:
-    """The rows ``[start, stop)`` of each shard.
+    """Returns the rows ``[start, stop)`` of each shard.
 
     >>> shard_rows(10, 4)
     [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -177,7 +176,7 @@ def shard_rows(num_rows: int, num_shards: int) -> list[tuple[int, int]]:
 
 
 def _along(axis: int, shape: Sequence[int], count: Callable[[int], int]) -> list[int]:
-    """1 for each dim but ``axis``, for which ``count`` of its size is taken, or 1 where that is none."""
+    """Returns ``count(size)`` for dim ``axis``, at least 1, and 1 for every other dim."""
     num_dims = len(shape)
     if not -num_dims <= axis < num_dims:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Where a strategy keeps the values of variables."""
+"""The placement of variables on a strategy's devices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from replicax._src.variables.state_layouts import StateLayouts
 
 @dataclass(frozen=True, eq=False)
 class VariablePlacement:
-    """Puts new values of variables where the strategy keeps them.
+    """Puts new values of variables on the strategy's devices.
 
     Attributes:
       topology: The replicas' devices.
-      parameter_device: One device that holds all variables (central storage), or None: every replica's does.
-      layouts: Which variables are divided over replicas, and how; None: none are.
-      logical_layouts: Which ones are divided over the logical devices of replicas, and how; None: nothing is said of
-        it.
+      parameter_device: The one device that holds all variables (central storage); None if every replica's device does.
+      layouts: The layouts of variables that are sharded over replicas; None if there are none.
+      logical_layouts: The layouts of variables that are sharded over the logical devices of replicas; None if the user
+        gives none.
     """
 
     topology: Topology
@@ -47,14 +47,14 @@ class VariablePlacement:
 
     @property
     def layout_rule(self) -> Callable[[Any], Any] | None:
-        """How a variable lies over the devices where nobody has said it of this one; None: each device holds all of
-        all.
-        """
+        """The default layout of a variable without an explicit one; None if all variables are replicated."""
         layouts = self.layouts or self.logical_layouts
         return None if layouts is None else layouts.of
 
     def place(self, value: Any, components: Any | None) -> jax.Array:
-        """A copy of ``value``, or of ``components`` [R, ...] if there is one per replica, in its place."""
+        """Returns a copy on the strategy's devices of ``value``, or of ``components`` [R, ...] if each replica has its
+        own.
+        """
         if components is not None:
             return own_copy(components, self.topology.per_replica)
         if self.parameter_device is not None:
@@ -62,27 +62,27 @@ class VariablePlacement:
         return placed_by_each(value, self.topology)
 
     def place_initial(self, value: Any, components: Any | None, name: str) -> jax.Array:
-        """As ``place``, for a new variable: in several processes the first one's value is taken."""
+        """Places the value of a new variable, as ``place`` does. All processes take the value of the first one."""
         layout = None
         if components is None and self.logical_layouts is not None:
             layout = self.logical_layouts.of_path(name, value.shape)
         if components is None and self.topology.peers is not None:
-            return self.topology.put_leaders(value)  # it is divided when a program first meets it
+            return self.topology.put_leaders(value)  # it is sharded when a program first uses it
         return self.place(value, components) if layout is None else own_copy(value, layout)
 
     def replaced(self, stored: jax.Array, value: Any, components: Any | None) -> jax.Array:
-        """What a variable keeps once it has been assigned a value; ``stored`` is what it kept before."""
+        """Returns the array that a variable stores after an assignment; ``stored`` is the array before it."""
         if components is None and self._is_sharded(stored):
             return own_copy(value, stored.sharding)
         return self.place(value, components)
 
     def _is_sharded(self, stored: jax.Array) -> bool:
-        """Over logical devices or replicas. (Between processes values are compared whole, and divided afterwards.)"""
+        """Returns True if the array is sharded. (Processes compare full values, and shard them afterwards.)"""
         may_be = self.topology.num_logical_devices > 1 or self.layouts is not None
         return may_be and self.topology.peers is None and not stored.is_fully_replicated
 
     def current(self, stored: jax.Array) -> jax.Array:
-        """The value that is stored: whole, where other processes have shards of it, which have to read it too."""
+        """Returns the stored value. If other processes have shards of it, it is gathered, and they must read it too."""
         if self.layouts is not None and not stored.is_fully_addressable and self._lies_in_shards(stored):
             return self.layouts.whole(stored)
         return stored
@@ -91,27 +91,26 @@ class VariablePlacement:
         return not stored.is_fully_replicated and stored.sharding != self.topology.per_replica
 
     def update(self, fn: Callable[..., Any], *args: Any) -> bool:
-        """Runs an assignment where the variable is, if that is elsewhere; says whether it has."""
+        """Runs an assignment where the variable is, if that is elsewhere. Returns True if it did."""
         del fn, args
         return False
 
     def beside(self, value: Any, has_components: bool) -> jax.Array:
-        """``value`` on the devices where a variable is kept, so that both can enter one computation."""
+        """Returns ``value`` on the devices of a variable, so that one computation can use both."""
         if self.parameter_device is None or has_components:
             return self.topology.put_whole(value)
         return jax.device_put(value, self.parameter_device)
 
     def moved(self, value: Any, stored: Any) -> jax.Array:
-        """``value`` on the devices of a variable, to be stored in place of ``stored``.
-
-        It may share memory with ``value``.
+        """Returns ``value`` on the devices of a variable, to replace ``stored``. The result may share memory with
+        ``value``.
         """
         if isinstance(stored, jax.Array) and self._is_sharded(stored):
             return jax.device_put(value, stored.sharding)
         return self.beside(value, has_components=False)
 
     def components(self, stored: jax.Array, has_components: bool) -> tuple[jax.Array, ...]:
-        """Copies of what each replica's device holds of a stored value, in replica order."""
+        """Returns copies of the stored value on each replica's device, in replica order."""
         if has_components:
             shards = shards_of_replicas(stored, self.num_replicas, has_rows=True)
             return tuple(shard.data[0] for shard in shards)

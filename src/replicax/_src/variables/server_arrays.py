@@ -1,4 +1,4 @@
-"""``ServerArray``: the value of a variable that parameter servers hold, whole or in shards."""
+"""``ServerArray``: the value of a variable on parameter servers, in one piece or in shards."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 _TABLE_BYTES = 1 << 20
 
 Initial = Callable[[], Any]
-"""Gives the first value."""
+"""Returns the first value."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a variable, on one parameter server: rows ``start`` to ``stop`` of its first dim, or all of it.
+    """A shard of a variable on one parameter server: rows ``start`` to ``stop`` of its first dim, or all of it.
 
     Attributes:
-      ps: Index of the parameter server.
+      ps: The index of the parameter server.
       key: The key of the shard, unique on that server.
-      rows: (start, stop) of a shard; None for a variable that is whole there.
+      rows: The (start, stop) of its rows; None for a variable in one piece.
     """
 
     ps: int
@@ -36,7 +36,7 @@ class Shard:
 
 @final
 class Balance:
-    """Chooses the parameter server for the next shard: the one with the fewest bytes, the first of several."""
+    """Chooses the parameter server for the next shard: the first one with the fewest bytes."""
 
     def __init__(self, num_ps: int):
         self.bytes_on = [0] * num_ps
@@ -48,29 +48,29 @@ class Balance:
         return ps
 
     def add(self, ps: int, num_bytes: int) -> None:
-        """Counts a shard on server ``ps``. An empty shard counts as one byte, so that such shards spread, too."""
+        """Counts a shard on server ``ps``. An empty shard counts as one byte, so that empty shards spread, too."""
         self.bytes_on[ps] += max(num_bytes, 1)
 
     def remove(self, ps: int, num_bytes: int) -> None:
-        """Counts a shard no more that was added."""
+        """Removes a shard from the count."""
         self.bytes_on[ps] -= max(num_bytes, 1)
 
 
 @final
 class ServerArray:
-    """A value on parameter servers. It has no shards before it is first used, so that it can be put beside another.
+    """A value on parameter servers. It has no shards before its first use, so that it can be placed beside another.
 
     Attributes:
-      holder: Keeps the value.
+      holder: The object that stores the value.
       name: The name that messages show.
-      key: The beginning of the keys of its shards; its holder gives it.
-      shape, dtype: Those of the whole value.
-      row_ranges: (start, stop) of each shard's rows; empty if it is one shard.
-      initial: Gives the first value, until it has been made.
-      beside: The array whose servers and shards it shall have; None if it has its own.
-      shards: Its shards and their servers; empty before it is made.
-      copies: Keys of further copies, by parameter server. Every server that updates variables of an optimizer needs
-        some of its state, and updates its own copy.
+      key: The prefix of the keys of its shards. The holder assigns it.
+      shape, dtype: The shape and dtype of the full value.
+      row_ranges: The (start, stop) of each shard's rows; empty if there is one shard.
+      initial: Returns the first value; None after it has been made.
+      beside: The array whose servers and row ranges it shares; None if it has its own.
+      shards: The shards and their servers; empty before the value is made.
+      copies: The keys of further copies, by parameter server. Every server that updates an optimizer's variables needs
+        some of the optimizer's state, and updates its own copy.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ServerArray:
 
     @property
     def is_table(self) -> bool:
-        """True if only the rows that are looked up travel: it is in shards, or large."""
+        """True if only the rows that are looked up travel. This is so for large arrays and arrays in shards."""
         return len(self.shape) > 1 and (bool(self.row_ranges) or self.num_bytes >= _TABLE_BYTES)
 
     @property
@@ -104,22 +104,22 @@ class ServerArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def key_on(self, ps: int) -> str:
-        """The key of the copy on one server, of an array that has copies."""
+        """Returns the key of the copy on one server. The array must have copies."""
         return self.shards[0].key if self.shards[0].ps == ps else self.copies[ps]
 
     def keys_on(self, ps: int) -> set[str]:
-        """The keys of all its shards on one server, and of its copy there."""
+        """Returns the keys of all shards on one server, and of the copy there."""
         keys = {shard.key for shard in self.shards if shard.ps == ps}
         return keys | {self.copies[ps]} if ps in self.copies else keys
 
     def shape_of(self, shard: Shard) -> tuple[int, ...]:
-        """The shape of a shard."""
+        """Returns the shape of a shard."""
         if shard.rows is None:
             return self.shape
         return (shard.rows[1] - shard.rows[0], *self.shape[1:])
 
     def bytes_of(self, shard: Shard) -> int:
-        """The size of a shard in bytes."""
+        """Returns the size of a shard in bytes."""
         return math.prod(self.shape_of(shard)) * self.dtype.itemsize
 
     def place(self, balance: Balance) -> None:
@@ -133,7 +133,7 @@ class ServerArray:
         self.shards = tuple(shards)
 
     def place_beside(self, other: ServerArray, balance: Balance) -> None:
-        """Puts the shards where those of ``other`` are, cut at the same rows."""
+        """Places the shards beside those of ``other``, with the same row ranges."""
         self.row_ranges = other.row_ranges
         self.shards = tuple(
             Shard(shard.ps, f"{self.key}/part_{number}" if shard.rows is not None else self.key, shard.rows)
@@ -144,11 +144,11 @@ class ServerArray:
 
     def read(self) -> Any:
         """Returns the current value as a JAX array. Communicates, and blocks."""
-        # device_put takes over memory that is aligned, and nobody else's.
+        # device_put takes over aligned memory, which nobody else may hold.
         return jax.device_put(self.holder.read([self])[0])
 
     def read_rows(self, ids: np.ndarray) -> np.ndarray:
-        """Returns rows that it has, [*ids.shape, ...], as they are now. Only they travel. Communicates, and blocks."""
+        """Returns the current rows for valid ids, [*ids.shape, ...]. Only these rows travel. Communicates, and blocks."""
         return self.holder.read_rows(self, ids.reshape(-1)).reshape(*ids.shape, *self.shape[1:])
 
     def assign(self, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Variables on parameter servers: what a variable keeps in place of its value is a ``ServerArray``."""
+"""Variables on parameter servers: a variable stores a ``ServerArray`` instead of its value."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RunHere = Callable[..., Any]
 @final
 @dataclass(frozen=True, eq=False)
 class ServerPlacement:
-    """Puts the values of variables on parameter servers; as ``VariablePlacement`` puts them on devices.
+    """Puts the values of variables on parameter servers, as ``VariablePlacement`` puts them on devices.
 
     Attributes:
-      topology: Of a worker, as this process sees it.
-      session: Where the values are.
-      partitioner: Into how many shards variables are cut; None: they are whole.
-      run_here: Runs a function of cross-replica code in this process, on the servers' variables.
+      topology: The devices of a worker, from the view of this process.
+      session: The session with the parameter servers.
+      partitioner: Returns the number of shards of a variable; None to keep every variable in one piece.
+      run_here: Runs cross-replica code in this process, on the servers' variables.
     """
 
     topology: Topology
@@ -45,45 +45,45 @@ class ServerPlacement:
 
     @property
     def num_replicas(self) -> int:
-        """Of how many each variable has a part: there is one value, whatever the number of a worker's devices."""
+        """The number of components of a variable: 1, whatever the number of a worker's devices."""
         return 1
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The parameter servers, as TensorFlow names them."""
+        """The names of the parameter servers, as in TensorFlow."""
         return tuple(f"/job:ps/task:{number}" for number in range(self.session.num_ps))
 
     def new_array(self, name: str, shape: Sequence[int], dtype: Any, initial: Initial) -> ServerArray:
-        """An array for a new variable, in shards if the partitioner says so; it is made when it is first used."""
+        """Returns an array for a new variable, in shards if the partitioner says so. Its first use makes the value."""
         num_shards = num_shards_of(self.partitioner, shape, dtype)
         shards = shard_rows(shape[0], num_shards) if num_shards > 1 else ()
         return self.session.add(ServerArray(self.session, name, shape, dtype, initial, shards))
 
     def in_shards(self, variable: Any) -> Any:
-        """A variable, or if its array is in shards what shows it as these."""
+        """Returns a variable, or a ``ShardedVariable`` of it if its array is in shards."""
         stored: ServerArray = variable._value
         if not stored.row_ranges:
             return variable
         return ShardedVariable(ShardsOfOne([variable], len(stored.row_ranges)), variable.name)
 
     def place_initial(self, value: Any, components: Any | None, name: str) -> ServerArray:
-        """The array that a new variable keeps; it is made on the servers when it is first used."""
+        """Returns the array that a new variable stores. Its first use makes the value on the servers."""
         del components
         held = np.array(value)
         return self.new_array(name, held.shape, held.dtype, lambda: held)
 
     def replaced(self, stored: ServerArray, value: Any, components: Any | None) -> ServerArray:
-        """What a variable keeps once it has been assigned ``value``."""
+        """Returns the array that a variable stores after ``value`` is assigned to it."""
         del components
         stored.assign(value)
         return stored
 
     def current(self, stored: ServerArray) -> jax.Array:
-        """The value now. Communicates, and waits."""
+        """Returns the current value. Communicates, and blocks."""
         return stored.read()
 
     def update(self, fn: Callable[..., Any], *args: Any) -> bool:
-        """Runs an assignment on the servers, where others assign at the same time."""
+        """Runs an assignment on the servers, where other tasks may assign at the same time."""
         if not _is_sent_as_it_is(fn, *args):
             self.run_here(fn, *args)
         else:
@@ -92,30 +92,30 @@ class ServerPlacement:
         return True
 
     def beside(self, value: Any, has_components: bool) -> Any:
-        """``value`` where it can be assigned."""
+        """Returns ``value`` in a form that can be assigned."""
         del has_components
         return value
 
     def components(self, stored: ServerArray, has_components: bool) -> tuple[jax.Array, ...]:
-        """The value for each replica of a worker, which all read the one on the servers."""
+        """Returns the value for each replica of a worker. All replicas read the one value on the servers."""
         del has_components
         return (stored.read(),) * self.topology.num_replicas
 
 
 def _is_sent_as_it_is(fn: Callable[..., Any], variable: Any, value: Any) -> bool:
-    """Whether an assignment replaces a value by an array of its kind, so that nothing is to be computed."""
+    """Returns True if an assignment replaces a value by an array of the same shape and dtype, without computation."""
     return (
         getattr(fn, "replicax_family", None) == "assign"
         and type(value) is np.ndarray
         and value.dtype == variable.dtype
         and value.shape == tuple(variable.shape)
         and not variable._has_components
-        and variable._value.is_made  # else it would be kept here, and is the caller's
+        and variable._value.is_made  # otherwise this process would keep the caller's array
     )
 
 
 def array_of_table(variable: Any) -> ServerArray | None:
-    """What a variable (of Keras too) or a ``ShardedVariable`` keeps, if that is a table on parameter servers."""
+    """Returns the array of a variable (also of Keras) or ``ShardedVariable`` if it is a table on servers; else None."""
     strategy, held = owner_of_table(variable)
     if strategy is None or not strategy.has_servers:
         return None
@@ -124,7 +124,7 @@ def array_of_table(variable: Any) -> ServerArray | None:
 
 
 def owner_of_table(variable: Any) -> tuple[Any, Any]:
-    """The strategy in whose scope a variable was made, and what holds all of its rows; None if there is none."""
+    """Returns the strategy in whose scope a variable was made, and the variable with all rows; None if there is none."""
     if isinstance(variable, ShardedVariable):
         variable, *others = variable.shards.held
         if others:

@@ -20,22 +20,22 @@ from replicax._src.variables.variable import Variable
 
 @final
 class ShardedVariable(ArrayLike):
-    """Several shards that act as one variable, whose first dim is theirs together.
+    """Several shards that act as one variable, joined along the first dim.
 
-    It acts as the whole array in arithmetic, in JAX functions and in ``[]``; iteration and ``len`` are of the shards.
-    What is said of ``rx.Variable`` about contexts holds here too: an assignment in ``Strategy.run`` is combined over
-    replicas by the shards' ``aggregation``.
+    It acts as the full array in arithmetic, in JAX functions and in ``[]``. Iteration and ``len`` are over the shards.
+    The contexts of ``rx.Variable`` apply here too: an assignment in ``Strategy.run`` is combined over replicas by the
+    shards' ``aggregation``.
 
     Args:
       variables: The shards: a list of ``rx.Variable`` whose shapes agree in all dims but the first.
-      name: For messages and checkpoints.
+      name: The name in messages and checkpoints.
 
     Raises:
-      TypeError: No list of variables, or an empty one.
-      VariableError: Shards of different dtypes, or whose shapes differ in another dim than the first.
+      TypeError: The argument is not a list of variables, or is empty.
+      VariableError: The shards differ in dtype, or in a dim other than the first.
 
-    Source: TensorFlow, ``ShardedVariable``. Other than there, ``sparse_read`` gives rows in the order of the indices,
-    the shards may have any sizes, and ``[]`` takes arrays of ids.
+    Source: TensorFlow, ``ShardedVariable``. Differences: ``sparse_read`` returns rows in the order of the indices, the
+    shards may have any sizes, and ``[]`` takes arrays of ids.
 
     >>> import replicax as rx
     >>> v = rx.experimental.ShardedVariable([rx.Variable([1.0, 2.0]), rx.Variable([3.0])])
@@ -59,7 +59,7 @@ class ShardedVariable(ArrayLike):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the full array."""
         return self._shards.shape
 
     @property
@@ -76,7 +76,7 @@ class ShardedVariable(ArrayLike):
 
     @property
     def shards(self) -> Shards:
-        """Where the shards are."""
+        """The storage of the shards."""
         return self._shards
 
     def __len__(self) -> int:
@@ -95,26 +95,26 @@ class ShardedVariable(ArrayLike):
 
     @property
     def value(self) -> Any:
-        """The whole array."""
+        """The full array."""
         return self._shards.read()
 
     def read_value(self) -> Any:
-        """As ``value``."""
+        """Returns ``value``."""
         return self._shards.read()
 
     def as_array(self) -> Any:
         return self._shards.read()
 
     def numpy(self) -> np.ndarray:
-        """The whole as a NumPy array (a copy). Blocks until it is computed."""
+        """Returns the full array as a NumPy array (a copy). Blocks until it is computed."""
         return np.array(self._shards.read())
 
     def __getitem__(self, index: Any) -> Any:
-        """The value's ``[]``: of ints, slices, ``...``, ``None``, masks and arrays of ints.
+        """Returns ``value[index]``, for ints, slices, ``...``, ``None``, masks and arrays of ints.
 
         Raises:
-          IndexError: An index is out of bounds, where that is known: not in traced arrays.
-          InvalidArgumentError: A mask of another shape; ``True`` or ``False``.
+          IndexError: An index is out of bounds. Traced indices are not checked.
+          InvalidArgumentError: A mask has another shape, or is ``True`` or ``False``.
         """
         items = tuple(map(_plain_index, index if isinstance(index, tuple) else (index,)))
         _check_bounds(items, self.shape)
@@ -123,27 +123,27 @@ class ShardedVariable(ArrayLike):
         return jnp.asarray(self._shards.read())[items]
 
     def sparse_read(self, indices: Any) -> Any:
-        """Rows [n, ...] of a 1-D array of indices [n], in the order of the indices.
+        """Returns rows [n, ...] for a 1-D array of indices [n], in the order of the indices.
 
         Raises:
-          InvalidArgumentError: Indices that are not 1-D, no integers, or (where that is known) not there.
+          InvalidArgumentError: The indices are not 1-D, not integers or, if their values are known, out of range.
         """
         return self._shards.read_rows(_checked_indices(indices, self.shape[0]))
 
     # --- assigning ------------------------------------------------------------------------------------
 
     def assign(self, value: Any, read_value: bool = True) -> ShardedVariable:
-        """Replaces the value by one of the whole shape; each shard gets its rows. Returns the variable."""
+        """Replaces the value by an array of the full shape. Each shard gets its rows. Returns the variable."""
         del read_value
         return self._update("assign", value)
 
     def assign_add(self, delta: Any, read_value: bool = True) -> ShardedVariable:
-        """Adds an array of the whole shape; each shard gets its rows. Returns the variable."""
+        """Adds an array of the full shape. Each shard gets its rows. Returns the variable."""
         del read_value
         return self._update("assign_add", delta)
 
     def assign_sub(self, delta: Any, read_value: bool = True) -> ShardedVariable:
-        """Subtracts an array of the whole shape; each shard gets its rows. Returns the variable."""
+        """Subtracts an array of the full shape. Each shard gets its rows. Returns the variable."""
         del read_value
         return self._update("assign_sub", delta)
 
@@ -151,38 +151,38 @@ class ShardedVariable(ArrayLike):
         """Adds rows: ``variable[indices[i]] += values[i]``. Returns the variable.
 
         Raises:
-          VariableError: No ``rx.IndexedSlices``, or values of the wrong shape.
-          InvalidArgumentError: Indices that are not 1-D, no integers, or (where that is known) not there; traced
-            ones that are not there are left out.
+          VariableError: The argument is not ``rx.IndexedSlices``, or its values have the wrong shape.
+          InvalidArgumentError: The indices are not 1-D, not integers or, if their values are known, out of range.
+            Traced indices out of range are ignored.
         """
         return self._scatter("scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices) -> ShardedVariable:
-        """Subtracts rows, as ``scatter_add``."""
+        """Subtracts rows, as in ``scatter_add``."""
         return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices) -> ShardedVariable:
-        """Multiplies rows, as ``scatter_add``."""
+        """Multiplies rows, as in ``scatter_add``."""
         return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices) -> ShardedVariable:
-        """Divides rows, as ``scatter_add``."""
+        """Divides rows, as in ``scatter_add``."""
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices) -> ShardedVariable:
-        """Takes the smaller, as ``scatter_add``."""
+        """Takes the elementwise minimum of rows, as in ``scatter_add``."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices) -> ShardedVariable:
-        """Takes the larger, as ``scatter_add``."""
+        """Takes the elementwise maximum of rows, as in ``scatter_add``."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> ShardedVariable:
-        """Replaces rows, as ``scatter_add``."""
+        """Replaces rows, as in ``scatter_add``."""
         return self._scatter("scatter_update", sparse_delta)
 
     def batch_scatter_update(self, sparse_delta: IndexedSlices) -> ShardedVariable:
-        """As ``scatter_update``: for 1-D indices they are the same."""
+        """Replaces rows, as ``scatter_update`` does; the two are the same for 1-D indices."""
         return self._scatter("scatter_update", sparse_delta)
 
     def _update(self, method: str, value: Any) -> ShardedVariable:
@@ -206,15 +206,15 @@ class ShardedVariable(ArrayLike):
 
 
 def check_ids(ids: Any, num_rows: int, what: str) -> Any:
-    """Row numbers as an array of ints; that they are there is checked where it is known.
+    """Returns row numbers as an array of ints. Checks their range if their values are known.
 
     Raises:
-      InvalidArgumentError: No integers, or one is not in ``[0, num_rows)``.
+      InvalidArgumentError: They are not integers, or one is not in ``[0, num_rows)``.
     """
     ids = ids.as_array() if isinstance(ids, ArrayLike) else ids
     array = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if array.size == 0 and not isinstance(ids, (jax.Array, np.ndarray)):
-        array = array.astype(np.int32)  # of [], which NumPy takes for floats
+        array = array.astype(np.int32)  # NumPy makes [] an array of floats
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise InvalidArgumentError(f"{what} must be integers, the numbers of rows; got dtype {array.dtype}.")
     if not isinstance(array, jax_compat.Tracer):
@@ -252,7 +252,7 @@ def _is_mask(item: Any) -> bool:
 
 
 def _check_bounds(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    """Raises where an index is out of bounds: JAX takes the nearest row, or anything, in its place."""
+    """Raises if an index is out of bounds, where JAX would take the nearest row or an arbitrary one."""
     taken = [0 if x is None or x is Ellipsis else x.ndim if _is_mask(x) else 1 for x in items]
     if sum(taken) > len(shape):
         raise IndexError(f"ShardedVariable: {sum(taken)} indices were given, for shape {shape}.")
@@ -288,7 +288,7 @@ def _check_known(item: Any, dim: int, size: int) -> None:
 
 
 def _unflatten(description: tuple[Callable[..., Shards], tuple[Any, ...]], leaves: Sequence[Any]) -> Any:
-    """The variable again; of its shards' values, or gradients, the whole array."""
+    """Rebuilds the variable; from values or gradients of its shards, returns the full array."""
     kind, details = description
     leaves = tuple(leaves)
     if all(map(is_variable, leaves)):

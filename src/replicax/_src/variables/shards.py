@@ -1,4 +1,4 @@
-"""Where the shards of a ``ShardedVariable`` are: in variables of their own, or in one that has all rows.
+"""The storage of a ``ShardedVariable``: one variable per shard, or one variable that has all rows.
 
 Shards are cut along the first dim; shard i is the half-open interval of rows ``[start, stop)``.
 """
@@ -22,13 +22,13 @@ from replicax._src.variables.variable import Variable, as_array
 
 
 class Shards(abc.ABC):
-    """What a ``ShardedVariable`` is made of. Shapes are checked before its methods are called.
+    """The storage of a ``ShardedVariable``. Callers check shapes before they call its methods.
 
     Attributes:
-      name: Of the whole.
-      shape: Of the whole.
-      dtype: Of all shards.
-      rows: ``(start, stop)`` of each shard.
+      name: The name of the full variable.
+      shape: The shape of the full variable.
+      dtype: The dtype of all shards.
+      rows: The ``(start, stop)`` of each shard.
     """
 
     name: str
@@ -39,40 +39,40 @@ class Shards(abc.ABC):
     @property
     @abc.abstractmethod
     def variables(self) -> list[Any]:
-        """The shards, each something that can be read and assigned."""
+        """Returns the shards, each of which can be read and assigned."""
 
     @property
     @abc.abstractmethod
     def held(self) -> tuple[Any, ...]:
-        """The variables that programs read and write."""
+        """Returns the variables that programs read and write."""
 
     @property
     @abc.abstractmethod
     def description(self) -> tuple[Any, ...]:
-        """The arguments that make equal shards, after ``held``; hashable."""
+        """Returns the further arguments, after ``held``, that make equal shards. They are hashable."""
 
     @abc.abstractmethod
     def read(self) -> Any:
-        """The whole value: in a traced function, traced."""
+        """Returns the full value, which is traced in a traced function."""
 
     @abc.abstractmethod
     def update(self, method: str, value: Any) -> None:
-        """Calls "assign", "assign_add" or "assign_sub", with a value of the whole."""
+        """Calls "assign", "assign_add" or "assign_sub" with a value of the full shape."""
 
     @abc.abstractmethod
     def update_rows(self, method: str, indices: Any, values: Any) -> None:
-        """Calls "scatter_add", "scatter_update", … for rows [n] of the whole, with values [n, ...].
+        """Calls "scatter_add", "scatter_update", … for rows [n] of the full variable, with values [n, ...].
 
-        Rows that are not there are left out.
+        Rows out of range are ignored.
         """
 
     def read_rows(self, ids: Any) -> Any:
-        """[*ids.shape, ...]: in traced functions one gather from the whole, which is recognised as a lookup."""
+        """Returns rows [*ids.shape, ...]. In traced functions it is one gather, which is recognised as a lookup."""
         return take_rows(self.read(), ids)
 
 
 def take_rows(table: Any, ids: Any) -> jax.Array:
-    """Rows of a table. All lookups are this operation: programs for parameter servers find them by it."""
+    """Returns rows of a table. All lookups are this operation, so that programs for parameter servers find them."""
     return jnp.take(table, ids, axis=0)
 
 
@@ -81,8 +81,8 @@ class ShardsInVariables(Shards):
     """Each shard is an ``rx.Variable``, of any number of rows.
 
     Raises:
-      TypeError: No list of variables, or an empty one.
-      VariableError: Shards of different dtypes, or whose shapes differ in another dim than the first.
+      TypeError: The argument is not a list of variables, or is empty.
+      VariableError: The shards differ in dtype, or in a dim other than the first.
     """
 
     def __init__(self, variables: Sequence[Variable], name: str):
@@ -121,18 +121,18 @@ class ShardsInVariables(Shards):
     def update_rows(self, method: str, indices: Any, values: Any) -> None:
         for variable, (start, stop) in zip(self._variables, self.rows, strict=True):
             is_here = (indices >= start) & (indices < stop)
-            # Variables leave out rows behind their last one; negative ones they would count from the end.
+            # Variables ignore rows after their last one, but count negative rows from the end.
             local = jnp.where(is_here, indices - start, stop - start)
             getattr(variable, method)(IndexedSlices(values, local))
 
 
 @final
 class ShardsOfOne(Shards):
-    """One variable has all the rows, and each shard is a view of some of them, as even as can be.
+    """One variable has all the rows, and each shard is a view of some of them. Sizes differ by at most one.
 
     Args:
-      held: One variable, with ``name``, ``shape``, ``dtype`` and the methods of ``rx.Variable``.
-      num_shards: At least 1, and at most the number of rows.
+      held: The one variable, with ``name``, ``shape``, ``dtype`` and the methods of ``rx.Variable``.
+      num_shards: The number of shards: at least 1, and at most the number of rows.
     """
 
     def __init__(self, held: Sequence[Any], num_shards: int):
@@ -169,12 +169,12 @@ class ShardsOfOne(Shards):
 
 @final
 class Shard(ArrayLike):
-    """Some rows of a variable, as a variable.
+    """A view of some rows of a variable that acts as a variable.
 
     Attributes:
       name: ``"w/part_0"`` for the first shard of ``"w"``.
-      shape: Of these rows.
-      dtype: Of the variable.
+      shape: The shape of these rows.
+      dtype: The dtype of the variable.
     """
 
     def __init__(self, shards: Shards, number: int):
@@ -191,18 +191,18 @@ class Shard(ArrayLike):
         return self.read_value()
 
     def read_value(self) -> Any:
-        """As ``value``."""
+        """Returns ``value``."""
         return self._shards.read()[self._rows]
 
     def as_array(self) -> Any:
         return self.read_value()
 
     def numpy(self) -> np.ndarray:
-        """The rows as a NumPy array (a copy). Blocks until they are computed."""
+        """Returns the rows as a NumPy array (a copy). Blocks until they are computed."""
         return np.array(self.read_value())
 
     def assign(self, value: Any) -> Shard:
-        """Replaces the rows; those of other shards stay."""
+        """Replaces the rows and leaves those of other shards."""
         return self._update("scatter_update", "assign", value)
 
     def assign_add(self, delta: Any) -> Shard:
@@ -223,10 +223,10 @@ class Shard(ArrayLike):
 
 
 def array_of_shape(value: Any, shape: tuple[int, ...], what: str) -> jax.Array:
-    """``value`` as an array.
+    """Returns ``value`` as an array.
 
     Raises:
-      VariableError: It is none, or of another shape.
+      VariableError: It is not an array, or has another shape.
     """
     array = as_array(value, f"The value for {what}")
     if array.shape != shape:

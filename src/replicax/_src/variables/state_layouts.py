@@ -1,4 +1,4 @@
-"""How divided variables lie over the replicas' devices: the rule of ``state_shards``, as shardings."""
+"""The shardings of sharded variables over the replicas' devices, by the rule of ``state_shards``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.tracing.gathers import Sharded, is_large, sharded_read_p
 from replicax._src.variables.state_shards import StateShards
 
-# On TPUs arrays are laid out in tiles of 8 rows: thinner shards would be padded to that.
+# TPUs lay arrays out in tiles of 8 rows, and would pad thinner shards.
 _LEAST_ROWS_ON_TPU = 8
 
-# The variables that optimizers keep, by id: entries go with them.
+# The ids of variables that optimizers keep. An entry is removed with its variable.
 _of_optimizers: set[int] = set()
 
 
 def note_of_optimizer(variable: Any) -> None:
-    """Remembers that a variable is one that an optimizer keeps."""
+    """Remembers that an optimizer keeps a variable."""
     _of_optimizers.add(id(variable))
     weakref.finalize(variable, _of_optimizers.discard, id(variable))
 
 
 def is_of_optimizer(variable: Any) -> bool:
-    """Whether a variable is one that an optimizer keeps."""
+    """Returns True if an optimizer keeps a variable."""
     return id(variable) in _of_optimizers
 
 
@@ -40,8 +40,8 @@ class StateLayouts:
     """The layouts of one strategy's variables.
 
     Attributes:
-      shards: What is divided, and into how many shards.
-      topology: Over which devices.
+      shards: The kinds of sharded variables, and the number of shards.
+      topology: The devices of the strategy.
     """
 
     def __init__(self, shards: StateShards, topology: Topology):
@@ -50,14 +50,14 @@ class StateLayouts:
         self._of_shapes: dict[tuple[int, ...], NamedSharding | None] = {}
 
     def of(self, variable: Any) -> NamedSharding | None:
-        """Where the shards of a variable are; None: every device holds all of it."""
+        """Returns the sharding of a variable; None if it is replicated."""
         is_trainable = bool(variable.trainable)
         if not self.shards.divides(is_trainable=is_trainable, is_of_optimizer=is_of_optimizer(variable)):
             return None
         return self.of_shape(variable.shape)
 
     def of_shape(self, shape: Sequence[int]) -> NamedSharding | None:
-        """Where the shards of a divided array are, such as a gradient; None: it stays whole."""
+        """Returns the sharding of an array, such as a gradient; None if it stays replicated."""
         shape = tuple(shape)
         if shape not in self._of_shapes:
             dim = self.shards.dim_of(shape, least_rows=self._least_rows)
@@ -66,7 +66,7 @@ class StateLayouts:
         return self._of_shapes[shape]
 
     def whole(self, value: jax.Array) -> jax.Array:
-        """An array in shards, whole on every device. All processes call it, in the same order as programs."""
+        """Replicates a sharded array. All processes must call it, in the same order relative to programs."""
         return self._gathering(value)
 
     @functools.cached_property
@@ -76,8 +76,8 @@ class StateLayouts:
         )
 
     def gathered(self, value: Any) -> Any:
-        """A traced array in the shards of its shape, to be computed with whole. A large one is marked: programs in the
-        global view gather it anew where it is needed.
+        """Gathers a traced sharded array. A large one gets a mark instead: programs in the global view gather it again
+        where it is needed.
         """
         layout = self.of_shape(value.shape)
         if layout is None:
@@ -89,17 +89,14 @@ class StateLayouts:
         return sharded_read_p.bind(value, dim=_cut_dim(layout), whole=whole)
 
     def is_gathered_late(self, shape: Sequence[int], dtype: Any, layout: Any) -> bool:
-        """Whether a variable that lies in ``layout`` is gathered where a replica needs it, not where a program
-        begins.
+        """Returns True if a variable with this layout is gathered where a replica needs it, not at the start of a
+        program.
         """
         size = math.prod(shape) * dtype.itemsize
         return layout is not None and layout == self.of_shape(shape) and is_large(size)
 
     def in_rows(self, value: Any) -> Any:
-        """A traced array in the shards of its shape, as [R, ...] of which row r is the shard of replica r.
-
-        Nothing moves.
-        """
+        """Returns a traced sharded array as [R, ...], whose row r is the shard of replica r. No data moves."""
         dim, count, groups = _cut_dim(self.of_shape(value.shape)), self.shards.num_shards, self._num_groups
         parts = value.reshape(*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
         rows = jnp.moveaxis(parts, dim, 0)
@@ -107,7 +104,7 @@ class StateLayouts:
         return jax.lax.with_sharding_constraint(rows, self.topology.per_replica)
 
     def of_row(self, shard: Any, shape: Sequence[int]) -> Sharded:
-        """In a program of replicas: the variable of which this replica has a shard."""
+        """Returns the ``Sharded`` variable for this replica's shard, in a replica program."""
         groups = None
         if self._num_groups > 1:
             numbers = range(self.topology.num_replicas)
@@ -126,7 +123,7 @@ class StateLayouts:
         return self.topology.num_replicas // self.shards.num_shards
 
     def sharded(self, value: Any) -> Any:
-        """A traced array, to be computed with in the shards in which a divided one of its shape lies."""
+        """Returns a traced array with the sharding of a sharded variable of its shape."""
         layout = self.of_shape(value.shape)
         return value if layout is None else jax.lax.with_sharding_constraint(value, layout)
 

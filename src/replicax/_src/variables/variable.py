@@ -28,31 +28,31 @@ from replicax._src.variables.placement import VariablePlacement
 
 _SUMMED_ASSIGN_ADD = (
     "SyncOnReadVariable does not support `{method}` in cross-replica context when aggregation is set to "
-    "`tf.VariableAggregation.SUM`: variable {name!r} has one component per replica, and it is not said which "
+    "`tf.VariableAggregation.SUM`: variable {name!r} has one component per replica, and it is not clear which "
     "of them should change. Use assign, or {method} inside strategy.run."
 )
 
 
 @final
 class Variable(ArrayLike):
-    """A mutable array, placed by the strategy in whose scope it is made.
+    """A mutable array. The strategy in whose scope it is made places it.
 
-    Under a strategy with R > 1 replicas a variable is *mirrored* (every device holds it, all the same), or,
-    with ``synchronization=ON_READ``, has one component per replica. In ``Strategy.run`` an assignment to a
-    mirrored variable is combined over replicas by ``aggregation``; with NONE the value must be the same on all
-    replicas, which is proven when the function is traced. One that was made outside of every scope several replicas may
-    read, not assign. It acts as an array in every context.
+    Under a strategy with R > 1 replicas a variable is *mirrored* (every device holds the same value) or, with
+    ``synchronization=ON_READ``, has one component per replica. In ``Strategy.run`` an assignment to a mirrored variable
+    is combined over replicas by ``aggregation``. With NONE the value must be the same on all replicas, which the trace
+    of the function proves. If a variable was made outside of every scope, several replicas may read it, but not assign
+    it. It acts as an array in every context.
 
     Args:
-      initial_value: An array, a number, or a function of no arguments that returns one. Evaluated once.
-      trainable: Gradient tapes watch it when it is read; default: True, but for ON_READ variables.
-      name: For messages and checkpoints.
-      dtype: Default: of ``initial_value``, as JAX has it.
+      initial_value: An array, a number, or a function of no arguments that returns one. It is evaluated once.
+      trainable: True if gradient tapes watch the variable when it is read. The default is True, except for ON_READ.
+      name: The name in messages and checkpoints.
+      dtype: The dtype; by default JAX's dtype of ``initial_value``.
       synchronization: AUTO (as ON_WRITE), ON_WRITE or ON_READ.
       aggregation: NONE, SUM, MEAN or ONLY_FIRST_REPLICA.
 
     Raises:
-      VariableError: synchronization NONE; MEAN for integers; an initial value that is being traced.
+      VariableError: The synchronization is NONE, the aggregation is MEAN for integers, or the initial value is traced.
       MixedStrategiesError: Scopes of two strategies are open.
 
     Source: TensorFlow, ``tf.Variable`` and ``tf.distribute.DistributedVariable``.
@@ -63,7 +63,7 @@ class Variable(ArrayLike):
     Variable('Variable', shape=(), dtype=float32, value=3.0)
     """
 
-    if not TYPE_CHECKING:  # it may return a ShardedVariable, which has the same methods
+    if not TYPE_CHECKING:  # __new__ may return a ShardedVariable, which has the same methods
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             variable = super().__new__(cls)
@@ -82,7 +82,7 @@ class Variable(ArrayLike):
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ):
-        if "name" in vars(self):  # made in __new__, and in one piece
+        if "name" in vars(self):  # __new__ has initialised it, without shards
             return
         self.name = name if name is not None else "Variable"
         self.synchronization = VariableSynchronization.parse(synchronization)
@@ -100,7 +100,7 @@ class Variable(ArrayLike):
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(value.dtype, jnp.inexact):
             raise VariableError(
                 f"creating variable {self.name!r} with aggregation=MEAN and a non-floating dtype {value.dtype} is "
-                f"not supported: the mean of integers is none. Use a floating dtype, or SUM."
+                f"not supported: the mean of integers is not an integer. Use a floating dtype, or SUM."
             )
         self._strategy = context.strategy_for_new_variable()
         self._placement: VariablePlacement = self._strategy.variable_placement
@@ -109,7 +109,7 @@ class Variable(ArrayLike):
         self._has_components = (
             self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1
         )
-        # One value on parameter servers, of which the replicas of a worker have parts while they run.
+        # One value on parameter servers, of which a worker's replicas have components while they run.
         self._is_summed = (
             self.synchronization is VariableSynchronization.ON_READ
             and self.aggregation is VariableAggregation.SUM
@@ -131,30 +131,30 @@ class Variable(ArrayLike):
 
     # --- reading --------------------------------------------------------------------------------------
 
-    if not TYPE_CHECKING:  # which would take every name for one that is there
+    if not TYPE_CHECKING:  # type checkers would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            # Python calls it where a name was not found, or a property has raised an AttributeError: it only raises.
+            # Python calls this for an unknown name, or after a property raised an AttributeError. It only raises.
             if name.startswith("_") or name in dir(type(self)) or getattr(jax.Array, name, None) is None:
                 return object.__getattribute__(self, name)
             raise AttributeError(
-                f"A {type(self).__name__} has no attribute {name!r}; its value, an array, has: variable.value.{name}. "
+                f"A {type(self).__name__} has no attribute {name!r}. Its value is an array and has it: variable.value.{name}. "
                 "Functions of jax.numpy take the variable itself: jnp.sum(variable).",
                 name=name,
             )
 
     @property
     def value(self) -> jax.Array:
-        """The value: in a replica function this replica's, elsewhere aggregated over replicas.
+        """The value: this replica's in a replica function, and aggregated over replicas elsewhere.
 
         Raises:
-          VariableError: ON_READ with aggregation NONE, outside a replica function.
-          MixedStrategiesError: Under another strategy.
+          VariableError: An ON_READ variable with aggregation NONE is read outside a replica function.
+          MixedStrategiesError: It is read under another strategy.
         """
         return self.read_value()
 
     def read_value(self) -> jax.Array:
-        """As ``value``."""
+        """Returns ``value``."""
         raw = cached_read(self, self._raw, current_capture())
         if not self._has_components or context.in_replica_function() or context.in_update():
             return raw
@@ -164,15 +164,15 @@ class Variable(ArrayLike):
         return self.read_value()
 
     def numpy(self) -> np.ndarray:
-        """The value as a NumPy array (a copy). Blocks until it is computed."""
+        """Returns the value as a NumPy array (a copy). Blocks until it is computed."""
         return np.array(self.read_value())
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """The components on this process's replicas, in replica order: copies on their devices."""
+        """Copies of the components on the devices of this process's replicas, in replica order."""
         raw = self._raw()
         communicator = _communicator() or context.merge_communicator()
-        if communicator is not None:  # in a replica function raw is this replica's own
+        if communicator is not None:  # in a replica function the raw value is this replica's own
             return tuple(communicator.components(raw))
         if isinstance(raw, jax_compat.Tracer):
             return tuple(raw) if self._has_components else (raw,) * self._placement.num_replicas
@@ -180,12 +180,12 @@ class Variable(ArrayLike):
 
     @property
     def has_components(self) -> bool:
-        """Whether each replica has a value of its own (ON_READ, several replicas)."""
+        """True if each replica has its own value (ON_READ, with several replicas)."""
         return self._has_components
 
     @property
     def path(self) -> str:
-        """As ``name``: what a ``LayoutMap`` goes by."""
+        """The ``name``, which the patterns of a ``LayoutMap`` match."""
         return self.name
 
     @property
@@ -225,12 +225,12 @@ class Variable(ArrayLike):
             return f"on {device_name(device)}"
         if stored.is_fully_replicated:
             return f"whole on each of {count} devices"
-        return f"in pieces of {list(stored.sharding.shard_shape(stored.shape))} on {count} devices"
+        return f"in shards of {list(stored.sharding.shard_shape(stored.shape))} on {count} devices"
 
     def __repr__(self) -> str:
         head = f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype}"
         if current_capture() is None and self._is_far():
-            return f"{head})"  # to read the value would communicate
+            return f"{head})"  # reading the value would communicate
         try:
             shown = self.read_value()
         except (VariableError, RuntimeError) as error:
@@ -238,26 +238,26 @@ class Variable(ArrayLike):
         return f"{head}, value={shown if isinstance(shown, jax_compat.Tracer) else np.asarray(shown)})"
 
     def _is_far(self) -> bool:
-        """Whether reading it takes other processes."""
+        """Returns True if a read needs other processes."""
         if not isinstance(self._value, jax.Array):
             return True
         is_combined = self._has_components and self._placement.topology.peers is not None
         return is_combined or not (self._value.is_fully_addressable or self._value.is_fully_replicated)
 
     def _raw(self) -> Any:
-        """As stored: whole, or this replica's component, or in cross-replica code all components [R, ...]."""
+        """The stored value: one array, this replica's component, or in cross-replica code all components [R, ...]."""
         context.check_strategy_of(self._strategy, f"variable {self.name!r}")
         capture = current_capture()
         if capture is not None:
             return capture.read(self)
-        with state_lock:  # or another thread's step might be donating it
+        with state_lock:  # otherwise another thread's step might donate it
             stored = self._value
         return self._placement.current(stored)
 
     def _aggregate(self, raw: Any) -> Any:
         op = self._aggregation_op("read")
         communicator = context.merge_communicator()
-        if communicator is not None:  # in merge_call: the program sees its own component
+        if communicator is not None:  # in merge_call the program sees its own component
             if op is None:
                 return in_replica.first_replicas(communicator, [raw])[0]
             return in_replica.all_reduce(communicator, op, raw)
@@ -265,11 +265,11 @@ class Variable(ArrayLike):
             return raw[0]
         total = jnp.sum(raw, axis=0, dtype=self.dtype)
         if not isinstance(total, jax_compat.Tracer) and self._placement.topology.is_cpu:
-            total.block_until_ready()  # a collective: too many of them in flight would end the process
+            total.block_until_ready()  # too many collectives in flight would abort the process
         return total if op is ReduceOp.SUM else in_replica.mean_of_sum(total, raw.shape[0])
 
     def _aggregation_op(self, what: str) -> ReduceOp | None:
-        """The reduction of the aggregation; None for the first replica's value."""
+        """Returns the reduction of the aggregation; None for the first replica's value."""
         if self.aggregation is VariableAggregation.NONE:
             raise VariableError(
                 f"Could not convert from `tf.VariableAggregation` {self.aggregation} to `tf.distribute.ReduceOp` "
@@ -287,20 +287,21 @@ class Variable(ArrayLike):
         """Replaces the value.
 
         In a replica function with R replicas and x_r the value of replica r, a mirrored variable becomes
-        Σ x_r (SUM), Σ x_r / R (MEAN), x_0 (ONLY_FIRST_REPLICA), or x (NONE, proven the same on all); an ON_READ
-        variable's own component becomes x_r. Outside, a mirrored variable becomes ``value``, and every
-        component of an ON_READ variable becomes ``value``, or ``value`` / R if they are summed when read.
+        Σ x_r (SUM), Σ x_r / R (MEAN), x_0 (ONLY_FIRST_REPLICA), or x (NONE, if x is proven to be the same on all
+        replicas). Replica r's component of an ON_READ variable becomes x_r. Outside, a mirrored variable becomes
+        ``value``. Every component of an ON_READ variable becomes ``value``, or ``value`` / R if reads sum the
+        components.
 
         Args:
-          value: [...] of the variable's shape.
-          read_value: Accepted for TensorFlow's sake.
+          value: An array [...] of the variable's shape.
+          read_value: Accepted for compatibility with TensorFlow.
 
         Returns:
-          In a replica function the new value, elsewhere the variable.
+          The new value in a replica function; the variable elsewhere.
 
         Raises:
-          VariableError: Another shape; a per-replica value outside ``run``; several replicas assign a variable that
-            was made outside of every scope.
+          VariableError: The value has another shape or is a per-replica value outside ``run``; or several replicas
+            assign a variable that was made outside of every scope.
         """
         del read_value
         return self._update("assign", value, lambda old, new: new)
@@ -339,7 +340,7 @@ class Variable(ArrayLike):
         if communicator is None or communicator.num_replicas == 1:
             return
         raise VariableError(
-            f"Variable {self.name!r} was made outside of every scope, and {method} at {user_line()} is run by "
+            f"Variable {self.name!r} was made outside of every scope, and {method} at {user_line()} runs on "
             f"{communicator.num_replicas} replicas. TensorFlow would assign it {communicator.num_replicas} times, one after "
             "another. Make it in `with strategy.scope():`. There an assignment counts once if its value is the same on all "
             "replicas, and with aggregation=rx.VariableAggregation.SUM the values of all replicas are added. Or assign it "
@@ -400,7 +401,7 @@ class Variable(ArrayLike):
     def _write_components(
         self, method: str, raw: Any, value: Any, combine: Callable[[Any, Any], Any]
     ) -> None:
-        """Cross-replica assignment to an ON_READ variable."""
+        """Assigns an ON_READ variable in cross-replica code."""
         is_sum = self.aggregation is VariableAggregation.SUM
         if is_sum and method != "assign":
             raise VariableError(_SUMMED_ASSIGN_ADD.format(method=method, name=self.name))
@@ -411,37 +412,39 @@ class Variable(ArrayLike):
         self._write(combine(raw, value))
 
     def _initial_components(self, value: Any) -> Any:
-        """Components at creation: each replica starts from the initial value."""
+        """Returns the components at creation, where each replica starts from the initial value."""
         return jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
 
     # --- rows -----------------------------------------------------------------------------------------
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
-        """Adds rows: ``variable[indices[i]] += values[i]``; in ``run`` those of all replicas by aggregation."""
+        """Adds rows: ``variable[indices[i]] += values[i]``. In ``run``, combines the rows of all replicas by
+        aggregation.
+        """
         return self._scatter("scatter_add", sparse_delta, lambda at, v: at.add(v))
 
     def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
-        """Subtracts rows, as ``scatter_add``."""
+        """Subtracts rows, as in ``scatter_add``."""
         return self._scatter("scatter_sub", sparse_delta, lambda at, v: at.add(-v))
 
     def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
-        """Multiplies rows, as ``scatter_add``."""
+        """Multiplies rows, as in ``scatter_add``."""
         return self._scatter("scatter_mul", sparse_delta, lambda at, v: at.multiply(v))
 
     def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
-        """Divides rows, as ``scatter_add``."""
+        """Divides rows, as in ``scatter_add``."""
         return self._scatter("scatter_div", sparse_delta, lambda at, v: at.divide(v))
 
     def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
-        """Takes the smaller; aggregation NONE or ONLY_FIRST_REPLICA only."""
+        """Takes the elementwise minimum of rows. The aggregation must be NONE or ONLY_FIRST_REPLICA."""
         return self._scatter("scatter_min", sparse_delta, lambda at, v: at.min(v), is_idempotent=True)
 
     def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
-        """Takes the larger; aggregation NONE or ONLY_FIRST_REPLICA only."""
+        """Takes the elementwise maximum of rows. The aggregation must be NONE or ONLY_FIRST_REPLICA."""
         return self._scatter("scatter_max", sparse_delta, lambda at, v: at.max(v), is_idempotent=True)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
-        """Replaces rows; aggregation NONE or ONLY_FIRST_REPLICA only."""
+        """Replaces rows. The aggregation must be NONE or ONLY_FIRST_REPLICA."""
         return self._scatter("scatter_update", sparse_delta, lambda at, v: at.set(v), is_idempotent=True)
 
     def _scatter(
@@ -489,7 +492,7 @@ class Variable(ArrayLike):
 
 
 def _on_servers(method: str) -> Callable[[Variable, Any], None]:
-    """A function for the servers of a variable that assigns it."""
+    """Returns a function that assigns a variable on its servers."""
 
     def assign(variable: Variable, value: Any) -> None:
         getattr(variable, method)(value)
@@ -520,12 +523,11 @@ def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
 
 
 def as_array(value: Any, what: str, dtype: Any = None) -> Any:
-    """Returns ``value``, which errors call ``what``, as an array; the caller gives it the dtype of the variable, if
-    that is known.
+    """Returns ``value`` as an array. Errors call it ``what``. The caller converts it to the variable's dtype.
 
     Raises:
-      VariableError: It is none.
-      NarrowingError: It has 64 bits, and a number does not fit.
+      VariableError: It is not an array or a number.
+      NarrowingError: It has 64 bits, and a number does not fit into 32.
     """
     if isinstance(value, ArrayLike):
         value = value.as_array()
@@ -533,10 +535,10 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
         return value
     is_integer = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu"
     if is_integer and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-        value = value.astype(dtype)  # which holds what integers of 32 bits do not
+        value = value.astype(dtype)  # the target dtype holds numbers that 32-bit integers do not
     try:
         array = narrowed_pytree(value, what)
-        # JAX may adopt NumPy's memory, or read it after this call; the caller may change it then (jax 0.10).
+        # JAX may adopt NumPy's memory or read it after this call, when the caller may change it (jax 0.10).
         return jnp.asarray(array.copy() if isinstance(array, np.ndarray) else array)
     except (TypeError, ValueError) as error:
         if isinstance(error, ReplicaxError):
@@ -548,7 +550,7 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether an array of ``shape`` can be repeated to ``target``."""
+    """Returns True if an array of ``shape`` can be broadcast to ``target``."""
     missing = len(target) - len(shape)
     return missing >= 0 and all(s in (1, t) for s, t in zip(shape, target[missing:], strict=True))
 
@@ -562,8 +564,10 @@ def _communicator() -> Communicator | None:
 
 
 class _Stored:
-    """What a variable stores. Apart from the variable, whose ``__getattr__`` makes attributes slow: programs read and
-    write a thousand of them in each step.
+    """The stored value of a variable.
+
+    It is a separate object because the variable's ``__getattr__`` makes attributes slow, and programs read and write a
+    thousand of them in each step.
     """
 
     __slots__ = ("array",)
@@ -573,7 +577,7 @@ class _Stored:
 
 
 class _VariableAccessor:
-    """Reads and writes what variables store."""
+    """Reads and writes the stored values of variables."""
 
     def get(self, holders: Sequence[_Stored]) -> list[Any]:
         return [stored.array for stored in holders]
@@ -588,7 +592,7 @@ _accessor = _VariableAccessor()
 
 def _make_binding(variable: Variable, num_replicas: int) -> Binding:
     sync_policy = SyncPolicy.COMPONENTS if variable._has_components else SyncPolicy.MIRRORED
-    if variable._is_summed and num_replicas > 1:  # elsewhere it is one value
+    if variable._is_summed and num_replicas > 1:  # otherwise it is one value
         sync_policy = SyncPolicy.SUMMED
     return Binding(
         variable, _accessor, variable.name, variable.shape, variable.dtype, sync_policy, variable._stored
@@ -597,6 +601,6 @@ def _make_binding(variable: Variable, num_replicas: int) -> Binding:
 
 use(Framework("replicax", variable_types=(Variable,), make_binding=_make_binding))
 
-# In functions of JAX a variable is its value.
+# In JAX functions a variable is its value.
 _as_its_value: Any = lambda _, values: values[0]  # noqa: E731
 jax.tree_util.register_pytree_node(Variable, lambda v: ((v.read_value(),), None), _as_its_value)

@@ -1,1 +1,1 @@
-"""From a program over a whole batch to one that each replica runs on its rows of it."""
+"""Turns a program over a global batch into one that each replica runs on its own rows."""

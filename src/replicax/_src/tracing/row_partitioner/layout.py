@@ -1,4 +1,4 @@
-"""How the values of a program over a whole batch lie on replicas that have some of its rows each."""
+"""The layouts of a global program's values on replicas that each have some of the batch's rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from replicax._src.devices.topology import REPLICA_AXIS
 
 
 class Shared(enum.Enum):
-    """A value of which every replica has an array of the full shape.
+    """A value for which every replica has an array of the full shape.
 
-    WHOLE: all have the value. SUM, MAX, MIN: it is the sum (maximum, minimum) of what they have.
+    WHOLE: every replica has the value. SUM, MAX, MIN: the value is the sum (maximum, minimum) of the replicas' arrays.
     """
 
     WHOLE = "whole"
@@ -28,11 +28,11 @@ class Shared(enum.Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """A value of which every replica has its rows.
+    """A value of which every replica has its own rows.
 
     Attributes:
-      dim: The dim that goes over the rows of the batch.
-      unit: How many entries of the dim belong to one row: more than one where dims were merged.
+      dim: The dim of the batch's rows.
+      unit: The number of entries of the dim per row. It is more than one after dims were merged.
     """
 
     dim: int
@@ -44,17 +44,17 @@ Layout = Shared | Rows
 
 @final
 class RowSplit:
-    """Which rows of a batch each replica has. Each holds as many as the one with the most; what is too much is garbage.
+    """The split of a batch's rows over replicas. All replicas hold equally many rows; surplus rows are garbage.
 
     Args:
-      sizes: The number of rows of each replica, in their order.
+      sizes: The number of rows of each replica, in replica order.
 
     Attributes:
       sizes: The number of rows of each replica.
-      starts: The number of the first one of each, in the whole batch.
-      num_rows: B, of the whole batch.
-      largest: How many rows every replica holds: at least one.
-      is_even: There is no garbage.
+      starts: The index of each replica's first row in the global batch.
+      num_rows: The number of rows B of the global batch.
+      largest: The number of rows that every replica holds, at least one.
+      is_even: True if there is no garbage.
     """
 
     def __init__(self, sizes: Sequence[int]):
@@ -66,17 +66,17 @@ class RowSplit:
 
     @property
     def places(self) -> list[slice]:
-        """Where the rows of each replica are in an array of what all hold."""
+        """Returns the slice of each replica's rows in the concatenation of all replicas' arrays."""
         return [slice(r * self.largest, r * self.largest + size) for r, size in enumerate(self.sizes)]
 
     def local_shape(self, shape: Sequence[int], rows: Rows) -> tuple[int, ...]:
-        """The shape of what a replica holds of an array of this shape."""
+        """Returns the shape of a replica's part of an array of this shape."""
         return (*shape[: rows.dim], self.largest * rows.unit, *shape[rows.dim + 1 :])
 
     # --- in the program of a replica ------------------------------------------------------------------
 
     def take(self, value: Any, rows: Rows) -> Any:
-        """This replica's rows of a whole value."""
+        """Returns this replica's rows of a replicated value."""
         start = jnp.asarray(self.starts, jnp.int32)[_replica()] * rows.unit
         missing = max(self.starts) + self.largest - self.num_rows
         if missing > 0:
@@ -86,7 +86,7 @@ class RowSplit:
         return jax.lax.dynamic_slice_in_dim(value, start, self.largest * rows.unit, rows.dim)
 
     def cleared(self, value: Any, rows: Rows, neutral: Any = 0) -> Any:
-        """A value with ``neutral`` in place of garbage, to be combined over the rows."""
+        """Returns a value with ``neutral`` instead of garbage, so that rows can be combined."""
         if self.is_even:
             return value
         count = jnp.asarray(self.sizes, jnp.int32)[_replica()] * rows.unit
@@ -94,14 +94,14 @@ class RowSplit:
         return jnp.where(number < count, value, jnp.asarray(neutral, value.dtype))
 
     def counted_once(self, value: Any) -> Any:
-        """What this replica has of a sum whose total is ``value``, which all have."""
+        """Returns this replica's part of a sum whose total is the replicated ``value``."""
         return jnp.where(_replica() == 0, value, jnp.zeros_like(value))
 
     def converted(self, value: Any, layout: Layout, wanted: Layout) -> Any:
-        """A value in another layout: a whole one, as rows or as a sum; or as it is.
+        """Converts a replicated value to rows or to parts of a sum; returns a value in the wanted layout unchanged.
 
         Raises:
-          ValueError: That needs the other replicas.
+          ValueError: The conversion needs the other replicas.
         """
         if layout == wanted:
             return value
@@ -109,7 +109,7 @@ class RowSplit:
             return self.take(value, wanted)
         if layout is Shared.WHOLE and wanted is Shared.SUM:
             return self.counted_once(value)
-        raise ValueError(f"{layout} is no {wanted}")
+        raise ValueError(f"{layout} cannot be converted to {wanted}")
 
 
 def _replica() -> Any:

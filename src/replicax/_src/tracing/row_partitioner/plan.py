@@ -1,7 +1,6 @@
-"""The plan of a program by rows: which values are completed, that is summed over the replicas, and when.
+"""The plan of a program split by rows: which values are completed (summed over the replicas), and when.
 
-All that a step sums over its batch is summed in as few rounds as its operations depend on one another: gradients, loss
-and metrics together, as a rule, in one.
+The plan uses as few rounds of sums as the dependencies allow. Gradients, loss and metrics usually share one round.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _ADDITIONS = frozenset(["add", "add_any"])
 
 
 def split_by_rows(jaxpr: Any, has_rows: Sequence[bool], split: RowSplit) -> RowsPlan | str:
-    """Splits a program over a whole batch into what each replica runs on its rows; returns why that cannot be done.
+    """Splits a program over a global batch into one for each replica's rows; returns the reason if that is impossible.
 
-    Nothing outside of this folder needs more of it than this function, and ``RowSplit``.
+    Code outside of this folder needs only this function and ``RowSplit``.
 
     Args:
       has_rows: For each operand, True if replicas have its rows, False if they have all of it.
@@ -39,22 +38,22 @@ def split_by_rows(jaxpr: Any, has_rows: Sequence[bool], split: RowSplit) -> Rows
 
 @final
 class RowsPlan:
-    """A program over a whole batch, as each replica runs it on its rows.
+    """A program over a global batch, in the form that each replica runs on its rows.
 
     Args:
       program: The program.
-      layouts: How its operands lie.
-      split: Which rows each replica has.
-      is_body: It is the body of a loop: its results lie as they come, parts of sums and extremes included, and whole
-        values that it adds to parts of a sum become parts of it.
+      layouts: The layouts of the operands.
+      split: The rows of each replica.
+      is_body: True for the body of a loop. Its results keep their layouts, including parts of sums and extremes.
+        Replicated values that it adds to parts of a sum become parts of the sum.
 
     Attributes:
-      num_rounds: How many times the replicas wait for each other.
-      completed_inputs: The positions of operands that it needs whole.
-      layouts: How the results lie.
+      num_rounds: The number of times that the replicas wait for each other.
+      completed_inputs: The positions of operands that must be completed first.
+      layouts: The layouts of the results.
 
     Raises:
-      NotByRowsError: It cannot be split.
+      NotByRowsError: The program cannot be split.
     """
 
     def __init__(
@@ -71,15 +70,17 @@ class RowsPlan:
         self._completed: set[int] = set()
         while not self._is_settled():
             pass
-        # What was known to be a sum at first need not be one where what it is computed from is completed.
+        # A value that was a sum at first may not be one after its operands are completed.
         self._completed = {n for n in self._completed if self._layouts[n] is not Shared.WHOLE}
         self.num_rounds = max((self._rounds[n] + 1 for n in self._completed), default=0)
         self.completed_inputs = [i for i, n in enumerate(program.inputs) if n in self._completed]
 
     def _is_settled(self) -> bool:
-        """Goes through the program; False if more values than known have to be completed, which changes what follows.
+        """Applies the rules to the program. Returns False if further values must be completed, which changes later
+        layouts.
 
-        (What is completed anyway is used whole: else a gradient that is clipped would be summed twice.)
+        (A completed value is used in its completed form everywhere; otherwise a clipped gradient would be summed
+        twice.)
         """
         program = self._program
         known = set(self._completed)
@@ -134,14 +135,14 @@ class RowsPlan:
     # --- in the program of a replica ------------------------------------------------------------------
 
     def evaluate(self, args: Sequence[Any], sum_over_replicas: SumOverReplicas) -> list[Any]:
-        """Runs it on one replica, under the axis ``replica``.
+        """Runs the program on one replica, under the axis ``replica``.
 
         Args:
-          args: What the replica has of the operands.
-          sum_over_replicas: Sums arrays of this replica with those of the others.
+          args: The replica's parts of the operands.
+          sum_over_replicas: Sums this replica's arrays with those of the others.
 
         Returns:
-          What it has of the results.
+          The replica's parts of the results.
         """
         env: dict[int, Any] = dict(zip(self._program.inputs, args, strict=True)) | self._program.consts
         by_round = sorted(self._applied, key=lambda applied: applied[0])  # (keeps the order within a round)
@@ -157,7 +158,7 @@ class RowsPlan:
         return [read(env, atom) for atom in self._program.outputs]
 
     def _sum(self, env: dict[int, Any], number: int, sum_over_replicas: SumOverReplicas) -> None:
-        """Completes what the round has computed."""
+        """Completes the values of one round."""
         due = sorted(n for n in self._completed if self._rounds[n] == number)
         sums = [n for n in due if self._layouts[n] is Shared.SUM]
         env.update(zip(sums, sum_over_replicas([env[n] for n in sums]), strict=True))
@@ -167,7 +168,7 @@ class RowsPlan:
 
 
 def _checked(eqn: Any, applied: Applied) -> Applied:
-    """Truth values cannot be summed: their contraction is an "or"."""
+    """Raises for contractions of booleans, which mean "or" and cannot be summed."""
     for var, layout in zip(eqn.outvars, applied.layouts, strict=True):
         if layout is Shared.SUM and jnp.issubdtype(var.aval.dtype, jnp.bool_):
             raise refused(eqn, "combines truth values of all rows")
@@ -175,7 +176,7 @@ def _checked(eqn: Any, applied: Applied) -> Applied:
 
 
 def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """The sum of whole values and of parts of a sum, as parts of a sum."""
+    """Returns the sum of replicated values and parts of a sum, as parts of a sum."""
     parts = [Shared.SUM] * len(layouts)
     applied = apply(eqn, parts, split)
     return Applied(
@@ -184,7 +185,7 @@ def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 
 
 def _extreme(value: Any, kind: Layout) -> Any:
-    """The largest or smallest of all replicas; nan if there is one, which XLA's own maximum over replicas drops."""
+    """Returns the largest or smallest value over replicas. A NaN stays NaN; XLA's own maximum over replicas drops it."""
     combine = jnp.max if kind is Shared.MAX else jnp.min
     if value.dtype == bool:
         return _extreme(value.astype(jnp.int32), kind).astype(bool)
@@ -195,7 +196,7 @@ def _extreme(value: Any, kind: Layout) -> Any:
 
 
 def _scan(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """A loop whose steps need nothing of the other replicas; a sum that it adds up is summed after it."""
+    """Applies a loop whose steps need no other replica. A sum that the loop accumulates is completed after it."""
     if all(layout is Shared.WHOLE for layout in layouts) or eqn.effects:
         return apply(eqn, layouts, split)
     extremes = [i for i, layout in enumerate(layouts) if layout in (Shared.MAX, Shared.MIN)]
@@ -258,7 +259,7 @@ def _no_sum(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _joined(eqn: Any, before: Layout, after: Layout) -> Layout:
-    """How a value lies that a loop carries: as it goes in, and comes out."""
+    """Returns the layout of a value that a loop carries, which is the same before and after each step."""
     if before == after:
         return before
     others = {before, after} - {Shared.WHOLE}

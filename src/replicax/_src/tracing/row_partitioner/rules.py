@@ -1,9 +1,8 @@
-"""What each operation of a program over a whole batch is on a replica that has some of the rows: the proof, step by
-step.
+"""Rules that rewrite each operation of a program over a global batch for a replica that has some of the rows.
 
-A rule is given the layouts of the operands. It says how the results lie, and what the replica computes; or that some
-operands have to be completed first (``Incomplete``); or that the operation mixes rows in a way it does not know
-(``NotByRowsError``). An operation without a rule takes whole operands only.
+A rule takes the layouts of the operands. It returns the layouts of the results and the replica's computation. It raises
+``Incomplete`` if some operands must be completed first, and ``NotByRowsError`` if the operation mixes rows in an
+unsupported way. An operation without a rule takes replicated operands only.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ WHOLE, SUM = Shared.WHOLE, Shared.SUM
 
 
 class NotByRowsError(Exception):
-    """A program cannot be split by rows; the text says which operation is why, for people.
+    """A program cannot be split by rows. The text names the operation that prevents it.
 
     Attributes:
-      line: Of the user's code; None if it is not about one.
+      line: The line of the user's code; None if the reason is not about one.
     """
 
     def __init__(self, why: str):
@@ -40,7 +39,7 @@ class NotByRowsError(Exception):
 
 
 class Incomplete(Exception):
-    """Operands of these numbers are needed whole."""
+    """The operands at these positions must be completed first."""
 
     def __init__(self, numbers: Sequence[int]):
         super().__init__(numbers)
@@ -49,11 +48,11 @@ class Incomplete(Exception):
 
 @dataclass(frozen=True)
 class Applied:
-    """An operation on a replica.
+    """One operation on a replica.
 
     Attributes:
-      layouts: Of its results.
-      evaluate: From what the replica has of the operands to what it has of the results.
+      layouts: The layouts of the results.
+      evaluate: Maps the replica's parts of the operands to its parts of the results.
     """
 
     layouts: Sequence[Layout]
@@ -64,11 +63,11 @@ Rule = Callable[[Any, Sequence[Layout], RowSplit], Applied]
 
 
 def apply(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """The operation of an equation, for operands that lie like this.
+    """Returns the operation of an equation for operands with these layouts.
 
     Raises:
-      Incomplete: Some operands have to be completed first.
-      NotByRowsError: It cannot be split by rows.
+      Incomplete: Some operands must be completed first.
+      NotByRowsError: The operation cannot be split by rows.
     """
     if eqn.effects:
         raise refused(eqn, "calls back into Python, or has another effect")
@@ -81,7 +80,7 @@ def apply(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 
 
 def refused(eqn: Any, why: str) -> NotByRowsError:
-    """The error for an equation."""
+    """Returns the error for an equation."""
     return NotByRowsError(f"{eqn.primitive.name} {why}")
 
 
@@ -107,7 +106,7 @@ def _rows_of(layouts: Sequence[Layout]) -> dict[int, Rows]:
 
 
 def _complete(layouts: Sequence[Layout], numbers: Sequence[int] | None = None) -> None:
-    """Raises if operands (of these numbers) are parts of sums and the like."""
+    """Raises ``Incomplete`` if operands (at these positions) are parts of sums, maxima or minima."""
     numbers = range(len(layouts)) if numbers is None else numbers
     parts = [i for i in numbers if not isinstance(layouts[i], Rows) and layouts[i] is not WHOLE]
     if parts:
@@ -119,7 +118,7 @@ def _mixed(eqn: Any) -> NotByRowsError:
 
 
 def _only_rows(eqn: Any, layouts: Sequence[Layout]) -> Rows:
-    """How the operands lie that have rows: all alike."""
+    """Returns the one layout of all operands that have rows."""
     _complete(layouts)
     found = set(_rows_of(layouts).values())
     if len(found) > 1:
@@ -178,7 +177,7 @@ def _each_by_itself(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> App
 
 
 def _of_parts(eqn: Any, layouts: Sequence[Layout]) -> Applied:
-    """Of operands that are whole, or parts of sums: linear operations may come before the sum."""
+    """Applies an operation to replicated operands or parts of sums. Only linear operations may come before the sum."""
     name = eqn.primitive.name
     parts = [i for i, layout in enumerate(layouts) if layout is not WHOLE]
     is_sum = all(layouts[i] is SUM for i in parts) and all(_is_linear_type(eqn.invars[i]) for i in parts)
@@ -197,7 +196,7 @@ def _of_parts(eqn: Any, layouts: Sequence[Layout]) -> Applied:
 
 
 def _is_plain(atom: Any) -> bool:
-    """A floating constant that parts of a sum may be multiplied with: with others, 0 and inf, nan would come of it."""
+    """Returns True for a constant that parts of a sum may be multiplied by. Others, such as 0 and inf, could give NaN."""
     if not isinstance(atom, jax_compat.Literal) or not jnp.issubdtype(np.result_type(atom.val), jnp.inexact):
         return False
     return bool(np.isfinite(atom.val)) and atom.val != 0
@@ -208,7 +207,7 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _keeps_sums(old: Any, new: Any) -> bool:
-    """Whether the sum of converted numbers is the converted sum."""
+    """Returns True if the sum of converted numbers equals the converted sum."""
     old_size, new_size = np.dtype(old).itemsize, np.dtype(new).itemsize
     if jnp.issubdtype(old, jnp.inexact):
         return jnp.issubdtype(new, jnp.inexact) and new_size >= old_size
@@ -222,10 +221,12 @@ def _keeps_sums(old: Any, new: Any) -> bool:
 
 
 def _movement(where: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]]) -> Rule:
-    """Moves the data of one operand: ``where`` says to where its rows go, and which parameters change."""
+    """Returns a rule that moves one operand's data. ``where`` gives the new layout of the rows and changed parameters."""
 
     def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-        is_larger = eqn.outvars[0].aval.size > eqn.invars[0].aval.size  # it is cheaper to sum what goes in
+        is_larger = (
+            eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+        )  # summing the smaller operand is cheaper
         if layouts[0] is SUM and not is_larger and all(layout is WHOLE for layout in layouts[1:]):
             return _bound(eqn, [SUM] * len(eqn.outvars))
         _complete(layouts)
@@ -303,7 +304,9 @@ def _tile(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any]]:
 
 
 def _along(name: str) -> Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]]:
-    """Works along the dim (or dims) that parameter ``name`` says; the last one where there is none."""
+    """Returns a check for operations along the dims in parameter ``name``, or the last dim if there is no such
+    parameter.
+    """
 
     def where(eqn: Any, rows: Rows, split: RowSplit) -> tuple[Rows, dict[str, Any]]:
         del split
@@ -316,7 +319,7 @@ def _along(name: str) -> Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, A
 
 
 def _windows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """Pooling and its gradient: windows of one row."""
+    """Applies pooling or its gradient if each window is within one row."""
     rows = _only_rows(eqn, layouts)
     params = eqn.params
     rank = len(params["window_dimensions"])
@@ -330,7 +333,7 @@ def _windows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 
 
 def _same_rows(along: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]]) -> Rule:
-    """Of several operands with the same rows, or whole: ``along`` refuses rows that would be mixed."""
+    """Returns a rule for operands with the same rows or replicated. ``along`` raises if rows would be mixed."""
 
     def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
         if not _rows_of(layouts):
@@ -377,7 +380,7 @@ def _reduction(kind: Shared, neutral: Callable[[Any], Any], *, is_logical: bool 
 
 
 def _reduction_of_others(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """One that is known within rows only."""
+    """Applies a reduction that is supported within rows only."""
     del split
     _complete(layouts)
     rows, axes = layouts[0], eqn.params["axes"]
@@ -392,7 +395,7 @@ def _largest(dtype: Any) -> Any:
         return True
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).max
-    has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))  # some of 8 bits have none
+    has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))  # some 8-bit dtypes have none
     return np.inf if has_infinity else jnp.finfo(dtype).max
 
 
@@ -431,7 +434,7 @@ def _dot_general(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
 
 
 def _partner(dim: int, contracted: Any, batch: Any, side: int) -> int | None:
-    """The dim of the other operand that goes with this one."""
+    """Returns the dim of the other operand that corresponds to this one."""
     for dims in (contracted, batch):
         if dim in dims[side]:
             return dims[1 - side][dims[side].index(dim)]
@@ -445,7 +448,7 @@ def _convolution(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
     lhs_batch, lhs_features, kernel_features = lhs[0], lhs[1], rhs[1]
     if found.keys() == {0} and found[0].dim == lhs_batch and params["batch_group_count"] == 1:
         return _bound(eqn, [_moved(found[0], out[0])])
-    # The gradient of the kernel: the rows are what is summed over.
+    # The gradient of the kernel sums over the rows.
     rows = next(iter(found.values()))
     lies = [_moved(rows, lhs_features), _moved(rows, kernel_features)]
     if params["feature_group_count"] != 1 or any(found.get(i, lies[i]) != lies[i] for i in (0, 1)):
@@ -492,7 +495,7 @@ def _not_within_an_index(eqn: Any, of_indices: Rows) -> None:
 
 
 def _gather_within_rows(eqn: Any, rows: Rows, split: RowSplit) -> Applied:
-    """The same entries of every row."""
+    """Applies a gather of the same entries from every row."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if rows.dim in (*numbers.collapsed_slice_dims, *numbers.start_index_map):
         raise _mixed(eqn)
@@ -533,13 +536,13 @@ def _scatter_add(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
         updates = split.cleared(split.converted(updates, layouts[2], of_updates), of_updates)
         return [operand, indices, updates]
 
-    # What was promised of the indices need not be true of garbage.
+    # Promises about the indices need not hold for garbage rows.
     promises = {} if split.is_even else {"indices_are_sorted": False, "unique_indices": False}
     return _bound(eqn, [kind], prepare, **promises)
 
 
 def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-    """To the same entries of every row."""
+    """Applies a scatter-add to the same entries of every row."""
     numbers, found = eqn.params["dimension_numbers"], _rows_of(layouts)
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in gone]
