@@ -14,7 +14,7 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     │   │   └── IterationContextError (ValueError) a distributed dataset iterated in a replica function
     │   ├── ReplicaContextError                needs replica context
     │   ├── MixedStrategiesError               two strategies in one place
-    │   └── ScopeNestingError                  scopes or global strategies that do not pytree
+    │   └── ScopeNestingError                  scopes or global strategies that do not nest
     ├── PerReplicaUseError (ValueError)        a PerReplica used as if it were one array
     ├── DivergenceError (ValueError)           a mirrored value would differ between replicas
     │   └── DivergentCollectiveError           a collective under a condition that differs
@@ -99,7 +99,7 @@ class MixedStrategiesError(ContextError):
 
 
 class ScopeNestingError(ContextError):
-    """Scopes or global strategies that do not pytree."""
+    """Scopes or global strategies that do not nest."""
 
 
 class PerReplicaUseError(ReplicaxError, ValueError):
