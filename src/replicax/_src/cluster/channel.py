@@ -370,7 +370,7 @@ class Channel:
                 self._fail(self._of_gone(message), last)
             case "mismatch":
                 self._fail(of_mismatch(self._names, message["statuses"]))
-            case "preempted" | "hold" | "stop" | "resume":
+            case "preempted" | "pause" | "stop" | "resume":
                 for listener in self.on_saving:
                     answer = listener(message)
                     if answer is not None:

@@ -29,14 +29,14 @@ class SavePoints:
     def __init__(self) -> None:
         self.started = 0
         self.is_final = False
-        self._held: int | None = None
+        self._paused: int | None = None
         self._stop: tuple[int, int] | None = None  # the number of the round, and after which step
 
     def begin(self) -> AtPoint:
         """The task is before a step: whether it has begun it, or has to wait or to save first."""
         if self._stop is not None and self.started >= self._stop[1]:
             return AtPoint.SAVE
-        if self._stop is None and self._held is not None:
+        if self._stop is None and self._paused is not None:
             return AtPoint.WAIT
         self.started += 1
         return AtPoint.RUN
@@ -44,14 +44,14 @@ class SavePoints:
     def receive(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The controller says something; returns the answer, if there is one."""
         match message["kind"]:
-            case "hold":
-                self._held = message["round"]
-                return {"kind": "held", "round": message["round"], "started": self.started}
+            case "pause":
+                self._paused = message["round"]
+                return {"kind": "paused", "round": message["round"], "started": self.started}
             case "stop":
-                self._held, self._stop = None, (message["round"], message["after"])
+                self._paused, self._stop = None, (message["round"], message["after"])
                 self.is_final = message["is_final"]
             case "resume":
-                self._held = None
+                self._paused = None
         return None
 
     def save(self) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 Message = Mapping[str, Any]
-KINDS: Final = frozenset({"watching", "closed", "notice", "told", "held", "saved"})
+KINDS: Final = frozenset({"watching", "closed", "signal", "told", "paused", "saved"})
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SaveRounds:
         self._num_members = num_members
         self._watching: set[int] = set()
         self._round: _Round | None = None
-        self._noticed: bool | None = None  # whether the notice that waits for its round is a final one
+        self._signaled: bool | None = None  # is_final of the signal that waits for a round; None: none waits
         self._num_rounds = 0
 
     def receive(self, number: int, message: Message) -> list[tuple[int, Message]]:
@@ -55,13 +55,13 @@ class SaveRounds:
                 return self._begun()
             case "closed":
                 return self.lose(number)
-            case "notice":
+            case "signal":
                 told = {"kind": "preempted", "member": number, "text": message["text"]}
-                return [*self._to_all(told), *self._notice(message["is_final"])]
+                return [*self._to_all(told), *self._signal(message["is_final"])]
             case "told":
                 return self._to_all({"kind": "preempted", "member": number, "text": message["text"]})
-            case "held" if self._is_current(message):
-                return self._held(number, message["started"])
+            case "paused" if self._is_current(message):
+                return self._paused(number, message["started"])
             case "saved" if self._is_current(message):
                 return self._saved(number)
         return []
@@ -69,7 +69,7 @@ class SaveRounds:
     def lose(self, number: int) -> list[tuple[int, Message]]:
         """A member is gone, or no longer watches."""
         self._watching.discard(number)
-        self._noticed, ended, self._round = None, self._round, None
+        self._signaled, ended, self._round = None, self._round, None
         if ended is None or ended.is_stopping:
             return []
         return [(n, {"kind": "resume", "round": ended.number}) for n in sorted(self._watching)]
@@ -77,21 +77,21 @@ class SaveRounds:
     def _is_current(self, message: Message) -> bool:
         return self._round is not None and self._round.number == message["round"]
 
-    def _notice(self, is_final: bool) -> list[tuple[int, Message]]:
+    def _signal(self, is_final: bool) -> list[tuple[int, Message]]:
         if self._round is not None and (self._round.is_final or not is_final):
             return []
-        self._noticed = is_final or bool(self._noticed)
+        self._signaled = is_final or bool(self._signaled)
         return self._begun()
 
     def _begun(self) -> list[tuple[int, Message]]:
         """The next round, if it can begin."""
-        if self._noticed is None or self._round is not None or len(self._watching) < self._num_members:
+        if self._signaled is None or self._round is not None or len(self._watching) < self._num_members:
             return []
         self._num_rounds += 1
-        self._round, self._noticed = _Round(self._num_rounds, self._noticed), None
-        return self._to_all({"kind": "hold", "round": self._num_rounds})
+        self._round, self._signaled = _Round(self._num_rounds, self._signaled), None
+        return self._to_all({"kind": "pause", "round": self._num_rounds})
 
-    def _held(self, number: int, started: int) -> list[tuple[int, Message]]:
+    def _paused(self, number: int, started: int) -> list[tuple[int, Message]]:
         now = self._round
         assert now is not None
         now.started[number] = started

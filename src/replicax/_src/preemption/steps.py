@@ -17,8 +17,8 @@ from replicax._src.checkpoint import processes
 from replicax._src.cluster.failures import ClusterFailureError
 from replicax._src.cluster.peers import Peers
 from replicax._src.input.dataset import num_elements_taken
-from replicax._src.preemption.gate import Gate
-from replicax._src.preemption.notices import Notices
+from replicax._src.preemption.barrier import PreemptionBarrier
+from replicax._src.preemption.signals import PreemptionSignals
 from replicax._src.preemption.termination import TerminationConfig, exit_preempted
 
 log = logging.getLogger("replicax")
@@ -45,16 +45,16 @@ class GuardedSteps:
         self._peers, self._config = peers, config
         self._clock = _Clock()
         names = ("This process",) if peers is None else peers.names
-        gate = self._gate = Gate(peers, functools.partial(_say, names, set()))
+        barrier = self._barrier = PreemptionBarrier(peers, functools.partial(_say, names, set()))
         try:
-            self._notices = Notices(config, _Countdown(gate, self._clock, config.grace_s).begin)
+            self._signals = PreemptionSignals(config, _Countdown(barrier, self._clock, config.grace_s).begin)
         except BaseException:
-            gate.close()
+            barrier.close()
             raise
         self._has_ended = False
         self._began_at = time.monotonic()
         self._num_taken = num_elements_taken()
-        self._finalizer = weakref.finalize(self, _close_elsewhere, self._notices, self._gate)
+        self._finalizer = weakref.finalize(self, _close_elsewhere, self._signals, self._barrier)
         self._finalizer.atexit = False  # until the process has ended a second SIGTERM does no harm
 
     def begin(self) -> bool:
@@ -66,8 +66,8 @@ class GuardedSteps:
         Raises:
           ClusterFailureError: Another task is gone.
         """
-        self._notices.check()
-        is_to_save = not self._has_ended and not self._gate.begin()
+        self._signals.check()
+        is_to_save = not self._has_ended and not self._barrier.begin()
         self._began_at = time.monotonic()
         return is_to_save
 
@@ -95,7 +95,7 @@ class GuardedSteps:
         if self._peers is not None:
             has_read = any(self._peers.gather("preemption: data read", has_read, "to save"))
         if has_read:
-            self._gate.count_step()
+            self._barrier.count_step()
         return has_read
 
     def save(self, save: Callable[[], Any]) -> None:
@@ -107,10 +107,10 @@ class GuardedSteps:
           ClusterFailureError: Another task is gone.
         """
         began_at = time.monotonic()
-        is_final = self._gate.is_final
+        is_final = self._barrier.is_final
         self._save_together(save, is_final=is_final)
         self._clock.note_save(time.monotonic() - began_at)
-        self._gate.note_saved()
+        self._barrier.note_saved()
         self._num_taken = num_elements_taken()
         if is_final:
             self._has_ended = True
@@ -132,7 +132,7 @@ class GuardedSteps:
     def close(self) -> None:
         """Watches no longer. SIGTERM does what it did before. May be called twice."""
         if self._finalizer.detach() is not None:
-            _close(self._notices, self._gate)
+            _close(self._signals, self._barrier)
 
 
 def _say(names: Sequence[str], known: set[int], number: int, text: str) -> None:
@@ -141,15 +141,15 @@ def _say(names: Sequence[str], known: set[int], number: int, text: str) -> None:
         log.warning("%s is to end (%s): all tasks save before their next step.", names[number], text)
 
 
-def _close(notices: Notices, gate: Gate) -> None:
-    notices.close()
-    gate.close()
+def _close(signals: PreemptionSignals, barrier: PreemptionBarrier) -> None:
+    signals.close()
+    barrier.close()
 
 
-def _close_elsewhere(notices: Notices, gate: Gate) -> None:
+def _close_elsewhere(signals: PreemptionSignals, barrier: PreemptionBarrier) -> None:
     """Garbage may be collected while a lock is held that this needs."""
     with contextlib.suppress(RuntimeError):  # no thread begins any more: Python ends
-        threading.Thread(target=_close, args=(notices, gate), name="replicax-close", daemon=True).start()
+        threading.Thread(target=_close, args=(signals, barrier), name="replicax-close", daemon=True).start()
 
 
 @final
@@ -181,11 +181,11 @@ class _Clock:
 class _Countdown:
     """From the notice to this task on: all save; and once more, and end, before its grace period is over."""
 
-    def __init__(self, gate: Gate, clock: _Clock, grace_s: float):
-        self._gate, self._clock, self._grace_s = gate, clock, grace_s
+    def __init__(self, barrier: PreemptionBarrier, clock: _Clock, grace_s: float):
+        self._barrier, self._clock, self._grace_s = barrier, clock, grace_s
 
     def begin(self, text: str) -> None:
-        self._gate.notice(text, is_final=not self._grace_s)
+        self._barrier.signal(text, is_final=not self._grace_s)
         if self._grace_s:
             deadline = time.monotonic() + self._grace_s
             threading.Thread(
@@ -196,4 +196,4 @@ class _Countdown:
         """The margin is not known before the first save has ended."""
         while (left_s := deadline - self._clock.margin_s - time.monotonic()) > 0:
             time.sleep(min(left_s, _LOOK_S))
-        self._gate.notice(f"{text}, {self._grace_s:g} s ago", is_final=True)
+        self._barrier.signal(f"{text}, {self._grace_s:g} s ago", is_final=True)

@@ -1,4 +1,4 @@
-"""``TerminationConfig``: how a program notices that it is to end, how long it has, and what it does then."""
+"""``TerminationConfig``: how a program learns that it is to end, how long it has, and what it does then."""
 
 from __future__ import annotations
 

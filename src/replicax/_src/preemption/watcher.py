@@ -30,7 +30,7 @@ class PreemptionWatcher:
     def __init__(self) -> None:
         self._peers = joined_peers()
         self._seen = _Seen(self._peers)
-        token = sigterm.listen(self._seen.notice)
+        token = sigterm.listen(self._seen.on_sigterm)
         self._close = weakref.finalize(self, _close, self._seen, token)
         self._close.atexit = False
 
@@ -72,7 +72,7 @@ class _Seen:
         self._peers, self._lock = peers, threading.Lock()
         self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
 
-    def notice(self) -> None:
+    def on_sigterm(self) -> None:
         """This process is to end."""
         if self._peers is None:
             self._note("this process: SIGTERM", is_of_other=False)

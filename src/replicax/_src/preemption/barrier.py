@@ -1,4 +1,4 @@
-"""``Gate``: what a task passes before each of its steps, and waits at while the others say how far they are."""
+"""``PreemptionBarrier``: each task waits here before a step while the tasks agree where to save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 
 
 @final
-class Gate:
+class PreemptionBarrier:
     """The rules of ``save_points.py``, for the thread that trains. What the controller says comes in another thread.
 
     Args:
@@ -31,14 +31,14 @@ class Gate:
         self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
         self._tell({"kind": "watching"})
 
-    def notice(self, text: str, *, is_final: bool) -> None:
+    def signal(self, text: str, *, is_final: bool) -> None:
         """This task is to end. From any thread; does not block.
 
         Args:
           text: Why.
           is_final: Whether all end after having saved, or go on.
         """
-        self._tell({"kind": "notice", "is_final": is_final, "text": text})
+        self._tell({"kind": "signal", "is_final": is_final, "text": text})
 
     def begin(self) -> bool:
         """Before a step. Waits, milliseconds, while the tasks agree after which step they save.

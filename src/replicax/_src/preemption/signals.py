@@ -13,19 +13,19 @@ POLL_S = 1.0
 
 
 @final
-class Notices:
-    """Calls ``on_notice`` with the reason, once, in a thread.
+class PreemptionSignals:
+    """Calls ``on_signal`` with the reason, once, in a thread.
 
     Args:
       config: What is watched.
-      on_notice: What is done then.
+      on_signal: What is done then.
 
     Raises:
       ContextError: SIGTERM is to be watched, and this is not the main thread.
     """
 
-    def __init__(self, config: TerminationConfig, on_notice: Callable[[str], None]):
-        self._on_notice = on_notice
+    def __init__(self, config: TerminationConfig, on_signal: Callable[[str], None]):
+        self._on_signal = on_signal
         self._lock = threading.Lock()
         self._has_come = False
         self._error: BaseException | None = None
@@ -62,7 +62,7 @@ class Notices:
             if self._has_come:
                 return
             self._has_come = True
-        self._on_notice(text)
+        self._on_signal(text)
 
     def _poll(self, watcher: Callable[[], bool]) -> None:
         while not self._must_end.is_set() and not self._has_come:
