@@ -1,12 +1,13 @@
-"""Runs as a script between a process and a command that it starts: the command, and all that it starts, end with it.
+"""The process guard: a script that runs a command for a parent process, and ends it and its children with the parent.
 
-``process_guard.py PARENT_PID FOLDER MARK COMMAND...`` runs COMMAND in a session of its own. Into the output that both
-share it writes lines that begin with MARK, wherever the output is: ``started PID`` or ``failed REASON``, and later
-``exited CODE TIME`` or ``killed SIGNAL TIME``, which follows all that the command has written. When the parent writes
-to its standard input or closes it, or is gone (``kill -9`` included), it kills what is left, removes FOLDER with the
-files in it (if FOLDER is not empty), writes ``gone`` and exits. On Linux nothing can escape: orphans of the command
-become children of this process, and the command dies if this process is killed. Elsewhere what has left the command's
-process group does escape. Standard library only: it starts in 20 ms.
+``process_guard.py PARENT_PID FOLDER MARK COMMAND...`` runs COMMAND in its own session. The guard and the command share
+an output, in which each line of the guard begins with MARK, even in the middle of a line. It writes ``started PID`` or
+``failed REASON``, and after all output of the command ``exited CODE TIME`` or ``killed SIGNAL TIME``. The guard ends
+when the parent writes to its standard input, closes it, or is gone (``kill -9`` included). Then it kills all remaining
+processes, removes FOLDER and its files (unless FOLDER is an empty string), writes ``gone`` and exits. On Linux no
+process can escape: orphans of the command become children of the guard, and the command dies if the guard is killed. On
+other systems a process that leaves the command's process group escapes. The script uses only the standard library, so
+that it starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _INPUT, _OUTPUT = 0, 1
 _POLL_MS = 250
 _SWEEP_TIMEOUT_S = 5.0
 _SWEEP_PAUSE_S = 0.005
-# The parent gets these when it is to end; it decides itself what becomes of the command.
+# The parent gets these signals too, and decides whether the command ends.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,21 +53,21 @@ def main() -> None:
         _remove(folder)
     if _can_tell():
         _tell("gone")
-    os._exit(0)  # or Popen would look for the command once more
+    os._exit(0)  # otherwise Popen would try to find the command again
 
 
 def _prepare_command(guard: int) -> None:
-    """In the command's process, before the command: no signal is ignored, and it dies with the guard."""
+    """Prepares the command's process before the command runs: restores signals, and makes it die with the guard."""
     for number in (*_IGNORED, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # it died before prctl
+    if os.getppid() != guard:  # the guard died before prctl
         os._exit(127)
 
 
 def _watch(pid: int, parent: int, wake: int) -> bool:
-    """Waits until the parent says so or is gone. Returns True if the command has ended by then."""
+    """Waits until the parent asks for the end or is gone. Returns True if the command has ended by then."""
     poller = select.poll()
     for descriptor in (_INPUT, wake):
         poller.register(descriptor, select.POLLIN)
@@ -82,7 +83,7 @@ def _watch(pid: int, parent: int, wake: int) -> bool:
 
 
 def _tell_if_ended(pid: int) -> bool:
-    """Returns True if the command has ended and the parent is told, which has to read what was written before."""
+    """Returns True if the command has ended and the parent was told. The parent must read all earlier output first."""
     ending = _ending(pid) if _can_tell() else None
     if ending is not None:
         _tell(ending)
@@ -90,7 +91,9 @@ def _tell_if_ended(pid: int) -> bool:
 
 
 def _ending(pid: int) -> str | None:
-    """How the command ended, and when. On Linux it stays a zombie: no other process gets its number."""
+    """Returns how and when the command ended; None while it runs. On Linux it stays a zombie, so its number is not
+    reused.
+    """
     if _IS_LINUX:
         seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is None:
@@ -106,10 +109,10 @@ def _ending(pid: int) -> str | None:
 
 
 def _sweep(pid: int, is_told: bool) -> None:
-    """Kills the command's group, and whatever of its descendants are left; tells how the command ended."""
+    """Kills the command's process group and all remaining descendants. Reports how the command ended."""
     deadline = time.monotonic() + _SWEEP_TIMEOUT_S
     if _IS_LINUX or not is_told:
-        with contextlib.suppress(OSError):  # nobody is left in it
+        with contextlib.suppress(OSError):  # the group is empty
             os.killpg(pid, signal.SIGKILL)
     ending = None
     while not is_told and ending is None and time.monotonic() < deadline:
@@ -126,7 +129,7 @@ def _sweep(pid: int, is_told: bool) -> None:
 def _sweep_children(deadline: float) -> None:
     while (children := _children()) and time.monotonic() < deadline:
         for child in children:
-            os.kill(child, signal.SIGKILL)  # not reaped yet, so it is there
+            os.kill(child, signal.SIGKILL)  # not reaped yet, so it still exists
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             if not _children():
                 return
@@ -134,14 +137,14 @@ def _sweep_children(deadline: float) -> None:
 
 
 def _remove(folder: str) -> None:
-    with contextlib.suppress(OSError):  # its maker may have removed it
+    with contextlib.suppress(OSError):  # the parent may have removed it
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))
         os.rmdir(folder)
 
 
 def _children() -> list[int]:
-    """This process's children, which after a death are also its descendants; Linux only, else none."""
+    """Returns this process's children, which include orphaned descendants. Returns none on systems other than Linux."""
     if not _IS_LINUX:
         return []
     found, here = [], str(os.getpid())
@@ -153,7 +156,7 @@ def _children() -> list[int]:
 
 
 def _wake_at_child_signals() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Returns a descriptor that becomes readable when a child ends."""
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
@@ -169,7 +172,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _can_tell() -> bool:
-    """Returns True if a write does not block: nobody may read the output now."""
+    """Returns True if a write would not block. It would if the parent does not read the output."""
     return bool(select.select([], [_OUTPUT], [], 0)[1])
 
 

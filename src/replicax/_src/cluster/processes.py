@@ -1,6 +1,6 @@
-"""``Process``: a command that runs on this machine for one task, watched, and gone when this process is.
+"""``Process``: a watched command for one task on this machine, which ends with this process.
 
-POSIX only. Each is started by a small process of its own, ``process_guard.py``, which outlives neither side.
+POSIX only. A process guard, ``process_guard.py``, starts each command and ends when either side ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Final
 from replicax._src.errors import ReplicaxError
 
 _GUARD: Final = str(Path(__file__).with_name("process_guard.py"))
-_START_TIMEOUT_S: Final = 60.0  # a guard takes 30 ms, if the machine is not busy
+_START_TIMEOUT_S: Final = 60.0  # a process guard takes 30 ms on an idle machine
 _CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_LINE_BYTES: Final = 1 << 16
 _MAX_REPORT_BYTES: Final = 1 << 12
@@ -36,17 +36,17 @@ class ProcessStartError(ReplicaxError, RuntimeError):
 
 
 class ProcessTimeoutError(ReplicaxError, TimeoutError):
-    """The process of a task did not end, or did not say what was waited for, in time."""
+    """The process of a task did not end in time, or did not write the expected output in time."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: it exited by itself with ``code``, or ``signal`` killed it; the other is None.
+    """The end of a process: it exited with ``code``, or ``signal`` killed it. The other one is None.
 
     Attributes:
-      code: What it exited with.
+      code: The exit code.
       signal: The number of the signal.
-      time: When, in seconds of ``time.monotonic``, which all processes of a machine share.
+      time: The time of the end on the clock of ``time.monotonic``, which all processes of a machine share.
     """
 
     code: int | None
@@ -59,7 +59,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would say: the code, or 128 and the signal."""
+        """The exit code as a shell reports it: the code, or 128 plus the signal."""
         return 128 + self.signal if self.signal is not None else self.code or 0
 
     def __str__(self) -> str:
@@ -69,25 +69,25 @@ class Ending:
 
 
 class Process:
-    """A command that runs as a process in a session of its own. It is running when this has been made.
+    """A command that runs as a process in its own session. The constructor starts it.
 
-    It ends with this process, also if that is killed by ``kill -9``; ``close`` ends it too. So do all processes that
-    it has started, on Linux without exception. Until ``close`` it keeps its number, so that no signal can reach
-    another process. Nothing is read from this process's standard input. From any thread.
+    It ends at ``close``, or with this process, even if ``kill -9`` kills this process. All processes that it has
+    started end with it, on Linux without exception. Its number stays reserved until ``close``, so that no signal can
+    reach another process. It does not read this process's standard input. Any thread may call the methods.
 
     Args:
       command: The program and its arguments.
-      environment: All its variables; None: this process's.
-      name: What messages call it: ``"worker 0"``.
-      directory: Where it runs; None: where this process does.
-      own_folder: A folder of files that are only for it. It is removed when it is closed, or when this process ends.
-      num_lines_kept: How many of its last lines ``lines`` has.
-      on_line: Called with each line of its output, standard error included, in a thread of its own. If it raises,
-        it is not called any more, and ``wait`` or ``close`` raises that.
-      on_end: Called in that thread when it has ended, and ``ending`` says how.
+      environment: All its variables; None: those of this process.
+      name: Its name in messages: ``"worker 0"``.
+      directory: Its working directory; None: that of this process.
+      own_folder: A folder with files only for this command. It is removed at ``close``, or when this process ends.
+      num_lines_kept: The number of its last lines in ``lines``.
+      on_line: Called in a separate thread with each line of its output, standard error included. If it raises, it is
+        not called again, and ``wait`` or ``close`` raises the error.
+      on_end: Called in that thread when the command has ended and ``ending`` is set.
 
     Raises:
-      ProcessStartError: There is no such program or directory, or no process could be made.
+      ProcessStartError: The program or directory does not exist, or no process could be created.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Process:
         self._has_started, self._has_ended = threading.Event(), threading.Event()
         self._start_failure = "its guard did not answer"
         self.pid = 0
-        mark = secrets.token_hex(8)  # before what the guard says, in the output of the command
+        mark = secrets.token_hex(8)  # precedes the guard's lines in the output of the command
         try:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), self._own_folder, mark, *command],
@@ -142,7 +142,7 @@ class Process:
 
     @property
     def ending(self) -> Ending | None:
-        """How it ended; None while it runs. All that it has written until then is in ``lines``."""
+        """The way in which it ended; None while it runs. ``lines`` is then complete."""
         return self._ending
 
     @property
@@ -156,33 +156,33 @@ class Process:
             return tuple(self._lines)
 
     def kill(self) -> None:
-        """Ends it at once, as ``kill -9`` does. What it has started goes on until ``close``."""
+        """Kills it at once, as ``kill -9`` does. Processes that it has started continue until ``close``."""
         self._send(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Asks it to end: SIGTERM."""
+        """Sends SIGTERM."""
         self._send(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Halts it, until ``resume``: SIGSTOP."""
+        """Sends SIGSTOP, which halts it until ``resume``."""
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets it go on: SIGCONT."""
+        """Sends SIGCONT, which lets it continue."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
-        """Sends a signal; of a process that has ended nothing is asked."""
+        """Sends a signal, unless the process has ended."""
         with self._lock:
             if self._ending is None and not self._is_closed:
-                with contextlib.suppress(ProcessLookupError):  # where an ended process is not kept
+                with contextlib.suppress(ProcessLookupError):  # on systems where an ended process disappears
                     os.kill(self.pid, number)
 
     def wait(self, timeout_s: float) -> Ending:
         """Waits until it has ended.
 
         Raises:
-          ProcessTimeoutError: It has not within ``timeout_s``. It goes on running.
+          ProcessTimeoutError: It has not ended within ``timeout_s``. It keeps running.
         """
         if not self._has_ended.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             raise ProcessTimeoutError(
@@ -193,14 +193,14 @@ class Process:
         return self._ending
 
     def close(self) -> None:
-        """Kills it and all that it has started, if they run, and waits until they are gone (5 ms; at most 10 s)."""
+        """Kills it and all processes that it has started, and waits until they are gone (5 ms; at most 10 s)."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError), self._guard.stdin as stdin:  # the guard may have ended
-            stdin.write(b"\n")  # closing it is not enough: a fork of this process may hold it
+            stdin.write(b"\n")  # closing is not enough: a fork of this process may keep it open
         try:
             self._guard.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -211,11 +211,11 @@ class Process:
         self._raise_error()
 
     def _remove_folder(self) -> None:
-        if self._own_folder:  # the guard has removed it, unless it was killed or has started nothing
+        if self._own_folder:  # the guard removes it, unless it was killed or did not start the command
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
     def statistics(self) -> dict[str, Any]:
-        """Its number, how many lines it has written, and how many of them are kept."""
+        """Returns its number, the number of lines that it has written, and the number that is kept."""
         with self._lock:
             return {"pid": self.pid, "num_lines": self._num_lines, "num_lines_kept": len(self._lines)}
 
@@ -233,13 +233,13 @@ class Process:
     # --- in the thread ------------------------------------------------------------------------------------
 
     def _read(self, mark: bytes) -> None:
-        """Reads lines, and between them what the guard says, until the guard has ended."""
+        """Reads the lines of the command and of its guard until the guard has ended."""
         output, held, is_over = self._guard.stdout, b"", False
-        line_end = re.compile(rb"(\r\n|\n|\r(?!\Z)|" + mark + rb"[^\n]*\n)")  # a lone \r is of a progress bar
+        line_end = re.compile(rb"(\r\n|\n|\r(?!\Z)|" + mark + rb"[^\n]*\n)")  # progress bars write a lone \r
         assert output is not None
         with output:
             while not is_over and (piece := output.read(_MAX_LINE_BYTES)):
-                *parts, held = line_end.split(held + piece)  # line, its end, line, its end, the rest
+                *parts, held = line_end.split(held + piece)  # alternating lines and line ends, then the rest
                 for line, end in zip(parts[::2], parts[1::2], strict=True):
                     if line or end in (b"\n", b"\r\n"):
                         self._deliver(line)
@@ -282,12 +282,12 @@ class Process:
         if self._on_line is not None:
             try:
                 self._on_line(text)
-            except BaseException as error:  # wait or close raises it; the output must be read all the same
+            except BaseException as error:  # wait or close raises it; the output must still be read
                 self._error, self._on_line = error, None
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Returns the name of a signal: ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -295,14 +295,14 @@ def signal_name(number: int) -> str:
 
 
 def shown_lines(lines: Sequence[str], num_lines: int = 10) -> str:
-    """The last lines of some output as the end of a message."""
+    """Returns the last lines of an output as the end of a message."""
     if not lines:
         return " It has written nothing."
     return " Its last lines:\n" + "\n".join(f"    {line}" for line in lines[-num_lines:])
 
 
 def resident_bytes(pid: int) -> int | None:
-    """The memory of a process that is in RAM, RSS; None if it has ended, or where /proc does not tell."""
+    """Returns the resident memory of a process (RSS); None if it has ended, or if /proc does not report it."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _page_bytes()
     except (OSError, ValueError, IndexError):

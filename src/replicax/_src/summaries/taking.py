@@ -1,4 +1,4 @@
-"""What is given to a summary, taken at the call: a value of the host, or a copy on the device that is fetched later."""
+"""Takes the value of a summary at the call: a host value, or a copy on the device that is fetched later."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from replicax._src.values import ArrayLike
 
 
 def check_place(what: str, name: str) -> None:
-    """Raises where a summary cannot be written: in functions that are traced, and in those that every replica runs.
+    """Raises in functions that cannot write summaries: traced functions, and functions that every replica runs.
 
     Raises:
-      ContextError: In a replica function, an ``rx.function``, a scheduled function, or one that JAX traces.
+      ContextError: The caller is in a replica function, an ``rx.function``, a scheduled function, or one that JAX
+        traces.
     """
     if in_replica_function() or current_capture() is not None or not jax_compat.is_evaluating():
         raise _misplaced(what, name)
@@ -39,13 +40,13 @@ def _misplaced(what: str, name: str) -> ContextError:
 
 
 def taken(value: Any, what: str, name: str) -> Any:
-    """``value`` as an array: NumPy's, JAX's, or a ``RemoteValue``.
+    """Returns ``value`` as a NumPy array, a JAX array, or a ``RemoteValue``.
 
-    Variables whose value is combined from the replicas when it is read are read here: all processes call this.
+    It reads variables whose value is combined from the replicas, so all processes must call it.
 
     Raises:
-      PerReplicaUseError: It has one component for each replica.
-      InvalidArgumentError: Parts of it are with other processes.
+      PerReplicaUseError: The value has one component per replica.
+      InvalidArgumentError: Other processes hold parts of the value.
     """
     if is_variable(value):
         value = value.value
@@ -68,13 +69,13 @@ def taken(value: Any, what: str, name: str) -> Any:
         ) from error
 
 
-_copy = jax.jit(jnp.copy)  # not jitted it takes 30 µs more (jax 0.10)
+_copy = jax.jit(jnp.copy)  # without jit it takes 30 µs more (jax 0.10)
 
 
 def fetching(value: Any) -> Callable[[], np.ndarray]:
-    """What gives a value that was ``taken`` on the host, later and on any thread.
+    """Returns a function that fetches a ``taken`` value to the host later, on any thread.
 
-    Of arrays there is a copy where they are, which nobody waits for: the next step may be given their memory.
+    It copies arrays on their devices without waiting, because the next step may reuse their memory.
     """
     if isinstance(value, RemoteValue):
         return lambda: np.asarray(value.fetch())
