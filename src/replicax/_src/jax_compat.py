@@ -792,7 +792,7 @@ def local_number(device: Any) -> int:
 
 
 def tpu_coordinates(devices: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Returns the coordinates of TPU devices, [tasks, devices of a task, 4]: (x, y, z, core). Slices are adjacent in x."""
+    """Returns coordinates of TPU devices, [tasks, devices of a task, 4]: (x, y, z, core). Slices are adjacent in x."""
     places = np.array([[(*device.coords, device.core_on_chip) for device in task] for task in devices])
     slices = np.array([[getattr(device, "slice_index", 0) for device in task] for task in devices])
     places[..., 0] += slices * (places[..., 0].max() + 1)

@@ -23,7 +23,7 @@ _HIDDEN_BELOW: Final = frozenset(
     {"absl", "cloudpickle", "etils", "flax", "grain", "ml_dtypes", "numpy", "opt_einsum", "optax", "optree"}
     | {"orbax", "pyarrow", "rich", "scipy", "tensorboardX", "tensorstore", "tree"}
 )
-# Called very often, or in places where Python expects no error.
+# These are called very often, or where Python expects no error.
 _NOT_WRAPPED: Final = frozenset(
     {"__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dir__", "__getattribute__", "__hash__"}
     | {

@@ -151,7 +151,7 @@ class Supervisor:
         ending = None if failed is None else self._processes[failed].ending
         if failed is not None and ending is not None and not self._signals:
             if ending.code == PREEMPTED_EXIT_CODE:
-                self._display.note(f"{failed} {ending}: it was to end, and has saved.")
+                self._display.note(f"{failed} {ending}: it was preempted, and has saved.")
             else:
                 self._show_failure(failed)
         for task in [task for task in self._processes if task not in kept]:
@@ -279,7 +279,7 @@ class Supervisor:
                 self._wait(lambda: not telling.is_alive(), _TOLD_AT_ONCE_S)
                 if telling.is_alive():
                     self._display.note(
-                        f"{failed} {self._processes[failed].ending}. Telling tasks of other hosts that come in the next "
+                        f"{failed} {self._processes[failed].ending}. Telling tasks of other hosts that start in the next "
                         f"{self._options.grace_s:g} s."
                     )
                     self._wait(lambda: not telling.is_alive(), self._options.grace_s)

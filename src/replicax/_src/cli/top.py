@@ -149,7 +149,7 @@ def request_of(said: str, environ: Mapping[str, str]) -> urllib.request.Request:
     """
     url = urllib.parse.urlsplit(said if "://" in said else f"http://{said}")
     if url.scheme not in ("http", "https") or not url.hostname or url.port == 0:
-        raise ValueError(f"{said!r} is no address of a status: write host:port, or http://host:port/")
+        raise ValueError(f"{said!r} is not the address of a status: write host:port, or http://host:port/")
     path = url.path if url.path.endswith("/") else f"{url.path}/"
     request = urllib.request.Request(f"{url.scheme}://{url.netloc}{path}status.json")
     shown = urllib.parse.parse_qs(url.query).get("token", [None])[0]
@@ -185,7 +185,9 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
         advice = "Is the program running, with a status address?"
         raise StatusUnavailable(f"{why} {advice}", is_over=is_over) from error
     except ValueError as error:
-        raise StatusUnavailable(f"What answers at {where} is no replicax coordinator.") from error
+        raise StatusUnavailable(
+            f"The program that answers at {where} is not a replicax coordinator."
+        ) from error
 
 
 # --- how it is shown --------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def _kubernetes(environ: MutableMapping[str, str]) -> PassedOver:
         return PassedOver("Kubernetes", "This is not a pod.")
     return PassedOver(
         "Kubernetes",
-        "This is a pod, and its environment does not say which pods form a cluster: set TF_CONFIG in the manifest, or "
+        "This is a pod, but its environment does not name the pods of a cluster: set TF_CONFIG in the manifest, or "
         "pass a KubernetesClusterResolver.",
     )
 

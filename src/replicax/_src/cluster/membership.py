@@ -177,7 +177,7 @@ def _leader_name(spec: ClusterSpec, jobs: Sequence[str]) -> str:
     job = next((job for job in jobs if _num_tasks(spec, job)), None)
     if job is None:
         raise TaskError(
-            f"The cluster{from_source(spec.source)} has neither a chief nor workers, so nobody leads: it has "
+            f"The cluster{from_source(spec.source)} has neither a chief nor workers, so no task leads: it has "
             f"{listed(spec.jobs)}. Add at least one worker."
         )
     return f"/job:{job}/replica:0/task:0"
@@ -266,7 +266,7 @@ def _check_leader(spec: ClusterSpec, leader: Task) -> None:
     address = spec.task_address(leader.type, leader.index)
     if not split_address(address)[1]:
         raise AddressError(
-            f"The address of {leader}{from_source(spec.source)} is {address!r}. Port 0 means that nobody connects there, and "
+            f"The address of {leader}{from_source(spec.source)} is {address!r}. Port 0 means that no task connects there, but "
             f"{leader} is the one that all others connect to: give it a port."
         )
 

@@ -54,7 +54,7 @@ def _check_library(path: str) -> None:
 
 
 def _size_variable(environ: Mapping[str, str]) -> str | None:
-    """Returns the variable with the number of processes: from Open MPI, MPICH and its derivatives, or srun --mpi=pmix."""
+    """Returns the variable with the number of processes from Open MPI, MPICH and derivatives, or srun --mpi=pmix."""
     for variable in (OPEN_MPI_SIZE, "PMI_SIZE"):
         if environ.get(variable):
             return variable

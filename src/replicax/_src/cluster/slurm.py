@@ -226,7 +226,7 @@ def _places(tasks_on: Mapping[str, int], distribution: str) -> list[tuple[str, i
         slots.sort(key=lambda slot: slot[0])  # stable: the hosts stay in order
     elif over_nodes not in ("block", "*", ""):
         raise ClusterEnvironmentError(
-            f"SLURM_DISTRIBUTION={distribution!r}: which rank is on which node is known for block and cyclic. Start "
+            f"SLURM_DISTRIBUTION={distribution!r} is not supported: the placement of ranks is known only for block and cyclic. Start "
             f"with srun --distribution=block, or set TF_CONFIG."
         )
     return [(host, number) for number, host in slots]

@@ -278,7 +278,7 @@ def _tasks_of(job: str, tasks: object, source: str) -> dict[int, str]:
     for _, address in indexed:
         if not isinstance(address, str):
             raise ClusterTypeError(
-                f"Task address {address!r} must be bytes or unicode{from_source(source)}: it is a "
+                f"Task address {address!r} must be bytes or unicode{from_source(source)}, but it is a "
                 f"{type(address).__name__}, in job {job!r}. Write it as a text, 'host:port'."
             )
     return dict(sorted(indexed))

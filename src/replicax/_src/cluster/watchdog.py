@@ -51,7 +51,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Wraps the first run of a program. Every socket that is opened meanwhile, by any thread, counts as collective."""
+        """Wraps the first run of a program. Every socket that any thread opens meanwhile counts as collective."""
         before = connections().keys()
         try:
             yield

@@ -32,9 +32,9 @@ def check_place(what: str, name: str) -> None:
 
 def _misplaced(what: str, name: str) -> ContextError:
     return ContextError(
-        f"The summary {what}({name!r}) was to be written at {user_line()}, in a function that is traced, or that every replica "
-        "runs (of strategy.run, rx.function, schedule, jax.jit; a train_step). Return the value from it, and write it where "
-        "that function is called: loss = strategy.reduce(rx.ReduceOp.SUM, strategy.run(step_fn, ...), axis=None); "
+        f"The summary {what}({name!r}) at {user_line()} is in a function that is traced, or that every replica runs (in "
+        "strategy.run, rx.function, schedule, jax.jit; a train_step). Return the value from that function, and write it in "
+        "its caller: loss = strategy.reduce(rx.ReduceOp.SUM, strategy.run(step_fn, ...), axis=None); "
         f"writer.{what}({name!r}, loss, step). In `fit`, write from a keras.callbacks.Callback."
     )
 
@@ -56,7 +56,7 @@ def taken(value: Any, what: str, name: str) -> Any:
         raise _misplaced(what, name)
     if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
         raise InvalidArgumentError(
-            f"The summary {what}({name!r}) got an array of which other processes have parts. Reduce or gather it first, in "
+            f"The summary {what}({name!r}) got an array with parts in other processes. Reduce or gather it first, in "
             "all processes: strategy.gather(value, axis=0)."
         )
     if isinstance(value, (jax.Array, RemoteValue)):
@@ -65,7 +65,7 @@ def taken(value: Any, what: str, name: str) -> Any:
         return np.asarray(value)
     except ValueError as error:
         raise InvalidArgumentError(
-            f"{what}({name!r}) got what is no array: {value!r:.200}: {error}."
+            f"{what}({name!r}) got something that is not an array: {value!r:.200}: {error}."
         ) from error
 
 

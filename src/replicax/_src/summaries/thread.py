@@ -103,8 +103,8 @@ class WritingThread:
 
     def _late(self, timeout_s: float) -> SummaryError:
         return SummaryError(
-            f"The summaries were not written after {timeout_s:g} s: {self._queue.qsize()} are waiting. One may be of a "
-            "scheduled function that has not run, or the disk is slow; flush() and close() wait longer with timeout_s."
+            f"The summaries were not written after {timeout_s:g} s: {self._queue.qsize()} are waiting. One may need a "
+            "scheduled function that has not run, or the disk is slow. flush() and close() wait longer with timeout_s."
         )
 
     # --- in the thread --------------------------------------------------------------------------------

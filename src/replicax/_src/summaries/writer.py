@@ -278,7 +278,7 @@ def _check_image(name: str, shape: tuple[int, ...], dtype: Any) -> None:
     if len(shape) != 4 or shape[-1] not in (1, 3, 4) or not is_color:
         raise InvalidArgumentError(
             f"image({name!r}) takes [n, height, width, 1, 3 or 4] of uint8, or of floats within 0 and 1, got "
-            f"{dtype}{list(shape)}. Of one picture give image[None]."
+            f"{dtype}{list(shape)}. For one image give image[None]."
         )
 
 

@@ -129,8 +129,8 @@ def _check_arguments(fn: Any, strategy: Strategy, args: Any) -> None:
     for leaf in jax.tree_util.tree_leaves(tuple(args), is_leaf=is_value):
         if isinstance(leaf, PerReplica) and not leaf.is_equal:
             raise InvalidArgumentError(
-                "check_against_one_device: args has a per-replica value, of which it is not known what one device would "
-                "have. Give rows of the batch in `batch`, and everything else whole."
+                "check_against_one_device: args has a per-replica value, which has no defined value on one device. Give rows "
+                "of the batch in `batch`, and replicated values in `args`."
             )
 
 
@@ -139,8 +139,8 @@ def _checked_batch(batch: Any) -> tuple[Any, int]:
     leaves, tree = jax.tree_util.tree_flatten(batch, is_leaf=lambda x: isinstance(x, DistributedValues))
     if any(isinstance(leaf, (DistributedValues, jax_compat.Tracer)) for leaf in leaves):
         raise InvalidArgumentError(
-            "check_against_one_device takes the global batch [global_batch, ...] before it is distributed, and cuts it "
-            "itself; got a distributed value. Give what the dataset yields, not what the distributed dataset does."
+            "check_against_one_device takes the global batch [global_batch, ...] before it is distributed, and splits it "
+            "itself; got a distributed value. Give an element of the dataset, not one of the distributed dataset."
         )
     arrays = list(map(as_array, leaves))
     rows = {array.shape[0] if array.ndim else 0 for array in arrays}
@@ -149,7 +149,7 @@ def _checked_batch(batch: Any) -> tuple[Any, int]:
         has_numbers = any(not array.ndim for array in arrays)
         raise InvalidArgumentError(
             f"check_against_one_device needs a batch of arrays [global_batch, ...] with one number of rows, at least 1; got "
-            f"shapes {shapes}. What has no rows belongs into args=(…).{_NUMBERS if has_numbers else ''}"
+            f"shapes {shapes}. Give values without rows in args=(…).{_NUMBERS if has_numbers else ''}"
         )
     return tree.unflatten(arrays), rows.pop()
 

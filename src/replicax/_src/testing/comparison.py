@@ -141,7 +141,7 @@ class Comparison:
     ) -> None:
         self._num_compared += 1
         shapes = [c.shape for c in components]
-        hint = f"Of shape {other.shape} on one device; the replicas' shapes {shapes} do not make that."
+        hint = f"The shape is {other.shape} on one device; the replicas' shapes {shapes} do not add up to it."
         self._append(kind, name, other.shape, _NOTHING_ALIKE, hint)
 
     def _compare_keys(self, name: str, components: Sequence[np.ndarray], other: np.ndarray) -> None:
@@ -176,7 +176,7 @@ class Comparison:
         num_hidden = max(self._ours.num_hidden, self._wanted.num_hidden)
         if num_hidden:
             self._not_compared.append(
-                f"{num_hidden} gradient(s), which are applied in a scan, loop or condition; the variables tell."
+                f"{num_hidden} gradient(s), which are applied in a scan, loop or condition; compare the variables instead."
             )
         ours, wanted = self._ours.gradients, self._wanted.gradients
         if [name for name, *_ in ours] != [name for name, *_ in wanted]:
@@ -209,8 +209,8 @@ class Comparison:
             assert known is not None
             if (mine and mine.new is None) or (other and other.new is None):
                 self._not_compared.append(
-                    f"variable {known.name!r}: it has one component per replica, and aggregation NONE does not say what "
-                    f"all of them are together."
+                    f"variable {known.name!r}: it has one component per replica, and aggregation NONE does not define a "
+                    f"common value."
                 )
                 continue
             self._compare_variable(known, _after(mine, known), _after(other, known))
@@ -259,7 +259,7 @@ def _is_inexact(array: np.ndarray) -> bool:
 
 
 def _as_one(components: Sequence[np.ndarray], shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the values of ``shape`` that the replicas' values may represent: a common value, a sum, a mean, or rows."""
+    """Returns the values of ``shape`` that the replicas' values may represent: their common value, sum, mean, or rows."""
     values = [wide(c) for c in components]
     if all(c.shape == shape for c in components):
         total = sum(values[1:], values[0])

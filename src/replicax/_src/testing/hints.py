@@ -59,8 +59,8 @@ def hint_for(
         return _nan(facts)
     if is_local_mean and facts.is_uneven:
         return (
-            f"Each replica took the mean over its own rows {facts.rows}, and they do not have equally many: means of "
-            f"replicas neither add up nor average to the mean of the batch. {_ADVICE}"
+            f"Each replica took the mean over its own rows {facts.rows}, whose numbers differ. The replicas' means neither "
+            f"add up nor average to the mean of the batch. {_ADVICE}"
         )
     known = _count(facts, found.factor) if is_count else _known_factor(facts, found.factor, is_state)
     if known:
