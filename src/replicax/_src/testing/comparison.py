@@ -259,7 +259,7 @@ def _is_inexact(array: np.ndarray) -> bool:
 
 
 def _as_one(components: Sequence[np.ndarray], shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the values of ``shape`` that the replicas' values may represent: their common value, sum, mean, or rows."""
+    """Returns the values of ``shape`` that the replicas' values may represent: a common value, sum, mean, or rows."""
     values = [wide(c) for c in components]
     if all(c.shape == shape for c in components):
         total = sum(values[1:], values[0])
