@@ -119,7 +119,7 @@ def test_a_real_step_is_run(doctor, capsys):
 def test_waiting_and_testing_are_two_calls(doctor, capsys):
     with pytest.raises(SystemExit):
         main(["doctor", "--test", "--wait", "5"])
-    assert "Say with --test-timeout how long it waits" in capsys.readouterr().err
+    assert "Set its time limit with --test-timeout" in capsys.readouterr().err
 
 
 def test_the_cluster_is_a_table(doctor, free):
@@ -346,7 +346,7 @@ def test_unknown_addresses_are_not_reported(doctor, free, monkeypatch):
     [
         ("{", "TF_CONFIG is not JSON"),
         (config_of("a:1", "b:1", index=2), "The `task_id` 2 exceeds the maximum id of worker"),
-        (config_of("a:1", "a:1"), "stands 2 times in the cluster"),
+        (config_of("a:1", "a:1"), "occurs 2 times in the cluster"),
     ],
 )
 def test_a_malformed_tf_config(doctor, config, says):

@@ -370,7 +370,7 @@ def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     result = launch("--workers", 2, "--checkpoint-dir", folder, path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(f"worker 1 | saves in {folder} {folder}/.compiled/") == 4
-    assert result.stderr.count("exited with code 42: it was to end, and has saved.") == 3
+    assert result.stderr.count("exited with code 42: it was preempted, and has saved.") == 3
     assert result.stderr.count("Starting all tasks again; this restart is not counted.") == 3
     assert "the first to fail" not in result.stderr
 
@@ -713,7 +713,7 @@ def test_missing_gpus_raise(tmp_path, monkeypatch, capsys, num_gpus, own, says):
         (["--hosts", "a,b", "--workers", "2", __file__], "one worker on each host"),
         (["--hosts", "a,b", "--max-restarts", "1", __file__], "--max-restarts needs --task-index"),
         (["--hosts", "a,,b", __file__], "it has no host"),
-        (["--hosts", "a,a", __file__], "stands 2 times"),
+        (["--hosts", "a,a", __file__], "occurs 2 times"),
         (["--hosts", "a", "--hosts-file", "f", __file__], "not allowed with"),
         (["--hosts-file", "no/such/file", __file__], "--hosts-file cannot be read"),
     ],
@@ -805,5 +805,5 @@ def test_the_status_address_may_be_chosen(script):
 def test_status_needs_a_coordinator(script, arguments):
     result = launch(*arguments, "--status", script("print('runs')"))
     assert result.returncode == 2
-    assert "--status is of a coordinator" in result.stderr
+    assert "--status needs a coordinator" in result.stderr
     assert "runs" not in result.stdout

@@ -106,7 +106,7 @@ def test_a_script_of_several_workers(tmp_path):
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert (facts["num_replicas"], facts["rows_per_replica"]) == (8, 4)
-    assert "are not waited for" in done.stderr
+    assert "does not wait for the other workers" in done.stderr
 
 
 @pytest.mark.long

@@ -116,9 +116,9 @@ def test_address_may_come_from_the_environment(server, capsys, monkeypatch):
     ("arguments", "message"),
     [
         ([], "which coordinator? Give the address of its status, or set REPLICAX_STATUS_ADDRESS"),
-        (["ftp://host/"], "'ftp://host/' is no address of a status: write host:port"),
+        (["ftp://host/"], "'ftp://host/' is not the address of a status: write host:port"),
         (["host:99999"], "Port out of range"),
-        (["--interval", "0"], "'0' is not a number of seconds of at least 0.1: who asks all the time"),
+        (["--interval", "0"], "'0' is not a number of seconds of at least 0.1: frequent requests"),
     ],
 )
 def test_invalid_options_raise(capsys, arguments, message):

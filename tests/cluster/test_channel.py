@@ -337,7 +337,7 @@ def test_wait_for_a_living_member_is_logged_and_ends_in_time(caplog):
         first.begin(1, "#0 f")
         assert first.wait_for_failure(PATIENCE_S) is not None
         assert second.wait_for_failure(PATIENCE_S) is not None  # it cannot go on either
-        waited = "s in its program number 1, #0 f, for worker 1, which has not come to it"
+        waited = "s in its program number 1, #0 f, for worker 1, which has not reached it"
         at = "test_channel.py"
         for channel in (first, second):
             with pytest.raises(PeerFailureError) as caught:
@@ -346,7 +346,7 @@ def test_wait_for_a_living_member_is_logged_and_ends_in_time(caplog):
             for said in (waited, "after its program number 0, #0 f, for ", at, "timeout_seconds"):
                 assert said in str(caught.value)
     assert re.search("worker 0 has waited [1234] s in its program number 1", caplog.text)
-    assert "It goes on waiting for 5 s" in caplog.text
+    assert "It fails after 5 s" in caplog.text
 
 
 def test_no_process_listens():
@@ -360,7 +360,7 @@ def test_no_process_listens():
     ("number", "names", "says"),
     [
         (1, NAMES[:2], "belongs to another cluster, worker 0 at 127.0.0.1:"),
-        (0, NAMES, "another process is worker 0"),
+        (0, NAMES, "another process is already worker 0"),
     ],
 )
 def test_foreign_task_is_rejected(number, names, says):
@@ -514,5 +514,5 @@ def test_waiting_is_logged(caplog):
             channel.gather("start", 1, 3.0, what="for all tasks to start", every_s=0.5)
         channel.leave()
     assert caught.value.tasks == ("worker 0", "worker 1")
-    assert 2 <= caplog.text.count("worker 2 waits since") <= 6
+    assert 2 <= caplog.text.count("worker 2 has been waiting") <= 6
     assert "worker 0 (has not come), worker 1 (has not come)" in caplog.text

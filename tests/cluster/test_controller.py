@@ -113,7 +113,7 @@ def test_silent_member_is_lost():
 def test_task_is_one_process_and_joins_once():
     controller = controller_with(0, 1)
     refusal = controller.join(1, now=1.0)
-    assert "another process is worker 1 already" in refusal.text
+    assert "another process is already worker 1" in refusal.text
     assert not refusal.is_temporary
     assert not controller.is_broken
     controller.disconnect(1, now=1.0)

@@ -52,7 +52,7 @@ def test_invalid_environments(tmp_path, pem):
     refused_environment({"REPLICAX_TLS_CERTIFICATE": pem}, "given alone", "certificate_file")
     refused_environment({"REPLICAX_TLS_CA": str(tmp_path / "none")}, "cannot be read", "REPLICAX_TLS_CA")
     (tmp_path / "der").write_bytes(b"0\x82")
-    refused_environment({"REPLICAX_TLS_CA": str(tmp_path / "der")}, "no PEM file", "REPLICAX_TLS_CA")
+    refused_environment({"REPLICAX_TLS_CA": str(tmp_path / "der")}, "not a PEM file", "REPLICAX_TLS_CA")
 
 
 def test_the_error_does_not_tell_the_token():
@@ -85,12 +85,12 @@ def test_other_servers_need_a_token_or_mutual_tls(address, pem):
         InvalidArgumentError,
         lambda: Credentials().check_server(address),
         address,
-        "open to everybody",
+        "accept everybody",
         "REPLICAX_TOKEN",
         "REPLICAX_TLS_CA",
     )
     certificate_alone = Credentials(certificate_file=pem, key_file=pem)
-    message(InvalidArgumentError, lambda: certificate_alone.check_server(address), "open to everybody")
+    message(InvalidArgumentError, lambda: certificate_alone.check_server(address), "accept everybody")
     Credentials(token="secret").check_server(address)
     Credentials(ca_file=pem, certificate_file=pem, key_file=pem).check_server(address)
 

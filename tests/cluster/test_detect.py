@@ -127,7 +127,7 @@ def test_inner_launcher_of_one_process_is_chosen():
 @pytest.mark.parametrize(
     ("environ", "name", "why"),
     [
-        (SLURM_JOB, "Slurm", "in no step of it: srun starts one"),
+        (SLURM_JOB, "Slurm", "not in a step: srun starts one"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, "Slurm", "one task"),
         ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, "SageMaker", "one host"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes", "set TF_CONFIG in the manifest"),

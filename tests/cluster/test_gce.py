@@ -126,7 +126,7 @@ def test_an_answer_that_is_an_error():
         found.cluster_spec,
         "PermissionError: compute.instances.get",
         "'test-instance-group'",
-        "may the service account read instances",
+        "the service account may read instances",
     )
 
 

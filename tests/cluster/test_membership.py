@@ -196,7 +196,7 @@ def test_repeated_address():
     message(
         errors.AddressError,
         lambda: member(cluster, "worker", 0, "TF_CONFIG"),
-        "'a:2222' stands 2 times",
+        "'a:2222' occurs 2 times",
         "TF_CONFIG",
         "chief 0 and worker 1",
         "another port",

@@ -30,7 +30,7 @@ def test_the_path_of_the_library(tmp_path):
     library = tmp_path / "libmpiwrapper.so"
     environ = {**OPEN_MPI, "MPITRAMPOLINE_LIB": str(library)}
     says = message(errors.ClusterEnvironmentError, lambda: check_mpi(environ, 2))
-    assert f"MPITRAMPOLINE_LIB='{library}' is no file" in says
+    assert f"MPITRAMPOLINE_LIB='{library}' is not a file" in says
     library.touch()
     check_mpi(environ, 2)
 

@@ -294,6 +294,30 @@ def test_close_ends_it_also_while_nobody_reads_its_output():
     assert not any(map(is_there, (process.pid, *children())))
 
 
+def test_lines_are_not_cut_by_the_start():
+    """The command writes more than a pipe holds while its guard reports that it has started."""
+    for _ in range(10):
+        with python(
+            "print('x' * 79 + '\\n' * 1, end='') or [print('y' * 79) for _ in range(10_000)]",
+            num_lines_kept=20_000,
+        ) as process:
+            process.wait(LIMIT_S)
+            assert {len(line) for line in process.lines} == {79}
+
+
+@pytest.mark.parametrize("num_forks", [1, 3])
+def test_end_is_noticed_while_its_children_write(num_forks):
+    forks = (
+        "import os, sys, time\n"
+        + f"for _ in range({num_forks}):\n    if not os.fork():\n        while True: print('x' * 70)\n"
+    )
+    with python(forks + "time.sleep(0.1)") as process:
+        started = time.monotonic()
+        process.wait(LIMIT_S)
+        assert time.monotonic() - started < 3
+    assert process.ending.code == 0
+
+
 @ON_LINUX
 def test_pid_is_not_reused_before_close():
     with python("") as process:

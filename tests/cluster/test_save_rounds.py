@@ -36,9 +36,9 @@ class Tasks:
 
     # Possible events. Each returns whether it happened.
 
-    def notice(self, number, is_final):
+    def signal(self, number, is_final):
         if self.ended[number] is None:
-            self.say(number, {"kind": "notice", "is_final": is_final, "text": "SIGTERM"})
+            self.say(number, {"kind": "signal", "is_final": is_final, "text": "SIGTERM"})
         return True
 
     def to_controller(self, number):
@@ -103,8 +103,8 @@ class Tasks:
 def happenings(num_tasks):
     who = st.integers(0, num_tasks - 1)
     steady = st.tuples(st.sampled_from(["to_controller", "from_controller", "go_on", "go_on", "go_on"]), who)
-    notice = st.tuples(st.just("notice"), who, st.booleans())
-    return st.lists(st.one_of(steady, steady, steady, notice), max_size=120)
+    signal = st.tuples(st.just("signal"), who, st.booleans())
+    return st.lists(st.one_of(steady, steady, steady, signal), max_size=120)
 
 
 @examples(400, short=150)
@@ -126,9 +126,9 @@ def test_all_save_after_the_same_step_and_none_waits_forever(case, num_steps):
     assert all(saves == tasks.saves[0] for saves in tasks.saves)
     finals = [is_final for _, is_final in tasks.saves[0]]
     assert not any(finals[:-1])
-    noticed = [is_final for what, *_, is_final in happening if what == "notice"]
-    assert len(tasks.saves[0]) <= len(noticed)
-    assert not any(finals) or any(noticed)
+    signaled = [is_final for what, *_, is_final in happening if what == "signal"]
+    assert len(tasks.saves[0]) <= len(signaled)
+    assert not any(finals) or any(signaled)
 
 
 @examples(300, short=100)
@@ -139,7 +139,7 @@ def test_all_save_after_the_same_step_and_none_waits_forever(case, num_steps):
 def test_death_of_one_ends_the_wait_of_all(case, at):
     num_tasks, happening, victim = case
     tasks = Tasks(num_tasks, 1000)
-    tasks.notice(0, is_final=True)
+    tasks.signal(0, is_final=True)
     for what, *who in happening[:at]:
         getattr(tasks, what)(*who)
     tasks.die(victim)
@@ -153,7 +153,7 @@ def test_death_of_one_ends_the_wait_of_all(case, at):
 def test_steps_resume_when_a_pause_ends():
     points = SavePoints()
     assert points.begin() is AtPoint.RUN
-    assert points.receive({"kind": "hold", "round": 1}) == {"kind": "held", "round": 1, "started": 1}
+    assert points.receive({"kind": "pause", "round": 1}) == {"kind": "paused", "round": 1, "started": 1}
     assert points.begin() is AtPoint.WAIT
     points.receive({"kind": "resume", "round": 1})
     assert points.begin() is AtPoint.RUN
@@ -163,18 +163,18 @@ def test_no_task_pauses_before_all_watch():
     """A member that cannot answer would keep all others waiting."""
     tasks = Tasks(2, 5)
     tasks.to_controller(0)
-    tasks.notice(0, is_final=True)
+    tasks.signal(0, is_final=True)
     tasks.to_controller(0)
     assert [message["kind"] for message in tasks.down[0]] == ["preempted"]
     tasks.to_controller(1)
-    assert [message["kind"] for message in tasks.down[0]] == ["preempted", "hold"]
+    assert [message["kind"] for message in tasks.down[0]] == ["preempted", "pause"]
 
 
 def test_task_that_stopped_watching_delays_no_other():
     tasks = Tasks(2, 5)
     for number in (0, 1):
         tasks.to_controller(number)
-    tasks.notice(0, is_final=True)
+    tasks.signal(0, is_final=True)
     tasks.say(1, {"kind": "closed"})
     tasks.to_controller(0)
     tasks.from_controller(0)
@@ -189,7 +189,7 @@ def test_final_signal_overrides_one_that_is_not_final():
     """This also holds while both wait until all watch."""
     rounds = SaveRounds(1)
     for is_final in (True, False):
-        rounds.receive(0, {"kind": "notice", "is_final": is_final, "text": "SIGTERM"})
-    assert [m["kind"] for _, m in rounds.receive(0, {"kind": "watching"})] == ["hold"]
-    ((_, stop),) = rounds.receive(0, {"kind": "held", "round": 1, "started": 3})
+        rounds.receive(0, {"kind": "signal", "is_final": is_final, "text": "SIGTERM"})
+    assert [m["kind"] for _, m in rounds.receive(0, {"kind": "watching"})] == ["pause"]
+    ((_, stop),) = rounds.receive(0, {"kind": "paused", "round": 1, "started": 3})
     assert (stop["after"], stop["is_final"]) == (3, True)

@@ -71,17 +71,17 @@ def test_hostlists(hostlist, hosts):
 @pytest.mark.parametrize(
     ("hostlist", "says"),
     [
-        ("", "nothing stands"),
-        ("n1,", "nothing stands"),
-        ("n1,,n2", "nothing stands"),
-        ("n[1-", "'n[1-' is no host"),
-        ("n1]", "'n1]' is no host"),
-        ("n[[1]]", "no host or range"),
+        ("", "is empty"),
+        ("n1,", "is empty"),
+        ("n1,,n2", "is empty"),
+        ("n[1-", "'n[1-' is not a host"),
+        ("n1]", "'n1]' is not a host"),
+        ("n[[1]]", "not a host or range"),
         ("n[3-1]", "'3-1' goes backwards"),
         ("n[1-2-3]", "'1-2-3' is neither a number nor a range"),
         ("n[]", "'' is neither a number nor a range"),
         ("n[a-c]", "'a-c' is neither"),
-        ("n 1", "'n 1' is no host"),
+        ("n 1", "'n 1' is not a host"),
     ],
 )
 def test_malformed_hostlists(hostlist, says):

@@ -148,9 +148,9 @@ def test_brackets_are_not_doubled():
         ("a:²", "'²' is not a port"),
         ("::1:2222", "brackets"),
         ("grpc://a:1", "scheme"),
-        ("a b:1", "'a b' is no host"),
-        ("a,b:1", "'a,b' is no host"),
-        ("a/b:1", "'a/b' is no host"),
+        ("a b:1", "'a b' is not a host"),
+        ("a,b:1", "'a,b' is not a host"),
+        ("a/b:1", "'a/b' is not a host"),
     ],
 )
 def test_invalid_addresses(address, says):

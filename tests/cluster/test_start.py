@@ -83,7 +83,7 @@ def test_the_service_of_an_earlier_run_is_waited_for():
     members = [Channel(member_of(number, *addresses), Security()) for number in range(2)]
     for member in members:
         member.connect(time.monotonic() + 60)
-    says = [f"worker 0 cannot listen at its own address {addresses[0]}", "an earlier run of this one"]
+    says = [f"worker 0 cannot listen at its own address {addresses[0]}", "an earlier run"]
     message(ClusterStartError, lambda: service(60), *says)  # nobody is gone: it is not ending
     members[0].leave()
     assert members[1].wait_for_failure(60) is not None

@@ -168,7 +168,7 @@ def test_repeated_key():
     message(
         errors.ClusterEnvironmentError,
         resolver(text).cluster_spec,
-        '"chief" stands 2 times',
+        '"chief" occurs 2 times',
         "TF_CONFIG",
         '"chief": ["a:1"], "chief": ["b:1"]',
     )
@@ -243,7 +243,7 @@ def test_task_is_incomplete(task):
         (
             {"cluster": {"worker": ["a:1", "a:1"]}, "task": {"type": "worker", "index": 1}},
             errors.AddressError,
-            ["'a:1' stands 2 times", "worker 0 and worker 1"],
+            ["'a:1' occurs 2 times", "worker 0 and worker 1"],
         ),
         (
             {"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker", "index": 0}},

@@ -107,6 +107,6 @@ def test_invalid_host():
     message(
         errors.AddressError,
         lambda: membership_of(resolver(MASTER_ADDR="a b")),
-        "'a b' is no host",
+        "'a b' is not a host",
         "torchrun",
     )

@@ -84,10 +84,10 @@ def test_wait_for_a_living_worker_is_logged_and_continues(local_cluster):
     said = [line for line in waiting if "has waited" in line and "in its program number 21" in line]
     assert 1 <= len(said) <= 3, waiting  # each time it has waited twice as long
     assert re.search(r"worker 0 has waited \d s in its program number 21", said[0])
-    assert "for worker 1, which has not come to it" in said[0]
+    assert "for worker 1, which has not reached it" in said[0]
     assert "program.py" in said[0]
     assert "in loading_a_table" in said[0]
-    assert "It goes on waiting for 6 s" in said[0]
+    assert "It fails after 6 s" in said[0]
     assert not any("has waited" in line and "program number 21" in line for line in away)
 
 

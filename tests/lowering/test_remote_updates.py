@@ -71,8 +71,8 @@ def without_decay_of_biases(optimizer):
     return optimizer
 
 
-def trained(strategy, make_optimizer, run, steps=4, pieces=None):
-    """The loss after some steps, and all variables of model and optimizer; ``pieces`` gets the number of pieces of
+def trained(strategy, make_optimizer, run, steps=4, num_shards=None):
+    """The loss after some steps, and all variables of model and optimizer; ``num_shards`` gets the number of shards of
     each."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
@@ -96,8 +96,8 @@ def trained(strategy, make_optimizer, run, steps=4, pieces=None):
 
     for _ in range(steps):
         loss = run(step, X, Y)
-    if pieces is not None:
-        pieces |= {v.path: len(v._value.shards) for v in model.trainable_variables}
+    if num_shards is not None:
+        num_shards |= {v.path: len(v._value.shards) for v in model.trainable_variables}
     return [np.asarray(loss), *(np.asarray(v.value) for v in [*model.variables, *optimizer.variables])]
 
 
@@ -119,11 +119,11 @@ def cases():
 
 @pytest.mark.parametrize(("name", "is_sharded"), list(cases()))
 def test_optimizer_on_servers_equals_one_device(name, is_sharded, caplog):
-    strategy, pieces = servers(2, FixedShardsPartitioner(3) if is_sharded else None), {}
+    strategy, num_shards = servers(2, FixedShardsPartitioner(3) if is_sharded else None), {}
     expected = trained(rx.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name], lambda fn, *args: fn(*args))
-    found = trained(strategy, OPTIMIZERS[name], strategy.run_here, shards=pieces)
+    found = trained(strategy, OPTIMIZERS[name], strategy.run_here, num_shards=num_shards)
     kept_whole = KEPT_WHOLE.get(name, ()) if is_sharded else {"kernel", "bias"}
-    assert pieces == {path: 1 if path.split("/")[-1] in kept_whole else 3 for path in pieces}
+    assert num_shards == {path: 1 if path.split("/")[-1] in kept_whole else 3 for path in num_shards}
     records = [
         r for r in caplog.records if "on one server, unsharded: 'sequential/dense/kernel'" in r.getMessage()
     ]

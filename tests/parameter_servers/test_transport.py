@@ -456,7 +456,7 @@ def test_client_with_a_token_rejects_a_server_without_it():
 
 
 def test_server_without_credentials_does_not_listen_on_all_interfaces():
-    message(InvalidArgumentError, lambda: echo_server("0.0.0.0:0", Credentials()), "open to everybody")
+    message(InvalidArgumentError, lambda: echo_server("0.0.0.0:0", Credentials()), "accept everybody")
 
 
 @needs_ipv6

@@ -265,14 +265,14 @@ def test_manager_is_used_unchanged(tmp_path):
         ),
         (
             lambda handler, checkpoint, folder: handler(None, checkpoint, folder, {"grace_period": 3}),
-            "is an rx.experimental.TerminationConfig",
+            "must be an rx.experimental.TerminationConfig",
         ),
         (
             lambda handler, checkpoint, folder: handler("worker", checkpoint, folder),
             "strategy.cluster_resolver",
         ),
-        (lambda *_: Config(grace_period=-1), "grace_period is a number of seconds"),
-        (lambda *_: Config(exit_fn=42), "exit_fn is a function"),
+        (lambda *_: Config(grace_period=-1), "grace_period must be a number of seconds"),
+        (lambda *_: Config(exit_fn=42), "exit_fn must be a function"),
     ],
 )
 def test_bad_arguments(tmp_path, make, text):

@@ -111,7 +111,7 @@ def test_folder_that_is_not_a_path_raises():
 
 def test_one_trace_at_a_time_and_python_calls_only_if_requested(tmp_path):
     with rx.profile(tmp_path / "without"):
-        with pytest.raises(ContextError, match=r"inside of rx\.profile"):
+        with pytest.raises(ContextError, match=r"inside rx\.profile"):
             with rx.profile(tmp_path / "inner"):
                 pass
     with rx.profile(tmp_path / "with", python=True) as profile:

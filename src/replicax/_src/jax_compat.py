@@ -1,6 +1,6 @@
-"""The only file that knows JAX's versions or names outside its public API, but for ``coordination.py``.
+"""The only file besides ``coordination.py`` that depends on JAX's version or its private names.
 
-It holds small functions with stable meanings; the rest of replicax calls these.
+It holds small functions with stable meanings for the rest of replicax.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from replicax._src.jax_compat_names import check_names
 
-check_names()  # an import below would name one name, and no version
+check_names()  # a failed import below would name one name, and no version
 
 import jax
 import jax.core
@@ -49,7 +49,7 @@ from replicax._src.user_code import PACKAGE, UNKNOWN, is_user_code
 if TYPE_CHECKING:
 
     class Device(Protocol):
-        """A JAX device, as type checkers shall see it."""
+        """A JAX device for type checkers."""
 
         platform: str
         id: int
@@ -73,15 +73,15 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 # JAX's own errors and profiles then name the user's lines, not ours.
 source_info_util.register_exclusion(PACKAGE)
 
-# jax 0.12 has one class for both; 0.10 and 0.11 have two, for which we ask as long as they are supported.
+# jax 0.12 has one class for both; 0.10 and 0.11 have two. This goes once they are no longer supported.
 _ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
 
-# Elementwise operations that jax 0.10 does not have; 0.12 differentiates tanh to the first.
+# Elementwise operations that jax 0.10 lacks. The derivative of tanh uses the first in 0.12.
 NEWER_ELEMENTWISE = frozenset({"one_minus_square", "log2", "polynomial"})
 
 
 def put_parts(shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: Any) -> jax.Array:
-    """The array of a shape with ``parts`` on this process's devices of ``sharding``, in the mesh's order.
+    """Returns the array of a shape with ``parts`` on this process's devices of ``sharding``, in the mesh's order.
 
     ``make_array_from_callback`` does the same with more checks in Python: 34 µs for two arrays on two devices where
     this takes 18, and ``device_put`` 78 (jax 0.10).
@@ -100,12 +100,12 @@ def _placed(shape: tuple[int, ...], dtype: Any, sharding: Any) -> tuple[Any, lis
 
 
 def backend_started() -> bool:
-    """Whether JAX has started a backend in this process. No public name tells (jax#23320, open; jax 0.10 to 0.12)."""
+    """Returns True if JAX has started a backend. There is no public name for it (jax#23320, open; jax 0.10 to 0.12)."""
     return _xla_bridge.backends_are_initialized()
 
 
 def has_several_cpu_devices() -> bool:
-    """Whether JAX's backend makes several virtual CPU devices in this process, or will when it starts."""
+    """Returns True if JAX's backend has several virtual CPU devices in this process, or will have when it starts."""
     num_devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     return num_devices > 1 or "xla_force_host_platform" in os.environ.get("XLA_FLAGS", "")
 
@@ -133,7 +133,7 @@ def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
 
 
 def rebuild(jaxpr: Any, *, invars=None, outvars=None, eqns=None, keep_constvars: bool = True) -> Any:
-    """A jaxpr with some parts replaced."""
+    """Returns a jaxpr with some parts replaced."""
     changes: dict[str, Any] = {"debug_info": jaxpr.debug_info.with_unknown_names()}
     if invars is not None:
         changes["invars"] = list(invars)
@@ -156,12 +156,12 @@ def eval_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def default_platform() -> str:
-    """What programs are exported for, to run on the default devices of this process."""
+    """Returns the export platform of the default devices of this process."""
     return export_platform(jax.local_devices()[0])
 
 
 def export_platform(device: Any) -> str:
-    """The same for a device: ``cuda`` or ``rocm``, where its platform is ``gpu``."""
+    """Returns the export platform of a device: ``cuda`` or ``rocm`` if its platform is ``gpu``."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
@@ -170,13 +170,13 @@ def export_platform(device: Any) -> str:
 def export(
     fn: Callable[..., Sequence[Any]], avals: Sequence[Any], platforms: Sequence[str], name: str
 ) -> bytes:
-    """``fn`` as StableHLO, to be loaded elsewhere; ``fn`` takes and gives arrays."""
+    """Exports ``fn``, which takes and returns arrays, as StableHLO for another process."""
     fn.__name__ = fn.__qualname__ = re.sub(r"\W", "_", name)
     return bytes(jax.export.export(jax.jit(fn), platforms=tuple(platforms))(*avals).serialize())
 
 
 def without_dead_code(jaxpr: Any) -> tuple[Any, list[bool]]:
-    """A jaxpr that computes only what its results need, at any depth; and which of its operands that takes."""
+    """Removes dead code at any depth. Returns the jaxpr, and True for each operand that it still uses."""
     reduced, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return reduced, list(used)
 
@@ -187,8 +187,8 @@ def bind_equation(
     """Evaluates one equation, keeping the user's file and line for errors and HLO.
 
     Args:
-      params: In place of its own.
-      mesh: An abstract mesh, in place of the one that it was made under.
+      params: Replaces the parameters of the equation.
+      mesh: An abstract mesh that replaces the mesh of the equation's trace.
     """
     if params is not None:
         eqn = eqn.replace(params=params)
@@ -203,13 +203,13 @@ def bind_equation(
 
 
 def equation_line(eqn: Any) -> str:
-    """``file:line in function`` of the user's code that made an equation."""
+    """Returns ``file:line in function`` of the user's code that made an equation."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     for is_named in (
         is_user_code,
         lambda file: not file.startswith((PACKAGE, _JAX)),
-    ):  # or a library's, such as optax
+    ):  # or the code of a library, such as optax
         for frame in frames:
             if is_named(frame.file_name):
                 return f"{frame.file_name}:{frame.line_num} in {frame.function_name.rsplit('.', 1)[-1]}"
@@ -217,7 +217,7 @@ def equation_line(eqn: Any) -> str:
 
 
 def is_differentiated(eqn: Any) -> bool:
-    """Whether an equation was made while JAX differentiated a function (``jax.grad`` and kin)."""
+    """Returns True if an equation was made while JAX differentiated a function (``jax.grad`` and similar)."""
     stack = str(eqn.source_info.name_stack)
     return "jvp(" in stack or "transpose(" in stack
 
@@ -228,7 +228,7 @@ def is_transposed(eqn: Any) -> bool:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """The numbers of constants and carries of a scan equation."""
+    """Returns the numbers of constants and carries of a scan equation."""
     if "num_consts" in eqn.params:  # jax 0.10
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -236,17 +236,17 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def while_counts(eqn: Any) -> tuple[int, int]:
-    """The numbers of constants of the condition and of the body of a while equation."""
+    """Returns the numbers of constants of the condition and of the body of a while equation."""
     return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    """Returns True if a parameter of an equation is a jaxpr, open or closed."""
     return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
 
 
 def sub_jaxprs(eqn: Any) -> list[Any]:
-    """All jaxprs in an equation's parameters, closed or open, as they stand there."""
+    """Returns all jaxprs in an equation's parameters, closed or open, unchanged."""
     found = []
     for value in eqn.params.values():
         if is_jaxpr(value):
@@ -257,7 +257,7 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
 
 
 def primitives_of(jaxpr: Any) -> set[str]:
-    """The names of all operations of a jaxpr, inner functions included."""
+    """Returns the names of all operations of a jaxpr, inner functions included."""
     found = set()
     for eqn in jaxpr.eqns:
         found.add(eqn.primitive.name)
@@ -267,14 +267,14 @@ def primitives_of(jaxpr: Any) -> set[str]:
 
 
 def inner_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """An open jaxpr and its constants, of a closed or open sub-jaxpr, without moving constvars."""
+    """Returns a closed or open sub-jaxpr as an open jaxpr and its constants, without moving constvars."""
     if isinstance(jaxpr, jex.ClosedJaxpr):
         return jaxpr.jaxpr, list(jaxpr.consts)
     return jaxpr, []
 
 
 def retraced(jaxpr: Any, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> Any:
-    """A jaxpr of the same kind, closed or open, of what an evaluator does with it.
+    """Traces an evaluator of a jaxpr to a new jaxpr of the same kind, closed or open.
 
     Args:
       evaluate: Takes a jaxpr without constvars and its operands.
@@ -288,24 +288,24 @@ def retraced(jaxpr: Any, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 def has_side_effects(jaxpr: Any) -> bool:
-    """Whether running a jaxpr, closed or open, does more than compute: callbacks, prints."""
+    """Returns True if a jaxpr, closed or open, has side effects, such as callbacks or prints."""
     return any(type(effect) is not _axis_effect() for effect in jaxpr.effects)
 
 
 @functools.cache
 def _axis_effect() -> type:
-    """The class of the effect by which JAX notes that an axis is named, which has no public name (jax 0.10 to 0.12)."""
+    """Returns the class of JAX's effect for named axes, which has no public name (jax 0.10 to 0.12)."""
     (effect,) = jax.make_jaxpr(lambda: jax.lax.axis_index("i"), axis_env=[("i", 1)])().effects
     return type(effect)
 
 
 def is_drop_var(atom: Any) -> bool:
-    """Whether an output of an equation is thrown away."""
+    """Returns True if an output of an equation is discarded."""
     return isinstance(atom, jex.DropVar)
 
 
 def identity_primitive(name: str) -> Any:
-    """A primitive that returns its first operand: a mark on a value; further operands are witnesses.
+    """Creates a primitive that returns its first operand, to mark a value. Further operands are witnesses.
 
     With one operand it is linear and can be batched.
     """
@@ -319,20 +319,20 @@ def identity_primitive(name: str) -> Any:
 
 
 def sharding_primitive(name: str) -> Any:
-    """A primitive that returns its operand, and asks the compiler to lay it out over a mesh: params ``mesh``, ``spec``.
+    """Creates a primitive that returns its operand laid out over a mesh, with the parameters ``mesh`` and ``spec``.
 
-    It may stand in a trace that knows no mesh, which ``with_sharding_constraint`` may not: only when a program is
-    lowered is the mesh looked at. A program for other devices leaves the operand alone; so does one in the global view
-    if the spec names no axis, since there is no word for "whole on these axes, and as you like on others".
+    Unlike ``with_sharding_constraint``, it works in a trace without a mesh, because it reads the mesh only at lowering.
+    A program for other devices ignores it. So does a program in the global view if the spec names no axis, because no
+    spec says "replicated on these axes, and free on the others".
     """
     primitive = jex.Primitive(name)
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda aval, **_: aval)
 
     def lower(ctx: Any, x: Any, *, mesh: Any, spec: Any) -> Any:
-        # No public name says for which mesh a program is lowered (jax 0.10 to 0.12).
+        # No public name gives the mesh of the program that is lowered (jax 0.10 to 0.12).
         where = ctx.module_context.axis_context
-        mesh_of_replicas = getattr(where, "mesh", None)  # inside of a shard_map
+        mesh_of_replicas = getattr(where, "mesh", None)  # set inside a shard_map
         if mesh_of_replicas is not None:
             is_meant = mesh_of_replicas == mesh
         else:
@@ -361,12 +361,12 @@ def marker_primitive(
     refuse: Callable[[str], Exception],
     linear: bool = False,
 ) -> Any:
-    """A primitive that stands in a jaxpr until it is resolved; differentiating it calls ``refuse``.
+    """Creates a primitive that marks a place in a jaxpr until it is resolved. Differentiating it calls ``refuse``.
 
     Args:
-      abstract_eval: The avals of its outputs.
+      abstract_eval: Returns the avals of its outputs.
       refuse: Builds the error for ``"vmap"``, ``"jax.grad"`` or ``"execution"``.
-      linear: The marker applied to the tangents is its derivative.
+      linear: True if its derivative is the marker applied to the tangents.
     """
     primitive = jex.Primitive(name)
     primitive.multiple_results = True
@@ -391,16 +391,16 @@ def marker_primitive(
 
 
 def source_primitive(name: str, abstract_eval: Callable[..., Any]) -> Any:
-    """A primitive without operands that stands for an input found while tracing."""
+    """Creates a primitive without operands that stands for an input found while tracing."""
     primitive = jex.Primitive(name)
     primitive.def_abstract_eval(abstract_eval)
     return primitive
 
 
 def is_untyped_constant(value: Any) -> bool:
-    """Whether a tracer is a Python number that a trace holds as a literal: each use makes another one of it.
+    """Returns True if a tracer is a Python number that a trace holds as a literal. Each use creates a new tracer.
 
-    No public name gives the literal, ``val`` (jax 0.10 to 0.12).
+    The literal, ``val``, has no public name (jax 0.10 to 0.12).
     """
     return (
         isinstance(value, Tracer) and value.weak_type and isinstance(getattr(value, "val", None), jex.Literal)
@@ -408,19 +408,19 @@ def is_untyped_constant(value: Any) -> bool:
 
 
 def shaped(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
-    """An abstract array: shape, dtype and whether Python gave the dtype."""
+    """Returns an abstract array. ``weak_type`` is True if the dtype comes from a Python number."""
     return jax.core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
 
 
 def abstractify(value: Any) -> Any:
-    """The abstract array of a value."""
+    """Returns the abstract array of a value."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return shaped(value.shape, value.dtype, getattr(value, "weak_type", False))
     return jax.typeof(value)
 
 
 def described(value: Any, sharding: Any) -> Any:
-    """What ``jax.device_put`` of a value would give, without the array; tracers as that gives them."""
+    """Returns the abstract result of ``jax.device_put`` for a value, and its actual result for a tracer."""
     if isinstance(value, Tracer):
         return jax.device_put(value, sharding)
     aval = abstractify(value)
@@ -432,7 +432,7 @@ _epoch = jax.make_user_context()
 
 
 def forgetting_inner_traces() -> Any:
-    """A context in which JAX does not find what it remembers of functions traced before it."""
+    """Returns a context in which JAX does not use its caches of functions that were traced before."""
     return _epoch(next(_epochs))
 
 
@@ -440,14 +440,14 @@ _taken_as_arrays: set[type] = set()
 
 
 def take_as_arrays(kind: type, value_of: Callable[[Any], Any]) -> None:
-    """Makes functions that JAX traces (jit with nearly all of ``jnp``, scan, cond, checkpoint) take objects of a class
-    as arrays.
+    """Makes functions that JAX traces (jit and so most of ``jnp``, scan, cond, checkpoint) accept objects of a class as
+    arrays.
 
-    JAX asks for a pytree since it no longer calls ``__jax_array__`` there (jax#28355). ``jax.tree.map`` still treats
-    the objects as leaves: only the registries in which JAX looks up the arguments of such functions know the class. No
-    public name registers there, and nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and
-    custom_jvp do not look there). Where JAX has other names inside, such functions refuse the objects as they do
-    without replicax.
+    JAX requires a pytree there since it no longer calls ``__jax_array__`` (jax#28355). ``jax.tree.map`` still treats
+    the objects as leaves: the class is only in the registries for arguments of traced functions. No public name
+    registers there, and a registration cannot be undone (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and
+    custom_jvp do not use these registries). If JAX's private names differ, such functions refuse the objects, as they
+    do without replicax.
     """
     registries: list[Any] = [
         getattr(_tree_util, name, None) for name in ("tracing_registry", "dispatch_registry")
@@ -456,23 +456,24 @@ def take_as_arrays(kind: type, value_of: Callable[[Any], Any]) -> None:
         return
     _taken_as_arrays.add(kind)
     for registry in registries:
-        with contextlib.suppress(ValueError):  # known already: a class that flax has registered as a pytree
+        with contextlib.suppress(ValueError):  # already registered: flax registers classes as pytrees
             registry.register_node(kind, lambda held: ((value_of(held),), None), lambda _, values: values[0])
 
 
 def is_typed_key(dtype: Any) -> bool:
-    """Whether a dtype is that of JAX's typed random keys."""
+    """Returns True for the dtype of JAX's typed random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 outside_traces = jax.ensure_compile_time_eval
-"""Inside, JAX evaluates at once, also in the middle of a trace."""
+"""A context in which JAX evaluates at once, even during a trace."""
 
 
 @contextlib.contextmanager
 def as_if_untraced() -> Iterator[None]:
-    """Inside, JAX takes this thread for one that traces nothing: ``jax.set_mesh`` is allowed, which Keras calls for
-    variables with a layout. It is refused while an axis is named, also where JAX evaluates at once (jax 0.10 to 0.12).
+    """Makes JAX treat this thread as not tracing in the block, so that Keras may call ``jax.set_mesh`` for variables
+    with a layout. JAX otherwise refuses that call under a named axis, even where it evaluates at once (jax 0.10 to
+    0.12).
     """
     context = _private_core.trace_ctx
     axis_env = context.axis_env
@@ -486,9 +487,9 @@ def as_if_untraced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_in_persistent_cache() -> Iterator[None]:
-    """Inside, what is compiled, by any thread, does not go into the persistent compilation cache.
+    """Keeps programs that any thread compiles in the block out of the persistent compilation cache.
 
-    (Without a cache at all the first program would turn it off for those that follow: JAX asks once, jax 0.10.)
+    (If the cache were disabled instead, the first program would disable it for all later ones: jax 0.10 checks once.)
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     with _changing_cache:
@@ -506,17 +507,17 @@ _WRITTEN = {"backend", "cache_key", "compile_time_secs", "executable", "module_n
 
 
 def keep_programs() -> None:
-    """What this process compiles for CPUs is kept in JAX's persistent cache, if there is one, whichever process it is;
-    and whole.
+    """Makes every process store its CPU programs in JAX's persistent cache, if there is one, and write each file
+    atomically.
 
-    Before the first program. No public name does it: JAX has process 0 alone write (jax#18819, closed; still so in jax
-    0.12), while the keys of CPU programs are of one process. Where JAX has other names inside, it keeps programs as it
-    does by itself.
+    Call it before the first program. No public name does it. In JAX only process 0 writes (jax#18819, closed; unchanged
+    in jax 0.12), but the keys of CPU programs differ between processes. If JAX's private names differ, JAX's own
+    behaviour stays.
     """
     try:
         _keep_programs()
     except (ImportError, AttributeError) as error:
-        log.debug("JAX keeps compiled programs in its own way: %s", error)
+        log.debug("JAX's own cache of compiled programs stays in use: %s", error)
 
 
 @functools.cache
@@ -527,16 +528,18 @@ def _keep_programs() -> None:
     put = compilation_cache.put_executable_and_time
     whole_files, signature = _whole_files(lru_cache), inspect.signature(write)
     if not set(signature.parameters) >= _WRITTEN:
-        raise AttributeError("what it writes has other names")
+        raise AttributeError("its cache files have other names")
 
     def whole_cache_of_files(path: str) -> Any:
-        """As JAX has it where its size is limited, or it is on no local disk."""
+        """Returns JAX's own cache if its size is limited or it is not on a local disk, otherwise ``WholeFiles``."""
         is_plain = jax.config.jax_compilation_cache_max_size == -1 and "://" not in path  # type: ignore[attr-defined]
         checks = jax.config.jax_compilation_cache_check_contents  # type: ignore[attr-defined]
         return (whole_files(path), path) if is_plain and not checks else cache_of_files(path)
 
     def write_from_all(*args: Any, **kwargs: Any) -> None:
-        """JAX's own returns at once in all processes but the first: on CPUs these would compile again at each start."""
+        """Writes a program from every process. JAX's own function returns at once except in the first process, so that
+        the others would recompile CPU programs at each start.
+        """
         given = signature.bind(*args, **kwargs).arguments
         backend, seconds = given["backend"], given["compile_time_secs"]
         if backend.platform != "cpu" or not process_number():
@@ -547,7 +550,7 @@ def _keep_programs() -> None:
         ):
             try:
                 put(given["cache_key"], given["module_name"], given["executable"], backend, int(seconds))
-            except Exception as error:  # a full disk, say; JAX, too, only warns
+            except Exception as error:  # a full disk, for example; JAX only warns too
                 log.warning("Cannot keep the compiled program %s: %s", given["module_name"], error)
 
     compilation_cache.get_file_cache = whole_cache_of_files
@@ -558,18 +561,18 @@ def _whole_files(lru_cache: Any) -> Any:
     suffix = lru_cache._CACHE_SUFFIX
 
     class WholeFiles(lru_cache.LRUCache):
-        """JAX's cache of compiled programs in a directory; what is there under the name of a program is whole.
+        """JAX's cache of compiled programs in a directory, in which every file is complete.
 
-        JAX writes in place, and never again what is there (jax 0.10 to 0.12; no upstream issue: write beside, and
-        rename): a process that is killed meanwhile would leave half a program, which costs each process that comes
-        after it a compilation, and a warning.
+        JAX writes files in place and never rewrites them (jax 0.10 to 0.12; no upstream issue: write a temporary file
+        and rename it). A process that is killed during a write would leave half a program. Every later process would
+        then warn and recompile.
         """
 
         def __init__(self, path: str):
             super().__init__(path, max_size=-1)
-            self._folder = Path(path)  # JAX's own may be one of another library
+            self._folder = Path(path)  # JAX's own path may be an object of another library
             for left in self._folder.glob("*.part-*"):
-                with contextlib.suppress(OSError):  # another process removes it too
+                with contextlib.suppress(OSError):  # another process may remove it at the same time
                     if time.time() - left.stat().st_mtime > _PART_LIVES_S:
                         left.unlink()
 
@@ -589,10 +592,10 @@ def _whole_files(lru_cache: Any) -> Any:
 
 
 class Operation:
-    """One operation that JAX is about to evaluate: a primitive, or a function with its own derivative.
+    """An operation that JAX is about to evaluate: a primitive, or a function with its own derivative.
 
     Attributes:
-      primitive, params: As in an equation of a jaxpr.
+      primitive, params: The same as in an equation of a jaxpr.
     """
 
     __slots__ = ("_evaluate", "params", "primitive")
@@ -609,7 +612,7 @@ class Operation:
         return self.primitive.name
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Evaluates it in the current trace; may be called again, and differentiated."""
+        """Evaluates the operation in the current trace. It may be called repeatedly, and differentiated."""
         if self._evaluate is not None:
             return self._evaluate(*args)
         out = self.primitive.bind(*args, **self.params)
@@ -620,13 +623,13 @@ Observe = Callable[[Operation, list[Any]], list[Any]]
 
 
 class EagerTrace(jax.core.Trace):
-    """Hands every operation to ``observe``, which evaluates it: values stay concrete arrays.
+    """Passes every operation to ``observe``, which evaluates it. Values stay concrete arrays.
 
-    JAX calls its ``process_*`` methods, which are not documented and may change (as they stand in jax 0.10 to 0.12).
+    JAX calls its ``process_*`` methods, which are undocumented and may change (these match jax 0.10 to 0.12).
 
     Args:
-      observe: Takes the operation and its concrete operands, gives its results.
-      is_recording: Whether functions with derivatives of their own must come as one operation.
+      observe: Takes the operation and its concrete operands, and returns its results.
+      is_recording: Returns True if a function with its own derivative must arrive as one operation.
     """
 
     __slots__ = ("_is_recording", "_observe")
@@ -664,7 +667,7 @@ class EagerTrace(jax.core.Trace):
         if not self._is_recording():
             with set_current_trace(self):
                 return functions[0].call_wrapped(*args)
-        # Such functions can be called once only; as a jaxpr they can be differentiated as often as one likes.
+        # Such a function can be called only once. A jaxpr of it can be differentiated repeatedly.
         with evaluating():
             jaxpr, consts = trace(lambda *xs: primitive.bind(*xs, subfuns=functions, **params), args)
         operands = [_known_now(c) for c in consts] + args
@@ -674,9 +677,9 @@ class EagerTrace(jax.core.Trace):
 
 
 class Late(Tracer):
-    """A value that is looked up where it is used: a variable read while JAX stages a function (jit, scan, …).
+    """A value that is looked up on use: a variable that is read while JAX stages a function (jit, scan, …).
 
-    JAX keeps what it has staged and uses it again in other steps, whose values differ.
+    JAX caches staged functions and reuses them in later steps, which have other values.
     """
 
     __slots__ = ("look_up",)
@@ -697,11 +700,11 @@ def _known_now(value: Any) -> Any:
 
 
 evaluating = jax.core.eval_context
-"""Inside, JAX evaluates at once, observed by nobody."""
+"""A context in which JAX evaluates at once, and nothing observes it."""
 
 
 def current_trace() -> Any:
-    """The trace that operations are given to now."""
+    """Returns the trace that currently receives operations."""
     with take_current_trace() as current:
         return current
 
@@ -711,47 +714,48 @@ with evaluating():
 
 
 def is_evaluating() -> bool:
-    """Whether JAX evaluates operations at once: the caller is in no function that JAX traces."""
+    """Returns True if JAX evaluates operations at once, because the caller is not in a traced function."""
     current = current_trace()
     return current is None or current is _EVALUATING
 
 
 def is_staging() -> bool:
-    """Whether what is computed now ends up in a jaxpr (jit, scan, cond), at any depth."""
+    """Returns True if current operations are staged into a jaxpr (jit, scan, cond), at any depth."""
     current = current_trace()
     while current is not None and not isinstance(current, _staging_trace()):
         current = getattr(
             current, "parent_trace", None
-        )  # of jax.grad and vmap; no public name (jax 0.10 to 0.12)
+        )  # traces of jax.grad and vmap; no public name (jax 0.10 to 0.12)
     return current is not None
 
 
 @functools.cache
 def _staging_trace() -> type:
-    """The class of traces that make jaxprs, which has no public name (jax 0.10 to 0.12)."""
+    """Returns the class of traces that build jaxprs, which has no public name (jax 0.10 to 0.12)."""
     found: list[type] = []
     jax.make_jaxpr(lambda: found.append(type(current_trace())))()
     return found[0]
 
 
 in_eager_mode = jax.make_user_context()
-"""``in_eager_mode(True)``: inside, JAX's caches of inner functions are apart from those of traces."""
+"""A context, ``in_eager_mode(True)``, with JAX caches of inner functions that are separate from those of traces."""
 
 
 def names_unknown_axis(error: BaseException, name: str) -> bool:
-    """Whether JAX says that it knows no axis of this name. It has no type of its own for that (jax 0.10 to 0.12), but
-    Python's own NameErrors have a ``name``."""
+    """Returns True if the error is JAX's error for an unknown axis of this name. JAX has no type for it (jax 0.10 to
+    0.12), but raises a NameError without the ``name`` that Python's own have.
+    """
     return isinstance(error, NameError) and error.name is None and name in str(error)
 
 
 def thread_options() -> dict[str, Any]:
-    """The values of JAX's options in this thread (``with jax.default_device(…)`` and kin set them for one thread)."""
+    """Returns JAX's options in this thread, which contexts such as ``with jax.default_device(…)`` set per thread."""
     return jax.config.values
 
 
 @contextlib.contextmanager
 def with_thread_options(options: dict[str, Any]) -> Iterator[None]:
-    """Inside, this thread has the options that ``thread_options`` found in another, if JAX has a context for them."""
+    """Applies the options that ``thread_options`` returned in another thread, if JAX has a context for them."""
     here = jax.config.values
     with contextlib.ExitStack() as stack:
         for name, value in options.items():
@@ -765,9 +769,9 @@ def with_thread_options(options: dict[str, Any]) -> Iterator[None]:
 
 
 def put(value: Any, sharding: Any) -> jax.Array:
-    """``jax.device_put``, also where some of the devices belong to other processes, which have to give the same value.
+    """Works like ``jax.device_put``, also for devices of other processes, which must put the same value.
 
-    ``jax.device_put`` compares the values of all processes there, by a collective of its own.
+    For such devices ``jax.device_put`` would compare the values of all processes by a collective.
     """
     is_traced = isinstance(value, Tracer)
     if sharding.is_fully_addressable or is_traced or getattr(value, "sharding", None) == sharding:
@@ -782,15 +786,13 @@ def put(value: Any, sharding: Any) -> jax.Array:
 
 
 def local_number(device: Any) -> int:
-    """The number of a device among those of its kind in its process, by which traces name it."""
+    """Returns the number of a device among those of its kind in its process, which traces use as its name."""
     number = device.local_hardware_id
     return device.id if number is None else number
 
 
 def tpu_coordinates(devices: Sequence[Sequence[Any]]) -> np.ndarray:
-    """[tasks, devices of a task, 4]: where each TPU device is, (x, y, z, core); slices stand beside one another in
-    x.
-    """
+    """Returns coordinates of TPU devices, [tasks, devices of a task, 4]: (x, y, z, core). Slices are adjacent in x."""
     places = np.array([[(*device.coords, device.core_on_chip) for device in task] for task in devices])
     slices = np.array([[getattr(device, "slice_index", 0) for device in task] for task in devices])
     places[..., 0] += slices * (places[..., 0].max() + 1)
@@ -798,22 +800,22 @@ def tpu_coordinates(devices: Sequence[Sequence[Any]]) -> np.ndarray:
 
 
 def copied(value: Any) -> jax.Array:
-    """A copy in buffers of its own, where ``value`` is.
+    """Returns a copy of ``value`` in its own buffers, on the same devices.
 
     ``jnp.copy`` compiles a program for each shape, and takes ten times as long for small arrays. ``device_put`` with
-    ``may_alias=False`` copies only arrays that stay where they are: from NumPy, or onto more devices, it shares buffers
-    all the same (jax 0.10). It may also read NumPy's memory after the call, so it gets a copy that nobody else changes.
+    ``may_alias=False`` copies only arrays that stay on their devices: it still shares buffers with NumPy arrays, or
+    when it puts on more devices (jax 0.10). It may also read NumPy's memory after the call, so it gets a private copy.
     """
     if isinstance(value, np.ndarray):
         return jax.device_put(value.copy())
     is_here = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_fully_addressable
-    if not is_here or is_typed_key(value.dtype):  # random keys are not copied by device_put
+    if not is_here or is_typed_key(value.dtype):  # device_put does not copy random keys
         return jnp.copy(value)
     return jax.device_put(value, value.sharding, may_alias=False)
 
 
 def put_all(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
-    """``put`` of several arrays, in one transfer where one process has all devices."""
+    """Puts several arrays like ``put``, in one transfer if this process has all devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(list(values), sharding)
     return [put(value, sharding) for value in values]
@@ -825,13 +827,13 @@ def put_all(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
 def devices_of_plan(
     platform: str, name: str, num_devices: int, target: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """Devices to compile for, on which nothing can run.
+    """Returns devices that programs can be compiled for, but cannot run on.
 
     Args:
       platform: "tpu", "cuda" or "cpu".
-      name: Of a TPU slice, as its compiler knows it.
-      num_devices: Of virtual CPU devices.
-      target: What the compiler of GPUs is told: ``target_config`` and ``topology``.
+      name: The name of a TPU slice, as its compiler knows it.
+      num_devices: The number of virtual CPU devices.
+      target: The options of the GPU compiler: ``target_config`` and ``topology``.
     """
     if platform == "cpu":
         return list(_xla_client.make_cpu_client(num_devices=num_devices).devices())
@@ -845,9 +847,10 @@ _STATUS = re.compile(r"[A-Z_]{4,}: ")
 
 
 def is_of_devices(error: BaseException) -> bool:
-    """Whether an error comes from running a program, not from tracing or compiling it.
+    """Returns True if an error comes from running a program, not from tracing or compiling it.
 
-    Where the CPU runs programs synchronously (jax 0.10), it is a plain ValueError that begins with a status: UNKNOWN.
+    If the CPU runs programs synchronously (jax 0.10), the error is a plain ValueError that begins with the status
+    UNKNOWN.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
@@ -858,37 +861,39 @@ def is_of_devices(error: BaseException) -> bool:
 
 
 def end_at_interrupt() -> None:
-    """From now on Ctrl-C ends the process at once, unless the user's program handles SIGINT itself.
+    """Makes Ctrl-C end the process at once, unless the user's program handles SIGINT itself.
 
-    Runs at exit, before JAX clears its caches: a KeyboardInterrupt in a Python function that C++ calls there aborts the
-    process with "terminate called after throwing an instance of 'nanobind::python_error'" (jax 0.10).
+    It runs at exit, before JAX clears its caches. A KeyboardInterrupt in a Python function that C++ calls there aborts
+    the process with "terminate called after throwing an instance of 'nanobind::python_error'" (jax 0.10).
     """
     while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with contextlib.suppress(KeyboardInterrupt):  # of one that has just come
+        with contextlib.suppress(KeyboardInterrupt):  # from a Ctrl-C that has just arrived
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-atexit.register(end_at_interrupt)  # after JAX has registered its own, so it runs before them
+atexit.register(end_at_interrupt)  # registered after JAX's handlers, so it runs before them
 
 
 # --- several processes ----------------------------------------------------------------------------------
 
 
 def cpu_collectives() -> str:
-    """What carries collectives between processes on CPUs: ``gloo``, or ``mpi`` where
-    JAX_CPU_COLLECTIVES_IMPLEMENTATION, or JAX's option of that name, says so.
+    """Returns the implementation of CPU collectives between processes: ``gloo``, or ``mpi`` if
+    JAX_CPU_COLLECTIVES_IMPLEMENTATION or JAX's option of that name chooses it.
     """
     chosen = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
     return "mpi" if chosen == "mpi" else "gloo"
 
 
 def join_processes(coordinator: str, num_processes: int, number: int, timeout_s: int) -> None:
-    """Makes this process one of several for JAX. Its backend must not have started; with MPI it has afterwards."""
-    jax.config.update("jax_enable_recoverability", True)  # or an error of one aborts all (jax 0.10 to 0.12)
+    """Makes this process one of several for JAX. The backend must not have started. With MPI this call starts it."""
+    jax.config.update(
+        "jax_enable_recoverability", True
+    )  # otherwise an error of one process aborts all (jax 0.10 to 0.12)
     jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM (jax 0.10 to 0.12)
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives())
     if not has_several_cpu_devices():
-        # A step of a small network took 3.5 ms instead of 9 to 13 on two processes (jax 0.10).
+        # This reduced a step of a small network on two processes from 9 to 13 ms to 3.5 ms (jax 0.10).
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(
         coordinator,
@@ -897,8 +902,8 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_s,
         heartbeat_timeout_seconds=NEVER_S,
-        # Process 0 starts a service too, which nobody uses, at a port that gRPC chooses and holds (jax 0.10 to 0.12; no
-        # upstream issue: join a service that is there).
+        # Process 0 also starts an unused service, at a port that gRPC chooses and holds (jax 0.10 to 0.12; no upstream
+        # issue: join an existing service).
         coordinator_bind_address="127.0.0.1:0",
     )
     if cpu_collectives() == "mpi":
@@ -906,18 +911,22 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
 
 
 def _start_mpi() -> None:
-    """Starts the backend, and MPI with it, and sees to it that the process can end (jax 0.10).
+    """Starts the backend and MPI, so that the process can end without an abort (jax 0.10).
 
-    JAX finalizes MPI when the process ends, and frees what it has of MPI later, for which MPI aborts the process: so
-    its client is never freed.
+    When the process ends, JAX finalizes MPI and frees its MPI objects afterwards, for which MPI aborts the process. So
+    the client is never freed.
     """
     client = jax.local_devices()[0].client
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
-    atexit.register(_leave_mpi_after_error)  # it runs before JAX finalizes, which it has registered by now
+    atexit.register(
+        _leave_mpi_after_error
+    )  # runs before JAX finalizes MPI, because JAX has already registered that
 
 
 def _leave_mpi_after_error() -> None:
-    """Finalizing waits for the other processes, which wait for this one: without it mpirun ends them all."""
+    """Skips the finalization of MPI after an error: it would wait for processes that wait for this one. mpirun then
+    ends all.
+    """
     if "last_value" in vars(sys):  # Python has printed an error that nobody caught
         sys.stdout.flush()
         sys.stderr.flush()
@@ -925,19 +934,19 @@ def _leave_mpi_after_error() -> None:
 
 
 def process_number() -> int | None:
-    """The number of this process if ``jax.distributed`` was initialized.
+    """Returns the number of this process if ``jax.distributed`` was initialized, otherwise None.
 
-    Starts no backend, which ``jax.process_index`` does.
+    Unlike ``jax.process_index``, it starts no backend.
     """
     state = _distributed.global_state
     return None if state.client is None else state.process_id
 
 
 def leave_processes() -> None:
-    """Makes JAX forget its client of the coordination service, without a word to the service.
+    """Makes JAX drop its client of the coordination service, without a message to the service.
 
-    Shutting the client down waits 305 s for a service that does not answer, and aborts the process then; so does its
-    destructor (jax 0.10). With ``jax_enable_recoverability`` the service and the others need no goodbye.
+    A shutdown of the client waits 305 s for a service that does not answer, and then aborts the process; so does its
+    destructor (jax 0.10). With ``jax_enable_recoverability`` the service and the other processes need no goodbye.
     """
     state = _distributed.global_state
     if state.client is not None:

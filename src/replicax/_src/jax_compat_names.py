@@ -1,6 +1,4 @@
-"""The names of JAX that ``jax_compat.py`` uses, most of them private, and the check that this version of JAX has
-them.
-"""
+"""Lists the names of JAX that ``jax_compat.py`` uses, most of them private, and checks that this JAX has them."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ import jaxlib.version
 from replicax._src.errors import JaxVersionError
 from replicax._src.version import __version__
 
-# By module. tests/test_jax_compat.py compares them with what jax_compat.py says. Beside a private name stand what it is
-# for and the issue of JAX that would let it go, or what one would have to ask for. All are needed in jax 0.10 to 0.12.
+# The names by module; tests/test_jax_compat.py compares them with jax_compat.py. Each private name has its purpose, and
+# the issue of JAX that would replace it, or the feature to request. jax 0.10 to 0.12 need all of them.
 NAMES: Final[Mapping[str, Sequence[str]]] = {
     "jax": (
         "Array",
@@ -55,16 +53,16 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "trace_ctx",  # no upstream issue: the same
     ),
     "jax._src.distributed": (
-        # The number of a process before its backend starts, and leaving without a goodbye to a service that is gone.
+        # Gives the number of a process before its backend starts, and drops the client of a service that is gone.
         "global_state",  # no upstream issue: a public number, and a way to drop the client
     ),
     "jax._src.interpreters.pxla": (
-        # Arrays of a batch: make_array_from_callback takes 15 to 25 µs more for each, device_put 90.
-        "batched_device_put",  # no upstream issue: a quick way to make an array of host arrays, one for each device
+        # Makes the arrays of a batch: make_array_from_callback takes 15 to 25 µs more for each, device_put 90.
+        "batched_device_put",  # no upstream issue: a fast way to make an array from one host array per device
     ),
-    "jax._src.tree_util": (),  # jax_compat.take_as_arrays looks for names in it, and does without
+    "jax._src.tree_util": (),  # jax_compat.take_as_arrays looks up names in it, and works without them
     "jax._src.xla_bridge": (
-        # Options that a backend reads when it starts are an error, or have no effect, afterwards.
+        # Options that a backend reads at its start cause errors, or have no effect, afterwards.
         "backends_are_initialized",  # jax#23320, open: tell whether JAX is initialized
     ),
     "jax.core": ("ShapedArray", "Trace", "Tracer", "eval_context"),
@@ -90,10 +88,10 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
 
 
 def check_names() -> None:
-    """Checks that JAX has all of them.
+    """Checks that JAX has all of these names.
 
     Raises:
-      JaxVersionError: It does not.
+      JaxVersionError: JAX lacks a name.
     """
     missing = [dotted for module, names in NAMES.items() for dotted in _missing(module, names)]
     if missing:

@@ -1,7 +1,7 @@
-"""64-bit host arrays in the dtypes that JAX gives them, 32 bits by default. A number that does not fit raises an
+"""Casts 64-bit host arrays to the dtypes that JAX gives them, 32 bits by default. A number that does not fit is an
 error.
 
-JAX itself would silently keep the lower bits: a program would then look up and train another row of a table.
+JAX would silently keep the lower bits. A program would then look up and train a wrong row of a table.
 """
 
 from __future__ import annotations

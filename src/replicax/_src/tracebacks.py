@@ -1,7 +1,7 @@
-"""Tracebacks that show the user's lines: frames of replicax, JAX and Keras are removed when an error leaves a public
+"""Shortens tracebacks to the user's lines: removes frames of replicax, JAX and Keras when an error leaves a public
 call.
 
-``REPLICAX_TRACEBACK=full`` keeps them all, and so does ``JAX_TRACEBACK_FILTERING=off``.
+``REPLICAX_TRACEBACK=full`` keeps all frames, and so does ``JAX_TRACEBACK_FILTERING=off``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from replicax._src.user_code import is_standard_library
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 _HIDDEN: Final = frozenset({"replicax", "jax", "jaxlib", "keras"})
-# Hidden if the packages above have called them; shown if the user has.
+# Hidden if the packages above call them; shown if the user's code does.
 _HIDDEN_BELOW: Final = frozenset(
     {"absl", "cloudpickle", "etils", "flax", "grain", "ml_dtypes", "numpy", "opt_einsum", "optax", "optree"}
     | {"orbax", "pyarrow", "rich", "scipy", "tensorboardX", "tensorstore", "tree"}
 )
-# Called very often, or in places where Python expects no error.
+# These are called very often, or where Python expects no error.
 _NOT_WRAPPED: Final = frozenset(
     {"__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dir__", "__getattribute__", "__hash__"}
     | {
@@ -37,7 +37,7 @@ _NOT_WRAPPED: Final = frozenset(
     }
     | {"__getstate__", "__setstate__", "__instancecheck__", "__getnewargs__", "__reduce_ex__", "__sizeof__"}
 )
-# JAX adds a note about it after the message, where users look for what to do.
+# The note that JAX adds after the message, where users look for advice.
 _JAX_NOTE: Final = "JAX has removed its internal frames"
 
 _bound: set[type] = set()
@@ -65,7 +65,7 @@ def boundary(fn: _Callable) -> _Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except StopIteration:  # no error: the end of a loop
+        except StopIteration:  # not an error: the end of a loop
             raise
         except Exception as error:
             shorten(error)
@@ -124,9 +124,9 @@ def shorten(error: BaseException) -> None:
             continue
         seen.add(id(each))
         trace = each.__traceback__
-        if trace is not None and trace.tb_frame in callers:  # which has caught it
+        if trace is not None and trace.tb_frame in callers:  # the caller that has caught the error
             continue
-        BaseException.with_traceback(each, _shown(trace))  # also of those that refuse assignments
+        BaseException.with_traceback(each, _shown(trace))  # works also for errors that refuse assignments
         notes = getattr(each, "__notes__", [])
         notes[:] = [note for note in notes if _JAX_NOTE not in note]
         waiting += (each.__cause__, each.__context__)

@@ -1,1 +1,1 @@
-"""Private implementation of the command ``replicax``; ``python -m replicax --help`` says what it does."""
+"""Private implementation of the command ``replicax``; ``python -m replicax --help`` describes it."""

@@ -1,4 +1,4 @@
-"""Whether the addresses of a cluster answer: asking those of others, and answering at one's own."""
+"""Checks that the addresses of a cluster answer, and answers at this task's own address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from replicax._src.wire.sockets import listen
 
 _ATTEMPT_S: Final = 2.0
 _RETRY_S: Final = 0.3
-# All listen when all have answered; each asks again within the two times above.
+# Keeps listening after all have answered: each task asks again within the two times above.
 _AFTERWARDS_S: Final = 4.0
 
 
@@ -33,24 +33,24 @@ AskOnce = Callable[[str], "Answer"]
 
 
 class Outcome(enum.Enum):
-    """What came of asking an address."""
+    """The result of asking an address."""
 
     ANSWERS = enum.auto()
     SILENT = enum.auto()  # it may answer later
-    WRONG = enum.auto()  # it never will, as it is
+    WRONG = enum.auto()  # it never will without a change
     UNCHECKED = enum.auto()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of asking an address, and in words."""
+    """The result of asking an address, and its description."""
 
     outcome: Outcome
     text: str
 
 
 def ask_all(addresses: Mapping[Task, str], deadline: float, ask_once: AskOnce) -> dict[Task, Answer]:
-    """Asks all at once, each until it answers or the time is over; at least once."""
+    """Asks all addresses in parallel, each at least once, until it answers or the deadline passes."""
     found: dict[Task, Answer] = {}
 
     def look(task: Task, address: str) -> None:
@@ -65,7 +65,7 @@ def ask_all(addresses: Mapping[Task, str], deadline: float, ask_once: AskOnce) -
 
 
 def stay(found: Mapping[Task, Answer], deadline: float) -> None:
-    """Waits while others may want an answer still: a few seconds if all have answered, else until ``deadline``."""
+    """Waits while other tasks may still ask: a few seconds if all have answered, otherwise until ``deadline``."""
     if all(answer.outcome is Outcome.ANSWERS for answer in found.values()):
         deadline = min(deadline, time.monotonic() + _AFTERWARDS_S)
     while time.monotonic() < deadline:
@@ -74,7 +74,7 @@ def stay(found: Mapping[Task, Answer], deadline: float) -> None:
 
 @contextlib.contextmanager
 def answering(address: str, security: Security, ask_once: AskOnce) -> Iterator[Answer]:
-    """Answers the others at this task's address while the block runs; says what is wrong with it."""
+    """Answers the other tasks at this task's address while the block runs. Yields the state of the address."""
     host, port = split_address(address)
     if port == 0:
         yield Answer(Outcome.UNCHECKED, "which needs no address")
@@ -99,7 +99,7 @@ def _answer_pings(connection: Connection) -> None:
     deadline = time.monotonic() + _ATTEMPT_S
     receive(connection, deadline)
     send(connection, {"kind": "pong", "cluster": "doctor"}, deadline)
-    connection.wait(_ATTEMPT_S)  # so that it reads that, and ends the connection first
+    connection.wait(_ATTEMPT_S)  # lets the peer read the answer and close the connection first
 
 
 def _why_not(error: OSError, address: str, ask_once: AskOnce) -> Answer:
@@ -110,7 +110,7 @@ def _why_not(error: OSError, address: str, ask_once: AskOnce) -> Answer:
 
 
 def ask_until(address: str, deadline: float, ask_once: AskOnce) -> Answer:
-    """Asks until somebody answers or the time is over; at least once."""
+    """Asks at least once, until an answer comes or the deadline passes."""
     while True:
         answer = ask_once(address)
         if answer.outcome is not Outcome.SILENT or time.monotonic() >= deadline:
@@ -119,7 +119,7 @@ def ask_until(address: str, deadline: float, ask_once: AskOnce) -> Answer:
 
 
 def ask_channel(address: str, security: Security) -> Answer:
-    """Asks on the control channel."""
+    """Asks a task on the control channel."""
     host, port = split_address(address)
     if port == 0:
         return Answer(
@@ -148,7 +148,7 @@ def ask_channel(address: str, security: Security) -> Answer:
 
 
 def ask_task(address: str, credentials: Credentials) -> Answer:
-    """Asks on the control channel, and if that is not what is there, as a task with parameter servers is asked."""
+    """Asks on the control channel, and if the peer does not speak it, with the protocol of parameter servers."""
     answer = ask_channel(address, credentials.security())
     if answer.outcome in (Outcome.ANSWERS, Outcome.UNCHECKED):
         return answer

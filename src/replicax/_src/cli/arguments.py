@@ -1,4 +1,4 @@
-"""How the commands read the values of their options."""
+"""Reads the values of the commands' options."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterable
 
 
 def count(text: str) -> int:
-    """A whole number of at least 0."""
+    """Returns a whole number of at least 0."""
     return _number(text, 0)
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Returns a whole number of at least 1."""
     return _number(text, 1)
 
 
 def seconds(text: str) -> float:
-    """A number of seconds of at least 0; ``inf`` is one."""
+    """Returns a number of seconds of at least 0, which may be ``inf``."""
     try:
         value = float(text)
     except ValueError:
@@ -29,12 +29,12 @@ def seconds(text: str) -> float:
 
 
 def count_or_auto(text: str) -> int | str:
-    """``"auto"``, or a whole number of at least 0."""
+    """Returns ``"auto"``, or a whole number of at least 0."""
     return text if text == "auto" else count(text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns what to add to a message about an unknown word; nothing if no known one is like it.
+    """Returns the end of a message about an unknown word; empty if no known word is similar.
 
     >>> did_you_mean("--worker=2", ["--workers", "--ps"])
     ". Did you mean '--workers'?"

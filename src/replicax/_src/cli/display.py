@@ -1,4 +1,4 @@
-"""How the launcher shows its tasks: their lines with a prefix, and on a terminal a live table below them."""
+"""``Display``: shows the launcher's tasks as prefixed lines, and on a terminal with a live table below them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final, TextIO, final
 from replicax._src.cli.terminal import coloured, is_terminal, live_table, write_line
 from replicax._src.cluster.spec import Task
 
-# Of ANSI: cyan, yellow, magenta, green, blue, and three bright ones.
+# ANSI codes: cyan, yellow, magenta, green, blue, and three bright colours.
 _COLOURS: Final = ("36", "33", "35", "32", "34", "96", "93", "95")
 _BOLD: Final = "1"
 _COLUMNS: Final = ("task", "state", "pid", "step", "steps/s", "memory", "restarts")
@@ -22,16 +22,16 @@ _NUM_TEXT_COLUMNS: Final = 2
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of a task now; what is None is shown as –.
+    """A task in the table. None is shown as –.
 
     Attributes:
-      task: Which one.
-      state: In a word or three: "running", "exited with code 1".
-      pid: Of its process.
-      step: How many steps it has made.
-      steps_per_s: Of late.
+      task: The task.
+      state: Its state in a few words: "running", "exited with code 1".
+      pid: The number of its process.
+      step: The number of steps that it has run.
+      steps_per_s: Its recent speed.
       resident_bytes: Its memory, without that of processes that it has started.
-      num_restarts: How often it has been started again.
+      num_restarts: The number of its restarts.
     """
 
     task: Task
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """All but the task."""
+        """Returns the texts of all columns except the task."""
         return (
             self.state,
             _or_dash(self.pid, "d"),
@@ -57,19 +57,20 @@ class Row:
 
 @final
 class Display:
-    """Shows lines with the name of their task, from any thread; on a terminal, if rich is there, above a live table.
+    """Shows lines with the name of their task, above a live table if rich is installed and the output is a terminal.
+    Any thread may call it.
 
     Args:
-      tasks: All that will have lines.
-      output: Gets the lines of the tasks, and the table.
-      notes: Gets what the launcher itself has to say.
-      environment: Says what the terminal can do.
-      is_plain: There is no table.
-      log_dir: A folder where each task's lines go too, to files ``worker-0.log`` that are appended to. A disk that is
-        full is told once.
+      tasks: All tasks that will have lines.
+      output: The stream for the lines of the tasks, and the table.
+      notes: The stream for messages of the launcher.
+      environment: Describes the terminal.
+      is_plain: True for no table.
+      log_dir: A folder for logs. Each task's lines are also appended to a file such as ``worker-0.log``. A full disk is
+        reported once.
 
     Attributes:
-      is_broken: Nobody reads any more: the pipe behind standard output was closed.
+      is_broken: True once the reader has closed the pipe behind standard output.
 
     Raises:
       OSError: A file in ``log_dir`` cannot be opened.
@@ -108,22 +109,22 @@ class Display:
         self._log(task, text)
 
     def started(self, task: Task, number: int) -> None:
-        """A task starts, for the first time (0) or again."""
+        """Logs the start of a task: 0 is the first start, other numbers are restarts."""
         self._log(task, f"--- {task}, start {number + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
 
     def note(self, text: str) -> None:
-        """Shows what the launcher itself has to say."""
+        """Shows a message of the launcher."""
         self._show(self._notes, text if self._table is None else coloured(text, _BOLD))
 
     def update(self, rows: Sequence[Row]) -> None:
-        """Shows how the tasks are, if there is a table: lines would scroll away."""
+        """Shows the states of the tasks in the table; does nothing without a table."""
         if self._table is not None:
             cells = [(coloured(str(row.task), self._codes[row.task]), *row.cells) for row in rows]
             with contextlib.suppress(OSError):
                 self._table.draw((), _COLUMNS, cells, _NUM_TEXT_COLUMNS)
 
     def close(self) -> None:
-        """Ends the display; what stands there stays."""
+        """Ends the display. Its last content stays visible."""
         if self._table is not None:
             self._table.close()
         for file in self._logs.values():

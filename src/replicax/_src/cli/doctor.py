@@ -1,4 +1,4 @@
-"""``replicax doctor``: what this process would be in which cluster, why, and what is wrong."""
+"""``replicax doctor``: shows the cluster and the role of this process, and reports what is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from replicax._src.keras_backend import chosen_backend, wrong_backend
 from replicax._src.version import __version__
 
 _DESCRIPTION: Final = """\
-Shows the versions, Keras's backend, the extras that are installed, the devices, which cluster this process belongs to and why,
+Shows the versions, Keras's backend, the installed extras, the devices, the cluster that this process belongs to and why,
 and whether the other tasks answer. Run it on all hosts at the same time, for example with --wait 60: each answers the others
 at its own address, and ends a few seconds after all have answered.
 
@@ -86,11 +86,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what it finds; returns the exit code."""
+    """Prints the findings. Returns the exit code."""
     if options.test and options.wait is not None:
         options.parser.error(
-            "--wait is for the check of the other tasks' addresses, which --test does not make: its training step needs them all. "
-            "Say with --test-timeout how long it waits."
+            "--wait is for the check of the other tasks' addresses, which --test leaves out because its training step needs all "
+            "tasks. Set its time limit with --test-timeout."
         )
     report = _Report(is_json=options.json)
     report.add("versions", _versions())
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     _check_environment(membership, os.environ, report.wrong)
     if (
         not options.no_devices and not options.test
-    ):  # the test has them for itself: this process would keep them
+    ):  # the test's process needs the devices, which this process would hold
         report.add("devices", _devices(report.wrong))
     if options.test:
         report.add("test", _tested(options.test_timeout, report))
@@ -116,11 +116,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Report:
-    """What was found: sections of rows, printed as they come, or as one JSON object at the end.
+    """Collects the findings as sections of rows. Prints each section at once, or all as one JSON object at the end.
 
     Attributes:
-      wrong: What does not work.
-      notes: What may not work, depending on the program.
+      wrong: The findings that do not work.
+      notes: The findings that may not work, depending on the program.
     """
 
     def __init__(self, *, is_json: bool):
@@ -132,7 +132,7 @@ class _Report:
     def add(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         found: dict[str, Any] = {}
         for name, value in rows:
-            if name == "not":  # why other resolvers were passed over
+            if name == "not":  # the reason why another resolver was passed over
                 found.setdefault(name, []).append(value)
             else:
                 found[name] = value
@@ -141,7 +141,7 @@ class _Report:
             _section(title, rows)
 
     def end(self) -> int:
-        """Prints the rest; returns the exit code."""
+        """Prints the remaining findings. Returns the exit code."""
         if self._is_json:
             found = {**self._sections, "notes": self.notes, "wrong": self.wrong, "ok": not self.wrong}
             print(json.dumps(found, indent=2))
@@ -216,14 +216,14 @@ def _part_played(membership: Membership) -> str:
 
 
 def _tasks(membership: Membership) -> tuple[Task, ...]:
-    """All tasks of the cluster, whatever they are for; this one, if it is not in the spec."""
+    """Returns all tasks of the cluster, and this task even if it is not in the spec."""
     order = ("chief", "worker", "ps", "evaluator")
     tasks = sorted(membership.spec.tasks, key=lambda task: order.index(task.type))
     return tuple(tasks) if membership.task in tasks else (*tasks, membership.task)
 
 
 def _check_environment(membership: Membership, environ: Mapping[str, str], wrong: list[str]) -> None:
-    """What a strategy would refuse."""
+    """Adds the faults for which a strategy would refuse the environment to ``wrong``."""
     checks: list[Callable[[], Any]] = [lambda name=name: limit_s(environ, name) for name in LIMITS_S]
     is_worker = membership.task.type in ("chief", "worker")
     if is_worker and membership.num_workers > 1 and environ.get(COLLECTIVES) == "mpi":
@@ -251,7 +251,7 @@ def _devices(wrong: list[str]) -> list[tuple[str, str]]:
 
 
 def _asking(membership: Membership, credentials: Credentials) -> AskOnce:
-    """How the tasks of the cluster are asked."""
+    """Returns the function that asks a task of this cluster."""
     if "ps" not in membership.spec.jobs:
         return functools.partial(ask_channel, security=credentials.security())
     return functools.partial(ask_task, credentials=credentials)
@@ -260,7 +260,7 @@ def _asking(membership: Membership, credentials: Credentials) -> AskOnce:
 def _addresses(
     membership: Membership, wait_s: float | None, environ: Mapping[str, str], wrong: list[str]
 ) -> list[tuple[str, str]]:
-    """Listens at this task's address, and asks those of the others."""
+    """Listens at this task's address, and asks the addresses of the other tasks."""
     own = membership.task
     addresses = {task: membership.address_of(task) for task in _tasks(membership)}
     try:
@@ -281,8 +281,8 @@ def _addresses(
             stay(found, deadline)
     if of_own.outcome is Outcome.WRONG:
         wrong.append(
-            f"this task, {own}, cannot listen at its own address {addresses[own]}: {of_own.text}. The address must be of "
-            "this machine, and the port free."
+            f"this task, {own}, cannot listen at its own address {addresses[own]}: {of_own.text}. The address must belong to "
+            "this machine, and the port must be free."
         )
     rows = []
     for task, address in addresses.items():

@@ -1,4 +1,4 @@
-"""The test of ``replicax doctor --test``: a process of its own, which is given up after a time, and what it runs."""
+"""The test of ``replicax doctor --test``, which runs in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 _NUM_TIMES: Final = 5
 _NUM_VALUES: Final = 1 << 20  # 4 MB
-_NUM_ROWS: Final = 32  # of each replica
+_NUM_ROWS: Final = 32  # per replica
 _NUM_FEATURES: Final = 256
 _MOST_LINES: Final = 12
 
 
 def run_test(timeout_s: float) -> tuple[list[tuple[str, str]], str | None]:
-    """Runs the test in a process of its own; returns the rows to show, and what is wrong."""
+    """Runs the test in a separate process. Returns the rows to show, and the fault or None."""
     command = [sys.executable, "-m", "replicax._src.cli.doctor_test"]
     with Process(command, name="the test") as child:
         try:
@@ -39,7 +39,7 @@ def run_test(timeout_s: float) -> tuple[list[tuple[str, str]], str | None]:
 
 
 def main() -> None:
-    """Prints a JSON object of what was run and how long it took.
+    """Prints a JSON object with the results and their times.
 
     Raises:
       AssertionError: A number is wrong.
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def _timed(call: Any) -> tuple[float, float, Any]:
-    """Seconds of the first call and the median of the next ones, and the result."""
+    """Returns the seconds of the first call, the median of the later calls, and the result."""
     import jax
 
     times = []

@@ -1,4 +1,4 @@
-"""Tells the other tasks of a cluster that one has ended before all had joined, so that they do not wait for it."""
+"""Tells the other tasks of a cluster that a task ended before all had joined, so that they do not wait for it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _MOST_CHARACTERS: Final = 8000
 
 
 def tell_failed_start(environment: Mapping[str, str], text: str, is_over: threading.Event) -> None:
-    """Tells the controller of a task's cluster, as soon as it is there; it knows whether the task had joined.
+    """Reports a failed task to the controller of its cluster as soon as the controller runs.
 
-    Worker 0 starts the controller: if it has not, or its controller has ended, a controller that only says so is run
-      here.
+    The controller ignores the report if the task had joined. Worker 0 starts the controller. If worker 0 has not, or
+    the controller has ended, this function runs a controller that only passes the report on.
 
     Args:
-      environment: Of the task.
-      text: How it ended.
-      is_over: Gives up when it is set.
+      environment: The environment of the task.
+      text: Its ending in words.
+      is_over: Set to make the function give up.
     """
     resolver = TFConfigClusterResolver(environ=environment)
     try:
         security = security_of(environment)
         me = Membership.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
-    except ClusterError:  # the task has said so
+    except ClusterError:  # the task has reported it
         return
     if me.num_workers < 2 or me.is_evaluator:
         return

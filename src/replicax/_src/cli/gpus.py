@@ -1,4 +1,4 @@
-"""Which GPUs of this machine each task of ``replicax launch --gpus-per-worker`` sees."""
+"""Assigns the GPUs of this machine to the tasks of ``replicax launch --gpus-per-worker``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TIMEOUT_S: Final = 30.0
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Returns the GPUs of this machine as CUDA_VISIBLE_DEVICES names them: those that it names, else all.
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, or else all GPUs of this machine.
 
     Raises:
-      ClusterError: It names one twice, or one that this machine does not have.
+      ClusterError: The variable names a GPU twice, or one that this machine does not have.
     """
     said = environ.get(GPUS_VARIABLE)
     num_here = _num_gpus()
@@ -44,7 +44,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def gpus_here(environ: Mapping[str, str]) -> list[str]:
-    """Returns the same; none where nvidia-smi does not answer.
+    """Returns the same as ``visible_gpus``; an empty list if nvidia-smi does not answer.
 
     Raises:
       ClusterError: CUDA_VISIBLE_DEVICES is wrong.
@@ -56,7 +56,7 @@ def gpus_of_tasks(gpus: Sequence[str], tasks: Sequence[Task], num_each: int) -> 
     """Returns CUDA_VISIBLE_DEVICES of each task: the first ``num_each`` GPUs for the first task, and so on.
 
     Raises:
-      ClusterError: There are not enough.
+      ClusterError: There are too few GPUs.
 
     >>> gpus_of_tasks(["0", "1", "4", "5"], [Task("worker", 0), Task("worker", 1)], 2)[Task("worker", 1)]
     '4,5'
@@ -74,7 +74,7 @@ def gpus_of_tasks(gpus: Sequence[str], tasks: Sequence[Task], num_each: int) -> 
 
 
 def _num_gpus() -> int | None:
-    """Returns how many GPUs the driver shows on this machine; None where nvidia-smi is missing or fails."""
+    """Returns the number of GPUs that the driver shows; None if nvidia-smi is missing or fails."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

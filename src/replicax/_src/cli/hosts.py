@@ -1,4 +1,4 @@
-"""A cluster over several hosts, one worker on each: who they are, and the line to paste on each of them."""
+"""A cluster over several hosts with one worker on each: its addresses, and the command to paste on each host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DEFAULT_PORT: Final = 12_345
 
 
 def addresses_of(hosts: Sequence[str], port: int) -> list[str]:
-    """``host:port`` of each; a host may have a port of its own.
+    """Returns ``host:port`` for each host. A host may name its own port.
 
     Raises:
-      AddressError: One is no host.
+      AddressError: An entry is not a host.
 
     >>> addresses_of(["h0", "h1:2222"], 12345)
     ['h0:12345', 'h1:2222']
@@ -28,10 +28,10 @@ def addresses_of(hosts: Sequence[str], port: int) -> list[str]:
 
 
 def read_hosts(path: Path) -> list[str]:
-    """The first word of each line; ``#`` starts a comment. So MPI's host files are understood.
+    """Returns the first word of each line, which suits MPI's host files; ``#`` starts a comment.
 
     Raises:
-      OSError: It cannot be read.
+      OSError: The file cannot be read.
     """
     words = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
     return [line[0] for line in words if line]
@@ -40,7 +40,7 @@ def read_hosts(path: Path) -> list[str]:
 def lines_to_paste(
     addresses: Sequence[str], command: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """For each worker a comment, and the command with its ``TF_CONFIG`` and the variables of all."""
+    """Returns for each worker a comment and its command, with ``TF_CONFIG`` and the common variables."""
     lines = []
     for index, address in enumerate(addresses):
         config = tf_config({"worker": addresses}, Task("worker", index))

@@ -1,4 +1,4 @@
-"""``replicax launch``: its options, and what they mean. Running the tasks is ``supervisor.py``'s."""
+"""``replicax launch``: reads the options and builds the tasks, which ``supervisor.py`` runs."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what the options say; returns the exit code. Ends this process with code 2 if they make no sense."""
+    """Runs the command; returns the exit code. Ends this process with code 2 if the options are wrong."""
     parser: argparse.ArgumentParser = options.parser
     command = _command(options, parser)
     notes = _check_keras(command, parser)
@@ -228,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """What comes after ``python``."""
+    """Returns the arguments of ``python``."""
     if options.module is not None:
         if not options.module:
             parser.error("-m needs the name of a module")
@@ -240,12 +240,12 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> li
     if not script.exists():
         parser.error(f"there is no script {command[0]!r} in {Path.cwd()}")
     if not os.access(script, os.R_OK):
-        parser.error(f"the script {command[0]!r} may not be read")
+        parser.error(f"the script {command[0]!r} cannot be read: no permission")
     return command
 
 
 def _check_keras(command: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Refuses a script whose Keras would not run on JAX; returns what is to be said where that is not certain."""
+    """Refuses a script whose Keras would not run on JAX. Returns a note to show if that is not certain."""
     path = script_path(command)
     if path is None or chosen_backend(os.environ).is_jax:
         return []
@@ -261,7 +261,7 @@ def _check_keras(command: Sequence[str], parser: argparse.ArgumentParser) -> lis
 
 
 def _choose_num_workers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Replaces ``--workers auto`` by a number; returns what is to be said about it."""
+    """Replaces ``--workers auto`` with a number. Returns a note to show about it."""
     if options.workers != "auto":
         return []
     num_others = sum([bool(options.ps) if options.chief is None else options.chief, options.evaluator])
@@ -288,7 +288,7 @@ def _make_folder(folder: Path, parser: argparse.ArgumentParser) -> None:
 
 
 def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str] | None:
-    """The addresses of the workers on several hosts."""
+    """Returns the addresses of the workers on several hosts; None without such hosts."""
     if options.hosts is None and options.hosts_file is None:
         if options.task_index is not None:
             parser.error("--task-index needs --hosts or --hosts-file")
@@ -314,7 +314,7 @@ def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
 def _starts_here(
     options: argparse.Namespace, parser: argparse.ArgumentParser, command: Sequence[str]
 ) -> tuple[list[Start], list[str]]:
-    """All tasks on this machine, and what is to be said of them."""
+    """Returns all tasks on this machine, and the notes to show."""
     has_chief = bool(options.ps) if options.chief is None else options.chief
     num_workers = options.workers if options.workers is not None else 1
     layout = Layout(num_workers, has_chief, options.ps, options.evaluator)
@@ -345,7 +345,7 @@ def _start_of_server(options: argparse.Namespace, task: Task, environment: Mappi
 
 
 def _with_gpus(starts: Sequence[Start], num_each: int) -> list[Start]:
-    """The tasks, each but the parameter servers with GPUs of its own; those see none."""
+    """Returns the tasks, each with its own GPUs. Parameter servers see no GPU."""
     tasks = [start.task for start in starts if start.task.type != "ps"]
     gpus = gpus_of_tasks(visible_gpus(os.environ), tasks, num_each)
     return [
@@ -355,7 +355,7 @@ def _with_gpus(starts: Sequence[Start], num_each: int) -> list[Start]:
 
 
 def _token(environ: Mapping[str, str]) -> dict[str, str]:
-    """A token for the cluster, in the environment, where others do not see it; unless the user has one."""
+    """Returns a token for the cluster in an environment variable, unless the user has set one."""
     has_token = TOKEN_VARIABLE in environ or TOKEN_FILE_VARIABLE in environ
     return {} if has_token else {TOKEN_VARIABLE: random_token()}
 
@@ -363,13 +363,13 @@ def _token(environ: Mapping[str, str]) -> dict[str, str]:
 def _status(
     options: argparse.Namespace, parser: argparse.ArgumentParser, *, has_coordinator: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """What tells the coordinator to serve its status, if that is asked for; and what is to be said of it."""
+    """Returns the variables that make the coordinator serve its status, if requested, and the notes to show."""
     if not options.status:
         return {}, []
     if not has_coordinator:
         parser.error(
-            "--status is of a coordinator, which there is where the chief runs the script and there are parameter "
-            "servers: --ps 1, and neither --no-chief nor --script-in workers"
+            "--status needs a coordinator: parameter servers, and a chief that runs the script. Add --ps 1, and leave out "
+            "--no-chief and --script-in workers"
         )
     address = os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{free_ports(1)[0]}"
     return {STATUS_ADDRESS_VARIABLE: address}, [f"Status: http://{address}/ and replicax top {address}"]
@@ -407,7 +407,7 @@ def _environment(
     *,
     is_server: bool = False,
 ) -> dict[str, str]:
-    """All variables of a task; ``told``: those that are its own."""
+    """Returns all variables of a task; ``told`` has those of this task only."""
     own = task_environment(
         cluster, task, os.environ, num_devices=options.devices_per_worker, is_server=is_server
     )

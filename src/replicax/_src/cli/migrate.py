@@ -1,4 +1,4 @@
-"""``replicax migrate``: rewrites programs of TensorFlow for replicax."""
+"""``replicax migrate``: rewrites TensorFlow programs for replicax."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rewrites the files; returns the exit code."""
+    """Rewrites the files. Returns the exit code."""
     if missing_packages("migrate"):
         print(f"replicax migrate: {missing_extra('replicax migrate', 'migrate')}", file=sys.stderr)
         return 1
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_output(options: argparse.Namespace) -> None:
-    """A result inside of what is read would be read by the next run."""
+    """Refuses an output inside the input, because the next run would read it."""
     if options.output is None:
         return
     for path in options.paths:
@@ -108,7 +108,7 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _name_in_output(file: File, paths: Sequence[Path]) -> Path:
-    """A directory's files keep their places in it; of several directories, each has its own."""
+    """Returns the path of a file in the output. Files keep their places; each of several directories gets its own."""
     name = file.path.relative_to(file.root)
     roots = {path for path in paths if path.is_dir()}
     return Path(file.root.resolve().name) / name if file.root in roots and len(paths) > 1 else name

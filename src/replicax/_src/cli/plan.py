@@ -1,4 +1,4 @@
-"""``replicax plan``: what the first step of a script would need on hardware that is not here."""
+"""``replicax plan``: estimates the first step of a script on other hardware."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that may stand before the script or behind it."""
+    """Adds the options that may stand before or after the script."""
     parser.add_argument(
         "--topology",
         metavar="NAME",
@@ -80,8 +80,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_options_behind(options: argparse.Namespace) -> argparse.Namespace:
-    """What is asked for, with the options that stand behind the script; the other arguments, and all behind --, are its
-    own.
+    """Returns the options, including those after the script. All other arguments, and everything after --, belong to
+    the script.
     """
     if options.module == []:
         options.parser.error("-m needs the name of a module")
@@ -102,7 +102,7 @@ def _with_options_behind(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the plan; returns the exit code."""
+    """Prints the plan. Returns the exit code."""
     options = _with_options_behind(options)
     try:
         hardware = hardware_of(options.topology)
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_picture(path: Path, parser: argparse.ArgumentParser) -> None:
-    """Minutes of planning come before it is written."""
+    """Checks the path of the picture early, because the picture is written after minutes of planning."""
     if path.is_dir():
         parser.error(f"--svg {path} is a folder: give the name of a file, {path / 'plan.svg'} say")
     if not path.parent.is_dir():
@@ -159,8 +159,8 @@ def _check_picture(path: Path, parser: argparse.ArgumentParser) -> None:
 
 
 def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, str]:
-    """Of the process that plans: JAX starts on the CPU, with the compilers for TPUs and GPUs beside it. The command
-    says that it is planning.
+    """Returns the environment of the process that plans. JAX starts on the CPU, with the compilers for TPUs and GPUs
+    beside it. The command reports the progress.
     """
     new = dict(environ) | QUIET_TPU | {"JAX_PLATFORMS": "cpu", PROGRESS_VARIABLE: "0"}
     new.setdefault("KERAS_BACKEND", "jax")
@@ -170,8 +170,8 @@ def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, st
 
 
 def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float, what: str) -> str:
-    """Runs the script until it has been planned. Returns how it ended if it did not end by itself."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the child too
+    """Runs the script until it is planned. Returns the reason if it was stopped, otherwise an empty string."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the child too
     try:
         with Process(command, environment=environ, name="the script", on_line=_say) as child:
             with working(f"planning {what}", None):

@@ -1,9 +1,8 @@
-"""Strategies of several tasks, and of TPUs, in the process of ``replicax plan``: nobody else comes, and there is no
-TPU.
+"""Stand-ins for clusters and TPUs in the process of ``replicax plan``, where no other task and no TPU exists.
 
-What is planned is one step on the devices of a topology, whoever has them. So the script gets its strategy at once, of
-this task alone; of TPUs with virtual devices for their cores, as many as the topology has, so that it counts the
-replicas that it will have there.
+A plan covers one step on the devices of a topology, whichever task owns them. So the script gets its strategy at once,
+with this task alone. Virtual devices stand for the cores of a TPU, as many as the topology has, so that the script sees
+the right number of replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from replicax._src.strategies.tpu_system import TPUSystem
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
 
-# More virtual devices would take time; a script that needs to see all of a larger slice sets them itself.
+# More virtual devices would be slow. A script that needs all cores of a larger slice sets them itself.
 _MOST_CORES: Final = 64
 _CORES_OF_A_HOST: Final = 8
 
@@ -34,11 +33,11 @@ _Say = Callable[[str], None]
 
 
 def stand_in_for_clusters(topology: str, say: _Say) -> None:
-    """Replaces what would wait for other tasks, or for TPUs.
+    """Replaces the functions that would wait for other tasks or for TPUs.
 
     Args:
-      topology: That is planned for.
-      say: Tells people what stands in.
+      topology: The topology of the plan.
+      say: Shows a message about each stand-in.
     """
     replace_method(MultiWorkerMirroredStrategy, "__init__", functools.partial(_alone, say=say))
     replace_method(ParameterServerStrategy, "__init__", _refused)
@@ -47,7 +46,7 @@ def stand_in_for_clusters(topology: str, say: _Say) -> None:
 
 
 def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replaces a method of a class by a function that gets the method first, then its arguments."""
+    """Replaces a method of a class by a function that takes the original method, then its arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -68,15 +67,15 @@ def _alone(
     del cluster_resolver
     original(strategy, SimpleClusterResolver(ClusterSpec({})), *args, **kwargs)
     say(
-        "the other workers of MultiWorkerMirroredStrategy are not waited for: the script runs as one worker, and its step is planned "
-        "for all devices of the topology. Each gets as many rows as a device has here: --global-batch says how many there are in all."
+        "the script runs as one worker, and does not wait for the other workers of MultiWorkerMirroredStrategy. Its step is "
+        "planned for all devices of the topology. Each gets as many rows as a device here; --global-batch sets the total."
     )
 
 
 def _refused(original: Callable[..., None], strategy: Strategy, *args: Any, **kwargs: Any) -> None:
     del original, args, kwargs
     raise UnsupportedError(
-        f"{type(strategy).__name__} keeps its variables on parameter servers, and a plan is of the devices that compute. Plan the "
+        f"{type(strategy).__name__} keeps its variables on parameter servers, but a plan covers only devices that compute. Plan the "
         "step with rx.MirroredStrategy."
     )
 
@@ -89,7 +88,7 @@ def _virtual(
     if not jax_compat.backend_started() and not jax_compat.has_several_cpu_devices():
         count = num_devices if num_devices <= _MOST_CORES else _CORES_OF_A_HOST
         set_local_devices(count)
-        rows = f" Each of the {num_devices} gets as many rows as one of these: --global-batch says how many there are in all."
+        rows = f" Each of the {num_devices} gets as many rows as one of these; --global-batch sets the total."
         say(
             f"{count} virtual device(s) stand for the TPU's cores while the script runs.{rows if count < num_devices else ''}"
         )

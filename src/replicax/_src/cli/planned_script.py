@@ -1,6 +1,6 @@
-"""The process of ``replicax plan``: runs a script, and plans its first program instead of running it.
+"""Runs a script in the process of ``replicax plan``, and plans its first program instead of running it.
 
-It replaces methods of strategies, functions and Keras models, which nothing but this process sees.
+It replaces methods of strategies, functions and Keras models in this process only.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ _LOOPS = ("fit", "train_on_batch", "evaluate", "test_on_batch", "predict", "pred
 
 
 class _Planned(BaseException):
-    """The script's first program has been planned: the script is left. Its ``except`` must miss this."""
+    """Leaves the script once its first program is planned. A BaseException, so that `except Exception` does not catch
+    it.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
 
 
 class _FirstProgram:
-    """Plans whatever the script runs first."""
+    """Plans the first program of the script."""
 
     def __init__(self, asked: dict[str, Any], tell: Callable[[str, Plan | None], None]):
         self._asked, self._tell = asked, tell
         self._strategies: list[Strategy] = []
-        # Of a single replica datasets yield plain arrays: by id, those that they have yielded.
+        # The plain arrays that datasets yield to a single replica, by id.
         self._components: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def install(self) -> None:
-        """Replaces what runs programs."""
+        """Replaces the methods that run programs."""
         replace_method(Strategy, "__init__", self._init)
         replace_method(Strategy, "run", self._run)
         replace_method(Strategy, "run_steps", self._run_steps)
@@ -87,14 +89,14 @@ class _FirstProgram:
         raise _Planned(plan_of(strategy, step, self._asked["topology"], limit_s, self._tell))
 
     def _described(self, leaf: Any) -> Any:
-        """An array as one replica's component, if a dataset has yielded it."""
+        """Returns an array as one replica's component, if a dataset has yielded it."""
         if isinstance(leaf, jax.Array) and self._components.get(id(leaf)) is leaf:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         return leaf
 
     def _init(self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
         original(strategy, *args, **kwargs)
-        if not strategy.is_default:  # which is made when it is first asked for
+        if not strategy.is_default:  # the default strategy is created on first use
             self._strategies.append(strategy)
 
     def _run(
@@ -125,7 +127,7 @@ class _FirstProgram:
         except UnsupportedError:
             if not function.runs_as_python:
                 raise
-        return original(function, *args, **kwargs)  # whose first strategy.run is planned
+        return original(function, *args, **kwargs)  # the first strategy.run in it is planned
 
     def _loop(self, original: Any, model: Any, *args: Any, name: str, **kwargs: Any) -> Any:
         if _is_inside():
@@ -137,19 +139,21 @@ class _FirstProgram:
     def _next(self, original: Any, iterator: Any) -> Any:
         element = original(iterator)
         for leaf in jax.tree_util.tree_leaves(element):
-            if isinstance(leaf, jax.Array):  # of one replica: more give a PerReplica
+            if isinstance(leaf, jax.Array):  # from one replica; several give a PerReplica
                 self._components[id(leaf)] = leaf
         return element
 
     def _strategy(self) -> Strategy:
-        """The strategy whose scope this is, or the one that the script has made last."""
+        """Returns the strategy of the current scope, or the one that the script created last."""
         if context.has_strategy():
             return context.get_strategy()
         return self._strategies[-1] if self._strategies else context.get_strategy()
 
 
 def _is_item(value: Any) -> bool:
-    """True for all but the pytrees that datasets yield: modules are pytrees too, and must stay the same objects."""
+    """Returns True except for the pytrees that datasets yield. Modules are pytrees too, and must keep their
+    identity.
+    """
     return not (isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value))
 
 
@@ -164,7 +168,7 @@ def _is_large(shape: Any) -> bool:
 def _variable(
     original: Any, variable: Any, initializer: Any, shape: Any = None, *args: Any, scope: Any, **kwargs: Any
 ) -> None:
-    """A large Keras variable is left without a value: its shape is enough."""
+    """Creates a large Keras variable without a value, because a plan needs only its shape."""
     if (callable(initializer) or isinstance(initializer, str)) and _is_large(shape):
         with scope(initialize_variables=False):
             original(variable, initializer, shape, *args, **kwargs)
@@ -178,9 +182,7 @@ def _deferred(original: Any, variable: Any) -> None:
 
 
 def _heard(result: Path, text: str, plan: Plan | None) -> None:
-    """Says how far it is; a plan is written down before its remedies are computed, which may take longer than there
-    is.
-    """
+    """Reports the progress. Writes a plan before its remedies are computed, which may exceed the time limit."""
     _say(text)
     if plan is not None:
         _write(result, plan)
@@ -194,18 +196,18 @@ def _write(result: Path, plan: Plan) -> None:
 
 
 def main() -> int:
-    """Runs the script that the command line names; writes the plan to a file. Returns the exit code."""
+    """Runs the script on the command line, and writes the plan to a file. Returns the exit code."""
     asked, script = json.loads(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
     is_module = asked.pop("is_module")
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))  # as Python's
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))  # as Python sets it
     result = Path(asked.pop("result"))
     _FirstProgram(asked, functools.partial(_heard, result)).install()
     stand_in_for_clusters(asked["topology"], _say)
     try:
         check_compiler(
             hardware_of(asked["topology"])
-        )  # before the script takes minutes to come to its first program
+        )  # checked before the script takes minutes to reach its first program
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
@@ -227,7 +229,7 @@ def main() -> int:
         if not result.exists():
             told = "it called no strategy.run, no rx.function and no fit"
             _say(str(PlanError(f"{script} ended without a program: {told}.")))
-    return 0 if result.exists() else 1  # a plan may be there if the script caught what leaves it
+    return 0 if result.exists() else 1  # a plan may exist if the script caught _Planned
 
 
 def _say(text: str) -> None:
@@ -241,9 +243,9 @@ def _say_end(end: SystemExit, script: str) -> None:
 
 
 def run() -> NoReturn:
-    """What the process does."""
+    """Runs ``main`` and ends this process."""
     code = main()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed the stream
             stream.flush()
-    os._exit(code)  # the script's threads (its datasets') wait for batches that nobody takes
+    os._exit(code)  # threads of the script's datasets wait for batches that are never read

@@ -1,4 +1,4 @@
-"""The rules of restarts: whether tasks start again after a failure, what that counts for, and when.
+"""The rules for restarts after a failure: which restarts are allowed, which count, and when they start.
 
 No processes or clocks.
 """
@@ -18,16 +18,16 @@ _LONGEST_WAIT_S: Final = 30.0
 class Restarts:
     """Counts the restarts of a job, or of one of its servers.
 
-    A task that exits with 42 has been preempted, and has saved: that is no failure. Nor is a failure counted that
-    comes after a new checkpoint: only restarts without progress count. They come later and later.
+    Exit code 42 means that a task was preempted and has saved, which is not a failure. A failure after a new checkpoint
+    does not count either: only restarts without progress count. The wait before them grows each time.
 
     Args:
-      most: How many restarts may count.
-      checkpoint_dir: Where tasks save; None if that is not known.
-      are_preempted: False for servers, which do not save when a machine is taken away: 42 is a failure like others.
+      most: The largest number of restarts that count.
+      checkpoint_dir: The directory in which tasks save; None if it is not known.
+      are_preempted: False for servers, which do not save when they are preempted: 42 is then an ordinary failure.
 
     Attributes:
-      num_in_vain: How many failures there have been since there was progress.
+      num_in_vain: The number of failures since the last progress.
     """
 
     def __init__(self, most: int, checkpoint_dir: Path | None, *, are_preempted: bool = True):
@@ -36,14 +36,14 @@ class Restarts:
         self._seen = self._checkpoints()
 
     def after(self, ending: Ending, what: str = "all tasks") -> str | None:
-        """Takes note of a failure.
+        """Notes a failure, and decides about a restart.
 
         Args:
-          ending: How the task that failed first has ended.
-          what: The tasks that would start again, for people.
+          ending: The ending of the task that failed first.
+          what: The tasks that would restart, for the message.
 
         Returns:
-          A sentence for people that says what starts again; None if nothing does.
+          A message that names the tasks that restart; None if there is no restart.
         """
         is_new = self._has_new_checkpoint()
         may_restart = self._are_preempted and bool(self._most or self._folder)
@@ -60,18 +60,18 @@ class Restarts:
 
     @property
     def wait_s(self) -> float:
-        """Seconds to wait before the restart: 0 after progress, and after the first failure."""
+        """The seconds to wait before the restart: 0 after progress and after the first failure."""
         return 0.0 if self.num_in_vain < 2 else min(2.0 ** (self.num_in_vain - 2), _LONGEST_WAIT_S)
 
     def _has_new_checkpoint(self) -> bool:
-        """True if there is a checkpoint that was not there at the last call."""
+        """Returns True if there is a checkpoint that did not exist at the last call."""
         now = self._checkpoints()
         is_new = bool(now - self._seen)
         self._seen |= now
         return is_new
 
     def _checkpoints(self) -> set[str]:
-        """The names in the folder, without those that replicax or orbax is still writing."""
+        """Returns the names in the folder, without those that replicax or orbax is still writing."""
         try:
             names = {entry.name for entry in self._folder.iterdir()} if self._folder is not None else set()
         except OSError:

@@ -1,4 +1,4 @@
-"""Whether a script that is to be launched imports Keras, read from its syntax tree: nothing of it runs."""
+"""Finds the import of Keras in a script from its syntax tree, without running it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 
 from replicax._src.keras_backend import VARIABLE
 
-# Modules that do not set KERAS_BACKEND.
+# Modules that are known not to set KERAS_BACKEND.
 _KNOWN: Final = frozenset(
     {*sys.stdlib_module_names, "replicax", "jax", "jaxlib", "numpy", "tensorflow", "keras"}
 )
@@ -21,11 +21,11 @@ _KNOWN: Final = frozenset(
 
 @dataclass(frozen=True)
 class UseOfKeras:
-    """Where a script imports Keras.
+    """The import of Keras in a script.
 
     Attributes:
-      line: Of the import.
-      is_certain: Nothing before it can have set KERAS_BACKEND.
+      line: The line of the import.
+      is_certain: True if no earlier import can have set KERAS_BACKEND.
     """
 
     line: int
@@ -33,7 +33,7 @@ class UseOfKeras:
 
 
 def script_path(command: Sequence[str]) -> Path | None:
-    """Returns the file that ``python`` and these arguments run; None if it is not found, or is no Python file."""
+    """Returns the file that ``python`` runs with these arguments; None if it is not found or is not a Python file."""
     if command[0] != "-m":
         return Path(command[0]) if Path(command[0]).is_file() else None
     places: Sequence[str] | None = [os.getcwd(), *sys.path]
@@ -50,11 +50,13 @@ def script_path(command: Sequence[str]) -> Path | None:
 
 
 def use_of_keras(path: Path) -> UseOfKeras | None:
-    """Returns where a script that uses replicax imports Keras at its top level, unless it speaks of KERAS_BACKEND."""
+    """Returns the top-level import of Keras in a script that uses replicax; None if the script mentions
+    KERAS_BACKEND.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-    except (OSError, ValueError, SyntaxError):  # Python will say so
+    except (OSError, ValueError, SyntaxError):  # Python will report it
         return None
     imports = list(_imports(tree))
     if VARIABLE in text or "replicax" not in {module for module, _ in imports}:
@@ -66,7 +68,7 @@ def use_of_keras(path: Path) -> UseOfKeras | None:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """The packages that a module imports at its top level, with the lines, in order."""
+    """Yields the packages that a module imports at its top level, with their lines, in order."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             for name in node.names:

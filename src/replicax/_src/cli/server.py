@@ -1,4 +1,4 @@
-"""``replicax server``: a worker or a parameter server, until it is told to end."""
+"""``replicax server``: runs a worker or a parameter server until it is told to end."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the task; returns the exit code if it could not be started, and ends this process otherwise."""
+    """Runs the task. Returns the exit code if it could not be started, and ends this process otherwise."""
     parser: argparse.ArgumentParser = options.parser
     try:
         cluster, job, index = _which(options)
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _which(options: argparse.Namespace) -> tuple[ClusterSpec, str | None, int | None]:
-    """The cluster and the task: what the options say, and for the rest TF_CONFIG."""
+    """Returns the cluster and the task, from the options and otherwise from TF_CONFIG."""
     resolver = TFConfigClusterResolver(options.job, options.index)
     if options.cluster is None:
         return resolver.cluster_spec(), resolver.task_type, resolver.task_id
@@ -147,7 +147,7 @@ def _which(options: argparse.Namespace) -> tuple[ClusterSpec, str | None, int | 
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    """Ctrl-C: the server ends; in any case this process does."""
+    """Handles Ctrl-C: ends the server, or this process if the server does not end."""
     del number, frame
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     last = threading.Timer(_LONGEST_END_S, os._exit, (130,))
@@ -157,7 +157,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends this process now: threads of a program that still computes would hold it up for as long as that takes."""
+    """Ends this process at once. An ordinary exit would wait for the threads of a running program."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

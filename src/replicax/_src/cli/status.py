@@ -1,4 +1,4 @@
-"""What a task tells the launcher about itself: a small file with its step, and how fast the steps follow."""
+"""Reads the status file of a task for the launcher: its step and its speed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Status:
     """One reading of a task's status file: JSON ``{"step": int, "time": float, "state": str, "left_at": float}``.
 
     Attributes:
-      step: How many steps it has made.
-      time: When it wrote that, in seconds of ``time.time``.
-      state: What it is doing, in a word.
-      left_at: When it began to end, in seconds of ``time.monotonic``; None if it has not, or does not say.
+      step: The number of steps that it has run.
+      time: The time of writing, in seconds of ``time.time``.
+      state: Its state in one word.
+      left_at: The time at which it began to end, in seconds of ``time.monotonic``; None if it is not known.
     """
 
     step: int
@@ -29,7 +29,7 @@ class Status:
 
 
 def read_status(path: Path) -> Status | None:
-    """Returns what a task has written; None if there is nothing, or nothing of that form."""
+    """Returns the status of a task; None if the file is missing or malformed."""
     try:
         content = json.loads(path.read_text())
         left_at = content.get("left_at")
@@ -44,15 +44,15 @@ def read_status(path: Path) -> Status | None:
 
 
 class Speed:
-    """Steps per second, over the last 10 s, from readings of a status file."""
+    """Computes the steps per second over the last 10 s from readings of a status file."""
 
     def __init__(self) -> None:
         self._readings: collections.deque[Status] = collections.deque()
 
     def add(self, status: Status) -> None:
-        """Takes a reading; one that was seen already changes nothing."""
+        """Adds a reading. A repeated reading changes nothing."""
         readings = self._readings
-        if readings and status.step < readings[-1].step:  # it has started again
+        if readings and status.step < readings[-1].step:  # the task has restarted
             readings.clear()
         if not readings or status.time > readings[-1].time:
             readings.append(status)
@@ -61,7 +61,7 @@ class Speed:
 
     @property
     def steps_per_s(self) -> float | None:
-        """None until two readings differ."""
+        """The steps per second; None until two readings differ."""
         if len(self._readings) < 2:
             return None
         first, last = self._readings[0], self._readings[-1]

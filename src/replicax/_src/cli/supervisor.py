@@ -1,4 +1,4 @@
-"""``Supervisor``: the tasks of a cluster as processes, from their start until all of them are gone."""
+"""``Supervisor``: runs the tasks of a cluster as processes, from their start until all are gone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from replicax._src.cluster.spec import Task
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 
-# Each process prints these when all is well: gloo, which knows no option for it, and JAX's coordination service (jaxlib
-# 0.10).
+# Harmless lines that each process prints: from gloo, which has no option against it, and from JAX's coordination
+# service (jaxlib 0.10).
 _NOISE: Final = re.compile(
     r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number .*"
     r"|W\d+ .* coordination_service\.cc:\d+\] .*Using experimental recoverable task feature\..*"
@@ -36,21 +36,21 @@ _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S: Final = 0.05
 _REFRESH_S: Final = 0.5
 _NUM_LAST_LINES: Final = 20
-_NUM_LINES_TOLD: Final = 10  # they may hold what that task was told of another
+_NUM_LINES_TOLD: Final = 10  # the lines may contain an error about another task
 _TOLD_AT_ONCE_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """How one task is started.
+    """The description of one task to start.
 
     Attributes:
-      task: Which one.
-      command: What runs.
+      task: The task.
+      command: The command to run.
       environment: All its variables.
-      is_awaited: The training has ended when all such have exited with 0.
-      is_server: It does not end by itself, and is not waited for.
-      max_restarts: How often it is started again by itself, after a failure of its own.
+      is_awaited: True if the training ends only after this task has exited with 0.
+      is_server: True if it does not end on its own, and is not awaited.
+      max_restarts: The largest number of restarts of this task alone, after its own failures.
     """
 
     task: Task
@@ -63,13 +63,13 @@ class Start:
 
 @dataclass(frozen=True)
 class SupervisorOptions:
-    """How running them ends.
+    """The options for failures and the end of a job.
 
     Attributes:
-      max_restarts: How often all tasks are started again after one has failed. See ``restarts.py`` for what counts.
-      grace_s: How long the others may go on after one has failed, and again after they were asked to end.
-      evaluator_timeout_s: How long the evaluator may go on after the training has ended.
-      checkpoint_dir: Where the tasks save, if that is known.
+      max_restarts: The largest number of restarts of all tasks. See ``restarts.py`` for those that count.
+      grace_s: The time for which other tasks may run after a failure, and again after SIGTERM.
+      evaluator_timeout_s: The time for which the evaluator may run after the training has ended.
+      checkpoint_dir: The directory in which the tasks save, if it is known.
     """
 
     max_restarts: int = 0
@@ -81,17 +81,17 @@ class SupervisorOptions:
 class Supervisor:
     """Runs tasks until the training has ended, one of them has failed, or a signal says to end.
 
-    When all are started again after the coordinator alone has failed, servers run on, and wait for the next one.
+    If only the coordinator failed, its restart leaves the servers running; they wait for the next coordinator.
 
-    The training has ended well when all tasks that are awaited have exited with 0. What is left then is ended: the
-    evaluator after its time, others at once. When one fails, and is not started again by itself, the others may end by
-    themselves for ``grace_s``, then get SIGTERM, and after as long again SIGKILL. SIGINT, SIGTERM and SIGHUP become
-    SIGTERM for all tasks; a second one SIGKILL.
+    The training succeeds when all awaited tasks have exited with 0. The remaining tasks are then ended: the evaluator
+    after its time limit, the others at once. If a task fails and is not restarted on its own, the other tasks get
+    ``grace_s`` to end. Then they get SIGTERM, and after the same time again SIGKILL. SIGINT, SIGTERM and SIGHUP become
+    SIGTERM for all tasks; a second signal becomes SIGKILL.
 
     Args:
       starts: The tasks.
-      display: Where their lines go.
-      options: How it ends.
+      display: Shows the lines of the tasks.
+      options: The options for failures and the end.
     """
 
     def __init__(self, starts: Sequence[Start], display: Display, options: SupervisorOptions):
@@ -106,12 +106,12 @@ class Supervisor:
         self._next_refresh = 0.0
 
     def run(self) -> int:
-        """Runs it, from the main thread; returns the exit code for the launcher.
+        """Runs the job from the main thread. Returns the exit code for the launcher.
 
-        That is 0; the exit code of the task that failed first; or 128 and the signal that ended it.
+        The exit code is 0, that of the task that failed first, or 128 plus the signal that ended the job.
 
         Raises:
-          ProcessStartError: A task could not be started; none is left.
+          ProcessStartError: A task could not be started. No process is left.
         """
         with self._signals_noticed(), self._none_left():
             while True:
@@ -129,7 +129,7 @@ class Supervisor:
                     return 128 + self._signals[0] if self._signals else failed.exit_code
 
     def _run_once(self) -> Ending | None:
-        """Runs all tasks once; returns how the first that failed has ended. Servers may run on."""
+        """Runs all tasks once. Returns the ending of the first that failed, or None. Servers may keep running."""
         restarts = {
             start.task: Restarts(start.max_restarts, self._options.checkpoint_dir, are_preempted=False)
             for start in self._starts
@@ -151,7 +151,7 @@ class Supervisor:
         ending = None if failed is None else self._processes[failed].ending
         if failed is not None and ending is not None and not self._signals:
             if ending.code == PREEMPTED_EXIT_CODE:
-                self._display.note(f"{failed} {ending}: it was to end, and has saved.")
+                self._display.note(f"{failed} {ending}: it was preempted, and has saved.")
             else:
                 self._show_failure(failed)
         for task in [task for task in self._processes if task not in kept]:
@@ -159,9 +159,10 @@ class Supervisor:
         return None if self._signals else ending
 
     def _servers_that_stay(self, failed: Task | None) -> Collection[Task]:
-        """Those that wait for the next coordinator, when it was the coordinator that failed: all, or none.
+        """Returns all servers if they keep running for the next coordinator, otherwise none.
 
-        None after a restart that was in vain: it may be they of whom it fails.
+        They keep running if only the coordinator failed. After a restart without progress they end too, because they
+        may be the cause.
         """
         servers = {start.task for start in self._starts if start.is_server}
         may_stay = (
@@ -176,7 +177,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _none_left(self) -> Iterator[None]:
-        """Afterwards no process of a task is left."""
+        """Ends all processes of tasks after the block."""
         try:
             yield
         finally:
@@ -185,7 +186,7 @@ class Supervisor:
                     stack.callback(process.close)
 
     def _start(self, start: Start) -> None:
-        """Starts a task. Nothing is left of its earlier process, if there was one."""
+        """Starts a task, after its earlier process, if any, is gone."""
         if start.task in self._processes:
             self._processes[start.task].close()
         folder = tempfile.mkdtemp(prefix="replicax-launch-")
@@ -214,7 +215,7 @@ class Supervisor:
     # --- how it goes --------------------------------------------------------------------------------------
 
     def _is_decided(self, restarts: Mapping[Task, Restarts]) -> bool:
-        """Whether the training has ended, or failed. A task that may be started again by itself is, here."""
+        """Returns True if the training has ended or failed. Restarts the tasks that may restart on their own."""
         if self._is_trained():
             return True
         for start in self._starts:
@@ -233,12 +234,12 @@ class Supervisor:
         return False
 
     def _is_trained(self) -> bool:
-        """Whether all whose end is the end of the training have exited with 0."""
+        """Returns True if all awaited tasks have exited with 0."""
         endings = [self._processes[start.task].ending for start in self._starts if start.is_awaited]
         return all(ending is not None and ending.is_success for ending in endings)
 
     def _failed(self) -> Task | None:
-        """The task that was the first to end badly, among those whose process has ended."""
+        """Returns the first task that ended with a failure; None if there is none."""
         bad = [
             (self._began_to_end(start.task, ending), number, start.task)
             for number, start in enumerate(self._starts)
@@ -248,8 +249,8 @@ class Supervisor:
         return min(bad)[2] if bad else None
 
     def _began_to_end(self, task: Task, ending: Ending) -> float:
-        """When it did, in seconds of ``time.monotonic``: a worker 0 that fails ends only after the others, who need
-        it.
+        """Returns the time at which a task began to end, in seconds of ``time.monotonic``. A failed worker 0 ends only
+        after the other tasks, because they need it.
         """
         status = read_status(self._status_files[task])
         return ending.time if status is None or status.left_at is None else min(ending.time, status.left_at)
@@ -278,25 +279,25 @@ class Supervisor:
                 self._wait(lambda: not telling.is_alive(), _TOLD_AT_ONCE_S)
                 if telling.is_alive():
                     self._display.note(
-                        f"{failed} {self._processes[failed].ending}. Telling tasks of other hosts that come in the next "
+                        f"{failed} {self._processes[failed].ending}. Telling tasks of other hosts that start in the next "
                         f"{self._options.grace_s:g} s."
                     )
                     self._wait(lambda: not telling.is_alive(), self._options.grace_s)
 
     def _may_be_awaited(self, failed: Task) -> bool:
-        """Returns True if tasks may wait for one that has ended, or will when they come.
+        """Returns True if other tasks may wait for one that has ended, now or after they start.
 
-        A task that has joined has a status file, and its connection tells those who have joined too. Worker 0 is also
-        awaited by those who have not: all have joined only when the first program has run.
+        A task that has joined has a status file, and the end of its connection informs the other members. Tasks that
+        have not joined wait for worker 0 too. All tasks have joined only when the first program has run.
         """
-        if any(start.task.type == "ps" for start in self._starts):  # these jobs have another channel
+        if any(start.task.type == "ps" for start in self._starts):  # these jobs use a different channel
             return False
         status = read_status(self._status_files[failed])
         return status is None or (failed == Task("worker", 0) and status.step == 0)
 
     @contextlib.contextmanager
     def _others_told(self, failed: Task) -> Iterator[threading.Thread]:
-        """While in the block, tries to tell those who wait for a task that it has ended."""
+        """Tries, while the block runs, to tell the waiting tasks that a task has ended."""
         process = self._processes[failed]
         environment = next(start.environment for start in self._starts if start.task == failed)
         text = "\n".join([f"it {process.ending}. Its last lines:", *process.lines[-_NUM_LINES_TOLD:]])
@@ -311,7 +312,7 @@ class Supervisor:
             telling.join()
 
     def _end_all(self, but: Collection[Task] = ()) -> None:
-        """SIGTERM, then SIGKILL, for all that run, but for some."""
+        """Ends all running tasks except ``but``: sends SIGTERM, then SIGKILL."""
 
         def still_running() -> list[Process]:
             return [p for task, p in self._processes.items() if task not in but and p.is_running]
@@ -340,7 +341,7 @@ class Supervisor:
     def _wait(
         self, is_over: Callable[[], bool], timeout_s: float = float("inf"), num_signals: int = 0
     ) -> None:
-        """Until ``is_over``, the time is up, or there are more than ``num_signals`` signals."""
+        """Waits until ``is_over`` returns True, the time is up, or more than ``num_signals`` signals arrived."""
         deadline = time.monotonic() + timeout_s
         while not is_over() and len(self._signals) <= num_signals:
             now = time.monotonic()
@@ -393,7 +394,7 @@ class Supervisor:
 
 
 def _was_taken(start: Start, ending: Ending) -> bool:
-    """Whether a server was told to end that may come back: what it has it does not lose, and it is no failure."""
+    """Returns True if a restartable server was ended by a signal. It loses no state, so this is not a failure."""
     return start.is_server and start.max_restarts > 0 and ending.signal == signal.SIGTERM
 
 

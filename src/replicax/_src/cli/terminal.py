@@ -1,4 +1,4 @@
-"""What commands write for people: lines with colours, and on a terminal a table that stays below them."""
+"""Terminal output of the commands: coloured lines, and a table that stays below them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def is_terminal(output: TextIO, environment: Mapping[str, str]) -> bool:
 
 
 def coloured(text: str, code: str) -> str:
-    """A text in the colour, or the weight, that has this code in ANSI's sequences; an empty code changes nothing."""
+    """Returns a text with the colour or weight of an ANSI code; an empty code changes nothing."""
     return f"\x1b[{code}m{text}\x1b[0m" if code else text
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Writes a line at once, with escapes for letters that the stream's encoding lacks.
+    """Writes a line and flushes it. Characters that the stream's encoding lacks become escapes.
 
     Raises:
-      OSError: Nobody reads any more.
+      OSError: The reader has closed the stream.
     """
     try:
         stream.write(f"{text}\n")
@@ -33,9 +33,9 @@ def write_line(stream: TextIO, text: str) -> None:
 
 @final
 class LiveTable:
-    """A table that is drawn again and again in one place, with lines that scroll above it. Needs rich.
+    """A table that is redrawn in place, with lines that scroll above it. Needs rich.
 
-    Texts may have colours, as ANSI's sequences.
+    Texts may contain ANSI colour sequences.
 
     Args:
       output: The terminal.
@@ -59,7 +59,7 @@ class LiveTable:
 
     @property
     def width(self) -> int:
-        """How many letters a line of the terminal has."""
+        """The number of characters in a line of the terminal."""
         return self._live.console.width
 
     def print(self, text: str) -> None:
@@ -72,10 +72,10 @@ class LiveTable:
         """Replaces the table.
 
         Args:
-          heads: Lines above it.
-          columns: Its head.
-          rows: A text for each column.
-          num_left: How many of the columns are aligned to the left, the first ones.
+          heads: The lines above the table.
+          columns: The titles of the columns.
+          rows: The texts of each row, one for each column.
+          num_left: The number of first columns that are aligned to the left.
         """
         table = self._table(box=None, pad_edge=False)
         for number, column in enumerate(columns):
@@ -85,13 +85,13 @@ class LiveTable:
         self._live.update(self._group(*map(self._text, heads), table), refresh=True)
 
     def close(self) -> None:
-        """Ends it; what stands there stays."""
+        """Ends the table. Its last content stays visible."""
         with contextlib.suppress(OSError):
             self._live.stop()
 
 
 def live_table(output: TextIO, environment: Mapping[str, str]) -> LiveTable | None:
-    """A table on a terminal; None where there is none, or rich is not installed."""
+    """Returns a table on a terminal; None if the output is not a terminal or rich is not installed."""
     if is_terminal(output, environment):
         with contextlib.suppress(ImportError):
             return LiveTable(output)

@@ -1,4 +1,4 @@
-"""``replicax top``: how the tasks of a cluster with parameter servers are, told by its coordinator every second."""
+"""``replicax top``: shows the tasks of a cluster with parameter servers, as its coordinator reports them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LEAST_INTERVAL_S: Final = 0.1
 _LEFT_OUT_FIRST: Final = ("pid", "up", "function", "sent/s")
 _GAP: Final = 2
 _BOLD: Final = "1"
-# Of states, as ANSI's codes: green, bold yellow, bold red.
+# The ANSI codes of states: green, bold yellow, bold red.
 _COLOURS: Final = {
     **dict.fromkeys(("busy", "serving", "running", "backup"), "32"),
     "alone": "1;33",
@@ -83,17 +83,17 @@ def _interval(text: str) -> float:
     value = seconds(text)
     if not _LEAST_INTERVAL_S <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds of at least {_LEAST_INTERVAL_S}: who asks all the time slows the job down. "
-            "--once shows it once"
+            f"{text!r} is not a number of seconds of at least {_LEAST_INTERVAL_S}: frequent requests slow the job down. "
+            "--once shows the table once"
         )
     return value
 
 
 class StatusUnavailable(Exception):
-    """No status came.
+    """The coordinator did not send a status.
 
     Attributes:
-      is_over: Nobody listens there: it has ended, or was never there.
+      is_over: True if no process listens at the address: the coordinator has ended, or never ran there.
     """
 
     def __init__(self, message: str, *, is_over: bool = False):
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
             return _follow(request, view, options)
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # nobody reads any more; nor is there anything to flush at the end
+    except BrokenPipeError:  # the reader has closed the pipe, so nothing can be flushed at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except StatusUnavailable as error:
@@ -141,15 +141,15 @@ def _follow(request: urllib.request.Request, view: View, options: argparse.Names
 
 
 def request_of(said: str, environ: Mapping[str, str]) -> urllib.request.Request:
-    """What is asked: the JSON of ``host:port`` or a URL, with the token of that, or what the cluster's allows.
+    """Returns the request for the JSON of ``host:port`` or a URL, with the token of the URL or of the cluster.
 
     Raises:
-      ValueError: It is neither.
-      ClusterError: What the environment says of a token is wrong.
+      ValueError: The address is neither.
+      ClusterError: The environment has a wrong token setting.
     """
     url = urllib.parse.urlsplit(said if "://" in said else f"http://{said}")
     if url.scheme not in ("http", "https") or not url.hostname or url.port == 0:
-        raise ValueError(f"{said!r} is no address of a status: write host:port, or http://host:port/")
+        raise ValueError(f"{said!r} is not the address of a status: write host:port, or http://host:port/")
     path = url.path if url.path.endswith("/") else f"{url.path}/"
     request = urllib.request.Request(f"{url.scheme}://{url.netloc}{path}status.json")
     shown = urllib.parse.parse_qs(url.query).get("token", [None])[0]
@@ -162,10 +162,10 @@ def request_of(said: str, environ: Mapping[str, str]) -> urllib.request.Request:
 
 
 def fetch(request: urllib.request.Request) -> dict[str, Any]:
-    """The status now.
+    """Returns the current status.
 
     Raises:
-      StatusUnavailable: It did not come.
+      StatusUnavailable: The coordinator did not send it.
     """
     where = request.full_url.removesuffix("status.json")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -185,7 +185,9 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
         advice = "Is the program running, with a status address?"
         raise StatusUnavailable(f"{why} {advice}", is_over=is_over) from error
     except ValueError as error:
-        raise StatusUnavailable(f"What answers at {where} is no replicax coordinator.") from error
+        raise StatusUnavailable(
+            f"The program that answers at {where} is not a replicax coordinator."
+        ) from error
 
 
 # --- how it is shown --------------------------------------------------------------------------------------
@@ -193,14 +195,14 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
 
 @final
 class View:
-    """Shows statuses: in a table that stays where it is, on a terminal, if rich is there; else as lines.
+    """Shows statuses in a live table if rich is installed and the output is a terminal, otherwise as lines.
 
     Args:
-      output: Where they go.
-      notes: Where the rest goes, if there is no table.
-      environment: Says what the terminal can do.
-      is_json: One line each time.
-      is_plain: There is no table.
+      output: The stream for the statuses.
+      notes: The stream for messages, if there is no table.
+      environment: Describes the terminal.
+      is_json: True for one line of JSON per status.
+      is_plain: True for no table.
     """
 
     def __init__(
@@ -232,20 +234,20 @@ class View:
         self._table.draw(heads, columns, [[row[n] for n in shown] for row in rows], num_left)
 
     def note(self, text: str) -> None:
-        """Shows what there is to say besides."""
+        """Shows a message."""
         if self._table is None:
             print(text, file=self._notes)
         else:
             self._table.print(coloured(text, _BOLD))
 
     def close(self) -> None:
-        """Ends it; what stands there stays."""
+        """Ends the view. Its last content stays visible."""
         if self._table is not None:
             self._table.close()
 
 
 def columns_within(width: int, rows: Sequence[Sequence[str]]) -> list[int]:
-    """Which columns of the table there is room for, in letters: those that matter less are left out first."""
+    """Returns the columns that fit into a width in characters. Less important columns are left out first."""
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     shown = list(range(len(COLUMNS)))
     for name in _LEFT_OUT_FIRST:
@@ -255,13 +257,13 @@ def columns_within(width: int, rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def summary_lines(status: Mapping[str, Any]) -> list[str]:
-    """What concerns all tasks."""
+    """Returns the lines about the cluster as a whole."""
     counts = "  ".join(f"{name} {value}" for name, value in closures_of(status))
     return [counts, "staleness: " + "  ".join(f"{name} {value}" for name, value in staleness_of(status))]
 
 
 def lines_of(status: Mapping[str, Any]) -> list[str]:
-    """A status as lines, the last one empty."""
+    """Returns a status as lines; the last one is empty."""
     rows = [COLUMNS, *rows_of(status)]
     widths = [max(len(row[number]) for row in rows) for number in range(len(COLUMNS))]
     return [*summary_lines(status), *(_line(row, widths) for row in rows), ""]

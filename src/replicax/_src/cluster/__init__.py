@@ -1,1 +1,1 @@
-"""Clusters: who is in them and at which address, found in the environment or said by the user."""
+"""Clusters: their tasks and addresses, from the environment or from the user; joining them; failures of other tasks."""

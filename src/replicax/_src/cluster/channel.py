@@ -1,4 +1,4 @@
-"""The control channel of one process: it heartbeats, gathers values from all tasks, and hears who is gone.
+"""The control channel of one process: sends heartbeats, all-gathers values, and learns which tasks are gone.
 
 See controller.py for the rules.
 """
@@ -37,27 +37,27 @@ _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
 _ANSWER_S = 10.0  # three round trips: two to authenticate each other, one to join
 EARLIER_RUN_S = 35.0
-"""For so long the controller of an earlier run may be at the address, with another token."""
+"""The time for which the controller of an earlier run, with another token, may still be at the address."""
 _TAKE_MESSAGE_S = 10.0
 _LOOK_S = 0.2
-# How often the thread looks whether the process leaves, while nothing comes.
+# The interval at which the idle thread checks whether the process leaves.
 _WAKE_S = 0.25
-_NO_PROGRAM = -2  # before the position of who has run none
+_NO_PROGRAM = -2  # below every position, also that of a process that has run no program
 
 
 class _RefusedForNow(Exception):
-    """The controller is that of an earlier run, which is ending."""
+    """The controller belongs to an earlier run, which is ending."""
 
 
 @final
 class Channel:
-    """A connection to the controller, with a thread of its own that listens and heartbeats.
+    """A connection to the controller, with a thread that listens and sends heartbeats.
 
     Args:
-      membership: The tasks, and which of them this process is. The controller is at the leader's address.
-      security: What the controller must know, and asks for.
-      silence_s: After how many seconds without a word from the controller it counts as gone.
-      stall_s: After how many seconds it says for whom it waits.
+      membership: The tasks, and the one that this process is. The controller is at the leader's address.
+      security: The secrets that both sides must present.
+      silence_s: The seconds without a message after which the controller counts as gone.
+      stall_s: The seconds of waiting after which the log names the missing tasks.
 
     Attributes:
       is_lost: True once the controller has ended the connection, or has been silent for too long.
@@ -98,14 +98,13 @@ class Channel:
         """Joins the cluster, once the controller is there.
 
         Args:
-          deadline: When to give up, on the clock of ``time.monotonic``.
+          deadline: The time to give up, on the clock of ``time.monotonic``.
 
         Returns:
-          What the controller tells who joins.
+          The welcome of the controller.
 
         Raises:
-          ClusterStartError: It did not answer in time, or refuses. That of an earlier run, which is ending, is waited
-            for.
+          ClusterStartError: The controller did not answer in time, or refuses. It waits while an earlier run is ending.
         """
         started = reminded = time.monotonic()
         trouble: object = "not tried"
@@ -116,10 +115,10 @@ class Channel:
             if now - reminded >= 10:
                 reminded = now
                 log.warning(
-                    "Waiting for %s at %s since %.0f s: %s.",
+                    "Has been waiting %.0f s for %s at %s: %s.",
+                    now - started,
                     self._names[0],
                     self._address,
-                    now - started,
                     trouble,
                 )
             try:
@@ -129,13 +128,13 @@ class Channel:
                 trouble = error
                 if (
                     now - started > EARLIER_RUN_S
-                ):  # until then an earlier run with another token may be ending there
+                ):  # before that, an earlier run with another token may be ending there
                     raise self._not_connected(now - started, trouble) from error
                 time.sleep(_RETRY_S)
             except (OSError, _RefusedForNow) as error:
                 is_cut_short = isinstance(error, TimeoutError) and deadline - now < _ANSWER_S
                 if not (is_cut_short and isinstance(trouble, (ForeignPeerError, _RefusedForNow))):
-                    trouble = error  # else what was answered says more
+                    trouble = error  # otherwise the last answer says more
                 time.sleep(_RETRY_S)
         self._thread.start()
         return welcome
@@ -143,23 +142,23 @@ class Channel:
     def _not_connected(self, waited_s: float, trouble: object) -> ClusterStartError:
         if isinstance(trouble, TokenError):
             return ClusterStartError(
-                f"The token of {self._me} does not fit that of {self._names[0]} at {self._address}: {trouble}. Give all tasks "
+                f"The token of {self._me} does not match that of {self._names[0]} at {self._address}: {trouble}. Give all tasks "
                 "of the cluster the same token (REPLICAX_TOKEN)."
             )
         more_time = "allow more time with REPLICAX_START_TIMEOUT_S."
         if isinstance(trouble, _RefusedForNow):
             return ClusterStartError(
-                f"{self._me} waited {waited_s:.0f} s for an earlier run of the job to end, of which {self._names[0]} at "
-                f"{self._address} says: {trouble} Or {more_time}"
+                f"{self._me} waited {waited_s:.0f} s for an earlier run of the job to end. {self._names[0]} at "
+                f"{self._address} answers: {trouble} Or {more_time}"
             )
         return ClusterStartError(
             f"{self._me} waited {waited_s:.0f} s for {self._names[0]}, which does not answer at {self._address} ({trouble}). "
-            "Start it, look whether the address is right and the port open between the machines (replicax doctor), or "
+            "Start it, check the address and that the port is open between the machines (replicax doctor), or "
             f"{more_time}"
         )
 
     def _joined(self, deadline: float) -> tuple[Connection, dict[str, Any]]:
-        """A connection that the controller has welcomed, and the welcome."""
+        """Returns a connection that the controller has accepted, and its welcome."""
         connection = connect(self._address, self._security, deadline)
         try:
             hello = {"kind": "hello", "member": self._number, "cluster": self._cluster}
@@ -179,7 +178,7 @@ class Channel:
             raise
 
     def leave(self) -> None:
-        """Says that this process ends in order, unless it has said otherwise, and ends the connection."""
+        """Announces an orderly end of this process, unless an error was announced, and closes the connection."""
         if self._connection is None or self._is_closed:
             return
         self._note_end()
@@ -190,12 +189,15 @@ class Channel:
         self._connection.close()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Says something of ``save_rounds.KINDS`` to the controller. What it says of that is given to all of
-        ``on_saving``, in the channel's thread; what they return is the answer."""
+        """Sends a message of ``save_rounds.KINDS`` to the controller.
+
+        The controller's messages about saving go to each listener of ``on_saving``, in the channel's thread. Each
+        value that a listener returns is sent as its answer.
+        """
         self._send(dict(message))
 
     def tell_error(self, text: str) -> None:
-        """Says that this process ends with an error, which the others will show."""
+        """Announces that this process ends with an error, which the other tasks will show."""
         self._note_end()
         self._send({"kind": "raised", "text": text[-8000:], "status": self._status})
 
@@ -203,27 +205,25 @@ class Channel:
 
     @property
     def failure(self) -> ClusterFailureError | None:
-        """Why the tasks cannot go on together, if they cannot; perhaps only after programs that this one has yet to
-        run.
+        """The reason why the tasks cannot continue together; None if they can. This process may still have to run
+        programs that need none of the lost tasks; see ``failure_here``.
         """
         return self._failure
 
     @property
     def failure_here(self) -> ClusterFailureError | None:
-        """The same, where it is of this process's last program: who has left, having run that too, was not needed for
-        it.
-        """
+        """The failure, if it affects this process's last program; None if the lost task had run that program too."""
         return self._failure if self._status["position"] > self._last_common else None
 
     def check(self, position: int | None = None) -> None:
-        """Raises what has happened to the others.
+        """Raises the failure of another task, if there is one.
 
         Args:
-          position: Of a program that this process runs next. Who has run it and has left is not needed for it: this
-            process is behind, in programs in which nobody waits for another.
+          position: The position of the program that this process runs next. A task that ran it before it left is not
+            needed.
 
         Raises:
-          ClusterFailureError: They cannot go on.
+          ClusterFailureError: The tasks cannot continue together.
         """
         if self._failure is not None and (position is None or position > self._last_common):
             raise again(self._failure)
@@ -239,19 +239,21 @@ class Channel:
         is_cancelled: Callable[[], bool] = lambda: False,
         every_s: float | None = None,
     ) -> list[Any]:
-        """Gives ``value`` and gets the values of all, by number. All processes call it, with the same keys.
+        """All-gathers ``value``: returns the values of all processes, by number. All processes call it with the same
+        keys.
 
         Args:
-          key: Not used before.
-          value: As JSON has it.
-          timeout_s: How long the others may take.
-          what: What they wait to do, for messages: "to start".
-          position: Of the program that is about to run, if it is about that.
-          is_cancelled: Asked now and then; the wait ends, with an error, if so.
-          every_s: How often it is said for whom it waits; by default after ``stall_s``, then after twice the time each.
+          key: A key that was not used before.
+          value: A value that JSON can hold.
+          timeout_s: The longest wait for the other processes.
+          what: The purpose, for messages: "to start".
+          position: The position of the program that is about to run, if the value is about a program.
+          is_cancelled: Polled; the wait ends with an error if it returns True.
+          every_s: The interval of log lines that name the missing tasks; by default ``stall_s``, doubled after each
+            line.
 
         Raises:
-          PeerFailureError: Somebody is gone, or missing for too long.
+          PeerFailureError: A task is gone, or has not called it in time.
         """
         self.check()
         self._send({"kind": "offer", "key": key, "value": value, "position": position})
@@ -266,7 +268,7 @@ class Channel:
                 if now >= says_at:
                     says_at = now + (every_s or now - started)
                     log.warning(
-                        "%s waits since %.0f s %s, for %s.",
+                        "%s has been waiting %.0f s %s for %s.",
                         self._me,
                         now - started,
                         what,
@@ -291,35 +293,38 @@ class Channel:
 
     def _out_of_time(self, key: str, timeout_s: float, what: str) -> ClusterFailureError:
         return PeerFailureError(
-            f"{self._me} waited {timeout_s:.0f} s {what}, for {self._missing_in(key)}. All tasks must be started, and make "
-            "the same calls of replicax in the same order.",
+            f"{self._me} waited {timeout_s:.0f} s {what} for {self._missing_in(key)}. Start all tasks, and make the same "
+            "calls of replicax in the same order in all of them.",
             tuple(self._names[number] for number in self._missing.get(key, ())),
         )
 
     def begin(self, position: int, program: str) -> None:
-        """A program begins; if it is another one than before the others hear of it at once.
+        """Notes the start of a program. Sends a heartbeat at once if the program differs from the last one.
 
         Raises:
-          ClusterFailureError: Somebody is gone who is needed for it.
+          ClusterFailureError: A task that the program needs is gone.
         """
         before = self._status.get("program")
         self._status = {"position": position, "program": program, "doing": "in"}
         if program != before:
             self._send({"kind": "heartbeat", "status": self._status})
-        self.check(position)  # what came since may have found this process between programs
+        self.check(position)  # a failure may have arrived while this process was between programs
 
     def end(self, is_done: bool = False) -> None:
-        """The program has ended, or has been dispatched.
+        """Notes that the program has ended or has been dispatched.
 
         Args:
-          is_done: Its results are there: whoever else has not run it yet needs nothing of this process for it.
+          is_done: True if the results are available. Tasks that run the program later then need nothing from this
+            process.
         """
         self._status = {**self._status, "doing": "between"}
         if is_done:
             self._done = self._status["position"]
 
     def wait_for_failure(self, timeout_s: float) -> ClusterFailureError | None:
-        """What has happened to others that are needed where this process is, or will be known in so many seconds."""
+        """Waits up to ``timeout_s`` for a failure that affects this process's last program, and returns it; None if
+        none comes.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self.failure_here is None and time.monotonic() < deadline:
@@ -370,7 +375,7 @@ class Channel:
                 self._fail(self._of_gone(message), last)
             case "mismatch":
                 self._fail(of_mismatch(self._names, message["statuses"]))
-            case "preempted" | "hold" | "stop" | "resume":
+            case "preempted" | "pause" | "stop" | "resume":
                 for listener in self.on_saving:
                     answer = listener(message)
                     if answer is not None:
@@ -381,27 +386,27 @@ class Channel:
         ours = self._status
         is_same_place = theirs.get("position", -1) == ours["position"] >= 0
         if how == "died" and is_same_place and theirs["program"] != ours["program"]:
-            # Collectives of different sizes have met, of which gloo aborts a process.
+            # gloo aborts a process when collectives of different sizes meet.
             return of_mismatch(self._names, sorted([(number, theirs), (self._number, ours)]))
         return of_gone(self._names, number, how, message["text"], theirs)
 
     def _heartbeat(self) -> None:
-        """Says where this process is; with the line of code, where it has not moved since the last time."""
+        """Sends the position of this process, with its line of code if it has not moved since the last heartbeat."""
         status = self._status
         at = {"at": user_line_of_main_thread()} if status is self._last_status else {}
         self._last_status = status
         self._send({"kind": "heartbeat", "status": {**status, **at}})
 
     def _write_status(self) -> None:
-        """For the launcher: how many programs this process has run."""
+        """Tells the launcher how many programs this process has run."""
         num_programs = max(0, self._status["position"] + (self._status["doing"] != "in"))
         state = "running" if num_programs else "starting"
         self._status_file.write(num_programs, state if self._left_at is None else "ending", self._left_at)
 
     def _note_end(self) -> None:
-        """Before the others hear of it: what they do then comes later.
+        """Notes the time at which this process begins to end, unless another failure is the cause.
 
-        Who ends because another has failed was not first.
+        Call it before the other tasks are told, so that this time precedes theirs.
         """
         if self._left_at is None and self._failure is None:
             self._left_at = time.monotonic()
@@ -414,7 +419,7 @@ class Channel:
         try:
             send(connection, message, time.monotonic() + _TAKE_MESSAGE_S)
         except OSError:
-            connection.cancel()  # half of it may have been sent; the thread notices
+            connection.cancel()  # the message may be half sent; the thread sees the cancelled connection
 
     def _lose(self, how: str) -> None:
         if self._is_closed:
@@ -422,14 +427,14 @@ class Channel:
         self.is_lost = True
         self._fail(
             PeerFailureError(
-                f"The controller of the cluster, beside {self._names[0]} at {self._address}, {how}: that machine, or the network "
-                "between, is down. End this process, and start the job again.",
+                f"The controller of the cluster, beside {self._names[0]} at {self._address}, {how}: that machine or the network "
+                "is down. End this process, and start the job again.",
                 (self._names[0],),
             )
         )
 
     def _fail(self, failure: ClusterFailureError, last_common: int = _NO_PROGRAM) -> None:
-        """The tasks can go on together no longer, or only up to the program at ``last_common``."""
+        """Notes a failure. The tasks can run together only up to the program at ``last_common``."""
         with self._changed:
             if self._failure is not None and last_common >= self._last_common:
                 return

@@ -1,4 +1,4 @@
-"""``is_chief``: whether this process does what a job does once."""
+"""``is_chief``: finds the one process of a job that prints, logs and saves."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from replicax._src.cluster.detect import choose_resolver
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, is_one_task
 
-_roles: list[bool] = []  # of this process, as the strategies of a cluster say that it has made
+_roles: list[bool] = []  # roles of this process, one for each strategy that it has made for a cluster
 
 
 def is_chief() -> bool:
-    """Returns True in one process of a job, which does what is to be done once: printing, logging, one W&B or MLflow
-    run.
+    """Returns True in exactly one process of a job: the one that prints, logs, or starts the W&B or MLflow run.
 
-    That is the chief, or worker 0 if there is no chief. With parameter servers it is the coordinator, or, where each
-    worker runs the program, the chief or worker 0. An evaluator is not the chief of the job. Without a cluster it is
-    True.
+    This process is the chief, or worker 0 if there is no chief. With parameter servers it is the coordinator; if each
+    worker runs the program, it is the chief or worker 0. An evaluator is not the chief of the job. Without a cluster
+    the result is True.
 
-    Call it anywhere: before a strategy is made and after, in a scope and in a replica function. It neither blocks nor
-    communicates. A cluster resolver that you pass to a strategy counts from then on; before that, and without one, what
-    ``jax.distributed.initialize`` was told counts, and what the environment says: TF_CONFIG, torchrun, Open MPI, Slurm,
-    SageMaker.
+    Call it anywhere: before or after a strategy is created, in a scope or in a replica function. It neither blocks nor
+    communicates. It uses the cluster resolver of the strategy if there is one. Otherwise it uses the arguments of
+    ``jax.distributed.initialize``, then the environment: TF_CONFIG, torchrun, Open MPI, Slurm, SageMaker.
 
     Raises:
-      ClusterError: What the environment says about the cluster is wrong.
+      ClusterError: The environment describes the cluster wrongly.
 
     >>> is_chief()
     True
@@ -39,7 +37,7 @@ def is_chief() -> bool:
 
 
 def note_role(resolver: ClusterResolver | None, is_chief: bool) -> None:
-    """Notes the role of this process in the cluster that a strategy was made for; one task on its own has none."""
+    """Notes the role of this process in the cluster of a new strategy. A single task has no role."""
     if resolver is not None and not is_one_task(resolver.cluster_spec()):
         _roles[:] = [is_chief and resolver.task_type != "evaluator"]
 
@@ -49,7 +47,7 @@ def _has_chief_role(membership: Membership) -> bool:
 
 
 def _number_for_jax() -> int | None:
-    """The number of this process where ``jax.distributed`` was initialized; importing JAX for this would take a
+    """Returns the number of this process if ``jax.distributed`` was initialized. Does not import JAX, which takes a
     second.
     """
     if "jax" not in sys.modules:

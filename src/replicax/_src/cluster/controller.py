@@ -1,26 +1,25 @@
-"""The controller of the control channel, without sockets or clocks: what a member says goes in, what others are told
-comes out.
+"""The controller of the control channel: takes messages of members, returns messages to send. No sockets or clocks.
 
-Every task of a cluster is a *member* of the channel, numbered as its process is. The rules:
+Every task of a cluster is a *member* of the channel, with the number of its process. The rules:
 
-- A member *joins* once, and is *gone* when it has left (an orderly end), raised, died (its connection ended without a
-  word) or gone silent (no message for ``silence_s``). Who is gone stays gone: a job is restarted as a whole. Once
-  somebody is gone nobody joins; who comes then is of the next run, and is told to try again. Who leaves or raises says
-  where it is, as in a heartbeat; who leaves also which program it has ended last (``done``), since the others go on up
-  to that.
-- The launcher may say that a task has *failed* before all had joined. Then nobody joins any more, and all are told.
-- An *all-gather* is a key for which each member offers a value; when all have, each is told all values. It never
-  completes once somebody is gone; whoever waits in it hears of that.
-- Members *heartbeat* once a second, and when their program is another than before: with the number of the program that
-  they run, and how many they have run before it (their *position*). So it is known what each has run at every position.
-  All run the same programs in the same order. Two that have run different ones at a position, or one that waits for the
-  others to agree on a program while another has passed that position, have not: that is a *mismatch*, which all are
-  told.
-- Before a program all wait in the same all-gathers: one that waits in another is a mismatch too.
-- Who waits in an all-gather is told at each tick whom it waits for.
-- Who has been in one program for ``stall_s``, while others have not come to that position, is *stalled*: it is told for
-  whom it waits, then again after twice the time each. After ``timeout_s`` its step is over: all are told.
-- Which step they all save after, when one is to be taken away, is agreed on in ``save_rounds.py``.
+- A member *joins* once. It is *gone* when it left (an orderly end), raised, died (its connection ended without a
+  message) or went silent (no message for ``silence_s``). A member that is gone stays gone, because a job restarts as a
+  whole. From then on no process may join: it belongs to the next run, and is told to try again. A member that leaves or
+  raises sends its status, as in a heartbeat. A member that leaves also sends the last program that it finished
+  (``done``), because the others may continue up to that one.
+- The launcher may report that a task *failed* before all had joined. Then no process may join, and all are told.
+- In an *all-gather* each member offers a value for a key. When all have offered, each gets all values. An all-gather
+  never completes once a member is gone; the members that wait in it are told.
+- Members send a *heartbeat* once a second, and whenever they start a different program. It has the number of the
+  program, and the count of programs before it (the *position*). The controller thus knows the program of each member at
+  every position. All members must run the same programs in the same order. It is a *mismatch* if two members ran
+  different programs at one position, or if one waits to agree on a program at a position that another has passed. All
+  are told.
+- Before a program all members wait in the same all-gathers. A member that waits in a different one is a mismatch too.
+- Each tick tells the members in an all-gather which members are missing.
+- A member is *stalled* if it has been in one program for ``stall_s`` while others have not reached that position. It is
+  told which members it waits for; the interval doubles each time. After ``timeout_s`` the step fails, and all are told.
+- When a member is preempted, ``save_rounds.py`` decides after which step all save.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _QUIET_S = 5.0
 @final
 @dataclass(frozen=True)
 class Refusal:
-    """Why a process may not join.
+    """The reason why a process may not join.
 
     Attributes:
-      text: For people.
-      is_temporary: It may, once this run has ended and the next one's controller is there.
+      text: The reason in words.
+      is_temporary: True if the process may join the next run, once that run's controller has started.
     """
 
     text: str
@@ -53,17 +52,18 @@ class Refusal:
 
 @dataclass
 class _Member:
-    """What the controller knows of a task.
+    """The state of one task.
 
     Attributes:
-      status: Of its last heartbeat: ``position``, ``program`` (its name and number), ``doing``, perhaps ``at``, a line
-        of code.
-      since: When it came to where it is.
-      warned_s: How long it had waited there when it was told for whom.
-      next: The position and name of the program that it waits to agree on.
-      runs: From which positions on it has run which programs. What has been compared with all is dropped.
-      gone: How it went, once it has.
-      text: How it ended, if it failed before it joined.
+      status: The status of its last heartbeat: ``position``, ``program`` (name and number), ``doing``, and possibly
+        ``at``, a line of code.
+      since: The time at which it reached its position.
+      warned_s: The time that it had waited there when it was last told for which members.
+      next: The position and name of the program that it waits to agree on, if any.
+      runs: Pairs of a program and the position from which it has run. Pairs that were compared with all members are
+        dropped.
+      gone: The way in which it ended; None while it is present.
+      text: Its ending in words, if it failed before it joined.
     """
 
     name: str
@@ -86,7 +86,7 @@ class _Member:
         return self.status.get("position", -1)
 
     def heartbeat(self, status: dict[str, Any], now: float) -> None:
-        """It says where it is. What was sent before something that has come already is stale."""
+        """Takes a status. An earlier position than the known one is stale and ignored."""
         position, program = status["position"], status["program"]
         if position < self.position:
             return
@@ -97,7 +97,7 @@ class _Member:
             self.runs.append((position, program))
 
     def told(self, now: float) -> dict[str, Any]:
-        """Its status, as others are told it."""
+        """Returns its status for messages to other members."""
         more: dict[str, Any] = {"for_s": int(now - self.since)} if self.status else {}
         if now - self.heard_at > _QUIET_S:
             more["silent_s"] = int(now - self.heard_at)
@@ -114,13 +114,13 @@ class _AllGather:
 
 @final
 class Controller:
-    """The state of the channel.
+    """The state of the channel, and its rules.
 
     Args:
-      names: Of the members, by number: ``"worker 0"``.
-      silence_s: After how many seconds without a message a member counts as gone.
-      stall_s: After how many seconds in a program it counts as a wait for those who have not come to it.
-      timeout_s: How long that may last.
+      names: The names of the members, by number: ``"worker 0"``.
+      silence_s: The seconds without a message after which a member counts as gone.
+      stall_s: The seconds in one program after which a member counts as stalled.
+      timeout_s: The longest time that a member may wait in one program.
     """
 
     def __init__(
@@ -139,29 +139,29 @@ class Controller:
 
     @property
     def is_over(self) -> bool:
-        """Whether somebody was here, and all who were are gone."""
+        """True if members have joined and all of them are gone."""
         known = [member for member in self._members if member.is_here]
         return bool(known) and all(member.gone for member in known)
 
     @property
     def is_broken(self) -> bool:
-        """Whether somebody is gone: this run is ending, and nobody joins it."""
+        """True if a member is gone. The run is then ending, and no process may join."""
         return any(member.gone for member in self._members)
 
     def is_silent(self, number: int) -> bool:
-        """Whether a member has been given up without having ended its connection."""
+        """Returns True if a member counts as gone although its connection is still open."""
         return self._members[number].gone == "silent"
 
     def join(self, number: int, now: float) -> Refusal | None:
-        """A member connects.
+        """Lets a member join.
 
         Returns:
-          Why it may not, if so.
+          The reason for a refusal; None if it has joined.
         """
         member = self._members[number]
         if member.is_present:
             return Refusal(
-                f"another process is {member.name} already. Each task of the cluster is one process; give each its own index."
+                f"another process is already {member.name}. Each task of the cluster is one process; give each its own index."
             )
         failed = next((other for other in self._members if other.gone == "failed"), None)
         if failed is not None and failed is not member:
@@ -169,7 +169,7 @@ class Controller:
         gone = member if member.gone else next((other for other in self._members if other.gone), None)
         if gone is not None and gone.gone is not None:
             return Refusal(
-                f"{gone.name} has been here before, and {_HOW[gone.gone]}. A job is started again as a whole: end the other "
+                f"{gone.name} has been here before, and {_HOW[gone.gone]}. A job restarts as a whole: end the other "
                 "tasks first.",
                 is_temporary=True,
             )
@@ -177,10 +177,10 @@ class Controller:
         return None
 
     def fail(self, number: int, text: str) -> Outbox:
-        """A task that has not joined has ended, and will not come. Of one that has joined its connection says more.
+        """Notes that a task ended before it joined. Does nothing for a member: the end of its connection says more.
 
         Args:
-          text: How it ended.
+          text: Its ending in words.
         """
         member = self._members[number]
         if member.is_here:
@@ -189,7 +189,7 @@ class Controller:
         return self._to_all({"kind": "gone", "member": number, "how": "failed", "text": text, "status": {}})
 
     def receive(self, number: int, message: Message, now: float) -> Outbox:
-        """A member says something."""
+        """Takes a message of a member."""
         member = self._members[number]
         member.heard_at = now
         if member.gone:
@@ -208,11 +208,11 @@ class Controller:
         return []
 
     def disconnect(self, number: int, now: float) -> Outbox:
-        """A member's connection has ended."""
+        """Notes that a member's connection has ended."""
         return self._go(number, "died", "", now)
 
     def tick(self, now: float) -> Outbox:
-        """Time passes: call it about every second."""
+        """Advances the time. Call it about once a second."""
         outbox: Outbox = []
         for number, member in enumerate(self._members):
             if member.is_present:
@@ -237,7 +237,7 @@ class Controller:
 
     def _offered(self, number: int, key: str, value: Any, position: int | None, now: float) -> Outbox:
         if position is not None:
-            # Where it is, for people; it has not begun to run it.
+            # For messages to people only: the member has not started this program.
             self._members[number].next = (position, value[1])
         gather = self._all_gathers.setdefault(key, _AllGather({}, position))
         gather.values[number] = value
@@ -262,7 +262,7 @@ class Controller:
         return [(number, message) for number, member in enumerate(self._members) if member.is_present]
 
     def _stalled(self, number: int, now: float) -> Outbox:
-        """Whether a member waits in a program for others, and has to be told."""
+        """Returns messages about a member that waits in a program for others."""
         member = self._members[number]
         waited_s = now - member.since
         if (
@@ -288,7 +288,9 @@ class Controller:
         return [(number, {"kind": "stalled", "timeout_s": self._timeout_s, **message})]
 
     def _compared(self, number: int, now: float) -> Outbox:
-        """Whether a member that has just beaten has run another program than another one, or is past an agreement."""
+        """Returns a mismatch if the member of the last heartbeat ran different programs than another, or has passed an
+        agreement.
+        """
         member = self._members[number]
         for other, their in enumerate(self._members):
             last = min(member.position, their.position)
@@ -306,7 +308,9 @@ class Controller:
                 member.runs.pop(0)
 
     def _apart(self, now: float) -> Outbox:
-        """Whether some wait in an all-gather before a program that another one has passed, or waits elsewhere for."""
+        """Returns a mismatch if members wait to agree on a program that another member has passed or agrees on
+        elsewhere.
+        """
         for gather in self._all_gathers.values():
             for number, member in enumerate(self._members):
                 if number in gather.values or not member.is_present or gather.position is None:
@@ -334,9 +338,7 @@ _HOW = {
 
 
 def _first_difference(one: Runs, other: Runs, last: int) -> int | None:
-    """The first position, up to ``last``, at which two members have run different programs, as far as they are
-    known.
-    """
+    """Returns the first known position, up to ``last``, at which two members ran different programs."""
     if not one or not other:
         return None
     first = max(one[0][0], other[0][0])
@@ -353,5 +355,5 @@ def _at(position: int, runs: Runs) -> dict[str, Any]:
 
 
 def _as_pairs(statuses: Mapping[int, Any]) -> list[list[Any]]:
-    """A mapping with numbers as keys, as JSON has it."""
+    """Returns a mapping with numbers as keys in a form that JSON can hold."""
     return [[number, status] for number, status in statuses.items()]

@@ -1,4 +1,4 @@
-"""Who may speak to the tasks of a cluster: a token, TLS certificates. Pure, but for reading the files."""
+"""``Credentials``: the token and the TLS certificates of a cluster's tasks. Pure, except that it reads files."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _HOW = (
 @final
 @dataclass(frozen=True)
 class Credentials:
-    """What a task shows to others, and asks of them. All tasks of a cluster have the same kind.
+    """The secrets that a task presents to other tasks and asks of them. All tasks of a cluster have the same kind.
 
-    A certificate, its key and a CA make *mutual TLS*: both sides show a certificate that the CA signed. A certificate
-    without a CA is a server's that takes clients by their token; a CA alone is a client's of such a server. Files are
-    PEM; they are read when a server or a client starts. Whoever gets past them is trusted: with memory, and a worker
-    runs the dataset functions that it is sent.
+    With a certificate, its key and a CA the tasks use *mutual TLS*: both sides present a certificate that the CA
+    signed. A server with a certificate and no CA accepts clients by their token; the clients of such a server have a CA
+    only. Files are PEM, and are read when a server or a client starts. An authenticated peer is fully trusted: it may
+    use memory, and a worker runs the dataset functions that it receives.
 
     Attributes:
-      token: A secret that all tasks know, random. It does not travel; without TLS what is sent can be read.
-      ca_file: Certificates of those who sign the others' certificates.
-      certificate_file: Of this task; its names must have the host of the task's address.
-      key_file: Of the certificate.
+      token: A random secret that all tasks know. It is never sent. Without TLS, messages are not encrypted.
+      ca_file: The certificates of the authorities that sign the certificates of the other tasks.
+      certificate_file: The certificate of this task. It must be valid for the host of the task's address.
+      key_file: The key of the certificate.
 
     Raises:
-      InvalidArgumentError: The token is empty or has other than visible ASCII characters, or a file is missing.
+      InvalidArgumentError: The token is empty or has characters other than visible ASCII, or a file is missing.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -66,18 +66,18 @@ class Credentials:
         if (self.certificate_file is None) != (self.key_file is None):
             there = "certificate_file" if self.key_file is None else "key_file"
             raise InvalidArgumentError(
-                f"{there}={getattr(self, there)!r} was given alone: a certificate and its key belong together. Give both."
+                f"{there}={getattr(self, there)!r} was given alone. Give both the certificate and its key."
             )
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> Self:
-        """What the environment says; nothing, if it says nothing.
+        """Returns the credentials that the environment describes, which may be none.
 
-        ``REPLICAX_TOKEN``, or the file ``REPLICAX_TOKEN_FILE`` that has it; ``REPLICAX_TLS_CA``,
-        ``REPLICAX_TLS_CERTIFICATE`` and ``REPLICAX_TLS_KEY`` are paths.
+        It reads ``REPLICAX_TOKEN``, or the token from the file ``REPLICAX_TOKEN_FILE``, and the paths
+        ``REPLICAX_TLS_CA``, ``REPLICAX_TLS_CERTIFICATE`` and ``REPLICAX_TLS_KEY``.
 
         Raises:
-          ClusterEnvironmentError: They do not go together, or a file cannot be read.
+          ClusterEnvironmentError: The variables contradict each other, or a file cannot be read.
         """
         files = {name: environ[variable] for name, variable in _FILES.items() if variable in environ}
         try:
@@ -92,19 +92,19 @@ class Credentials:
 
     @property
     def is_mutual(self) -> bool:
-        """Whether a client must show a certificate."""
+        """True if a client must present a certificate."""
         return self.certificate_file is not None and self.ca_file is not None
 
     @property
     def uses_tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """True if connections are encrypted."""
         return self.certificate_file is not None or self.ca_file is not None
 
     def check_server(self, address: str) -> None:
-        """Checks that a task may listen at ``address`` with these.
+        """Checks that a task may listen at ``address`` with these credentials.
 
         Raises:
-          InvalidArgumentError: It may not: others than processes of this machine reach it, and all would be let in.
+          InvalidArgumentError: Other machines can reach the address, and every peer would be accepted.
         """
         if self.uses_tls and self.certificate_file is None:
             raise InvalidArgumentError(
@@ -112,20 +112,20 @@ class Credentials:
             )
         if self.token is None and not self.is_mutual and not is_loopback(split_address(address)[0]):
             raise InvalidArgumentError(
-                f"The task at {address} would be open to everybody who reaches this machine. {_HOW}; only at localhost "
-                f"or 127.0.0.1 can a task do without."
+                f"The task at {address} would accept everybody who can reach this machine. {_HOW}. Only a task at localhost "
+                f"or 127.0.0.1 needs neither."
             )
 
     @property
     def admits_anybody(self) -> bool:
-        """Whether a server with these takes every peer that reaches it."""
+        """True if a server with these credentials accepts unauthenticated peers."""
         return self.token is None and not self.is_mutual
 
     def security(self, environ: Mapping[str, str] | None = None) -> Security:
-        """What a connection needs of these, and of ``REPLICAX_CHECKSUMS`` in the environment.
+        """Returns the security of connections, from these credentials and ``REPLICAX_CHECKSUMS`` in the environment.
 
         Raises:
-          InvalidArgumentError: A file cannot be read, or is not what it should be.
+          InvalidArgumentError: A file cannot be read, or has the wrong content.
         """
         always_checks = (os.environ if environ is None else environ).get(CHECKSUMS_VARIABLE) == "1"
         token = (self.token or "").encode()
@@ -140,7 +140,7 @@ class Credentials:
                 client.load_verify_locations(self.ca_file)
             server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             server.num_tickets = (
-                0  # nothing resumes a session, and a peer that only writes would have to read them
+                0  # no TLS session is resumed, and a peer that only writes would have to read the tickets
             )
             if self.certificate_file is not None:
                 client.load_cert_chain(self.certificate_file, self.key_file)
@@ -156,10 +156,10 @@ class Credentials:
         return Security(token, client, server, always_checks=always_checks)
 
     def check_files(self) -> None:
-        """Checks that the files can be read, and are PEM.
+        """Checks that the files can be read and are PEM.
 
         Raises:
-          InvalidArgumentError: One cannot, or is not.
+          InvalidArgumentError: A file cannot be read, or is not PEM.
         """
         for name in _FILES:
             path = getattr(self, name)
@@ -176,17 +176,17 @@ def _check_file(name: str, path: str) -> None:
         ) from error
     if b"-----BEGIN " not in data:
         raise InvalidArgumentError(
-            f"{name}={path!r} is no PEM file: it has no line '-----BEGIN ...'. Convert it with openssl ({_FILES[name]})."
+            f"{name}={path!r} is not a PEM file: it has no line '-----BEGIN ...'. Convert it with openssl ({_FILES[name]})."
         )
 
 
 def random_token() -> str:
-    """A token that nobody can guess: 256 bits."""
+    """Returns a random token of 256 bits."""
     return secrets.token_urlsafe(32)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach ``host``: ``localhost``, ``127.0.0.1``, ``::1``."""
+    """Returns True if only processes of this machine can reach ``host``: ``localhost``, ``127.0.0.1``, ``::1``."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
         return address.is_loopback if address.version == 4 else host == "::1"

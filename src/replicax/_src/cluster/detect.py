@@ -1,4 +1,4 @@
-"""Which resolver fits the environment that this process was started in, and why. Pure."""
+"""Chooses the resolver that fits the environment of this process, and gives the reason. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from replicax._src.errors import InvalidArgumentError
 @final
 @dataclass(frozen=True)
 class PassedOver:
-    """A candidate that was looked at and not taken.
+    """A candidate that was checked and not chosen.
 
     Attributes:
-      name: What describes clusters in this way: ``Slurm``.
-      why: In one sentence.
-      is_partial: Some of its variables are there, and say that there is a cluster.
+      name: The name of the candidate, such as ``Slurm``.
+      why: The reason in one sentence.
+      is_partial: True if only some of its variables are set, and these describe a cluster.
     """
 
     name: str
@@ -42,12 +42,13 @@ class ResolverChoice:
     """The resolver that fits the environment.
 
     Attributes:
-      resolver: For one worker on its own, its cluster is empty.
-      name: What describes the cluster: ``TF_CONFIG``, ``torchrun``, ``Open MPI``, ``Slurm``, ``SageMaker``; ``none``.
-      reason: In one sentence.
-      membership: What the resolver said when it was chosen.
-      passed_over: The candidates before it, in the order in which they were looked at.
-      local_rank: Which of the workers on this host this is, from 0; None where the launcher does not say.
+      resolver: The resolver. The cluster of a single worker is empty.
+      name: The source of the description: ``TF_CONFIG``, ``torchrun``, ``Open MPI``, ``Slurm``, ``SageMaker`` or
+        ``none``.
+      reason: The reason for the choice in one sentence.
+      membership: The cluster and the task, as the resolver described them when it was chosen.
+      passed_over: The earlier candidates, in the order in which they were checked.
+      local_rank: The number of this worker among those on this host, from 0; None if the launcher does not say.
     """
 
     resolver: ClusterResolver
@@ -66,10 +67,10 @@ class _Found:
 
 
 def checked_resolver(given: ClusterResolver | None) -> ClusterResolver:
-    """The resolver that a strategy was given; the one that fits the environment if it was given none.
+    """Returns the resolver that a strategy was given, or else the one that fits the environment.
 
     Raises:
-      InvalidArgumentError: It is something else.
+      InvalidArgumentError: The argument is not a resolver.
     """
     if given is None:
         return choose_resolver().resolver
@@ -84,17 +85,17 @@ def checked_resolver(given: ClusterResolver | None) -> ClusterResolver:
 def choose_resolver(environ: MutableMapping[str, str] | None = None) -> ResolverChoice:
     """Returns the resolver for this process.
 
-    TF_CONFIG comes first, because somebody wrote it. Then launchers, from the one nearest to this process outwards,
-    since the inner one is started in the environment of the outer: torchrun, Open MPI, Slurm (a step of several tasks),
-    SageMaker (several hosts). Kubernetes and Compute Engine do not say in the environment which machines form a
-    cluster, and are never taken. The metadata of a TPU pod, which ``jax.distributed.initialize()`` reads by itself, is
-    not looked at: there TF_CONFIG is needed. Without any: one worker on its own.
+    TF_CONFIG comes first, because a user wrote it. Launchers follow, the innermost first, because it starts in the
+    environment of the outer one: torchrun, Open MPI, Slurm (a step of several tasks), SageMaker (several hosts).
+    Kubernetes and Compute Engine are never chosen: their environment does not say which machines form a cluster. A TPU
+    pod needs TF_CONFIG, because its metadata, which ``jax.distributed.initialize()`` reads, is not used here. If
+    nothing fits, the process is a single worker.
 
     Args:
-      environ: In place of ``os.environ``. Slurm's resolver sets CUDA_VISIBLE_DEVICES in it.
+      environ: Replaces ``os.environ``. Slurm's resolver sets CUDA_VISIBLE_DEVICES in it.
 
     Raises:
-      ClusterError: What was found is malformed; or only some of a launcher's variables are there, and nothing else.
+      ClusterError: The description is malformed, or only some variables of a launcher are set and nothing else fits.
 
     >>> choice = choose_resolver({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n", "MASTER_PORT": "29500"})
     >>> choice.name, choice.membership.num_workers
@@ -140,7 +141,7 @@ def _tf_config(environ: MutableMapping[str, str]) -> _Found | PassedOver:
 
 
 def _torchrun(environ: MutableMapping[str, str]) -> _Found | PassedOver:
-    # Others set MASTER_ADDR and MASTER_PORT alone.
+    # Other programs set only MASTER_ADDR and MASTER_PORT.
     is_cluster = bool(environ.get("RANK")) or environ.get("WORLD_SIZE", "1") != "1"
     return _ranked("torchrun", TorchrunClusterResolver, environ, is_cluster=is_cluster)
 
@@ -163,7 +164,7 @@ def _ranked(
 def _slurm(environ: MutableMapping[str, str]) -> _Found | PassedOver:
     if not environ.get(slurm.NUM_TASKS):
         if environ.get("SLURM_JOB_ID"):
-            return PassedOver("Slurm", "This is in a Slurm job, but in no step of it: srun starts one.")
+            return PassedOver("Slurm", "This process is in a Slurm job, but not in a step: srun starts one.")
         return PassedOver("Slurm", f"{slurm.NUM_TASKS} is not set.")
     num_tasks = whole_number(environ, slurm.NUM_TASKS, least=1)
     if num_tasks == 1:
@@ -174,7 +175,7 @@ def _slurm(environ: MutableMapping[str, str]) -> _Found | PassedOver:
     if passed_over is not None:
         return passed_over
     job = optional_number(environ, "SLURM_JOB_ID") or 0
-    # Jobs that share a node get other ports: 16 for each.
+    # Each job gets its own 16 ports, because jobs may share a node.
     resolver = slurm.SlurmClusterResolver(port_base=leader_port(environ, 16 * job), environ=environ)
     return _Found(
         resolver,
@@ -200,7 +201,7 @@ def _kubernetes(environ: MutableMapping[str, str]) -> PassedOver:
         return PassedOver("Kubernetes", "This is not a pod.")
     return PassedOver(
         "Kubernetes",
-        "This is a pod, and its environment does not say which pods form a cluster: set TF_CONFIG in the manifest, or "
+        "This is a pod, but its environment does not name the pods of a cluster: set TF_CONFIG in the manifest, or "
         "pass a KubernetesClusterResolver.",
     )
 
@@ -218,10 +219,10 @@ _CANDIDATES: tuple[tuple[str, Callable[[MutableMapping[str, str]], _Found | Pass
 def _passed_over(
     name: str, environ: MutableMapping[str, str], variables: tuple[str, ...], *, is_cluster: bool = True
 ) -> PassedOver | None:
-    """A candidate of which variables are not set; None if all are.
+    """Returns a candidate that lacks variables as passed over; None if all its variables are set.
 
     Args:
-      is_cluster: The others say that there is a cluster.
+      is_cluster: True if the variables that are set describe a cluster.
     """
     there = [name for name in variables if environ.get(name)]
     missing = [name for name in variables if name not in there]

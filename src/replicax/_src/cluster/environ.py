@@ -1,4 +1,4 @@
-"""Reading what a launcher says from environment variables: numbers, sets of variables, the leader's address. Pure."""
+"""Reads the environment variables of launchers: numbers, sets of variables, the leader's port. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from replicax._src.cluster.errors import ClusterEnvironmentError
 
 PORT_VARIABLE = "REPLICAX_PORT"
 
-# Derived ports are FIRST_PORT to FIRST_PORT + NUM_PORTS - 1: below those that Linux gives to outgoing connections.
+# Derived ports are FIRST_PORT to FIRST_PORT + NUM_PORTS - 1: below the ports that Linux gives to outgoing connections.
 FIRST_PORT = 20480
 NUM_PORTS = 8192
 
-# What the environment may set, and what holds otherwise: how long tasks may take, in seconds.
+# Time limits in seconds, by the environment variables that may set them; the values are the defaults.
 START_LIMIT = "REPLICAX_START_TIMEOUT_S"
 SILENCE_LIMIT = "REPLICAX_SILENCE_TIMEOUT_S"
 STALL_LIMIT = "REPLICAX_STALL_WARNING_S"
@@ -22,10 +22,10 @@ _MOST_S = 10**7
 
 
 def limit_s(environ: Mapping[str, str], name: str) -> float:
-    """Returns one of ``LIMITS_S``, as the environment says or as it is by default.
+    """Returns one of ``LIMITS_S``, from the environment or its default.
 
     Raises:
-      ClusterEnvironmentError: It is no positive number of seconds, or one of more than four months.
+      ClusterEnvironmentError: The value is not a positive number of seconds, or is more than four months.
 
     >>> limit_s({"REPLICAX_START_TIMEOUT_S": "0.5"}, "REPLICAX_START_TIMEOUT_S")
     0.5
@@ -46,7 +46,7 @@ def require(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> 
     """Checks that all of these variables are set.
 
     Args:
-      launcher: Who sets them, for the message: ``torchrun``.
+      launcher: The launcher that sets them, for the message: ``torchrun``.
 
     Raises:
       ClusterEnvironmentError: Some are missing.
@@ -65,7 +65,7 @@ def whole_number(environ: Mapping[str, str], name: str, *, least: int = 0, most:
     """Returns the number that a variable holds.
 
     Raises:
-      ClusterEnvironmentError: It is not set, no whole number, or out of range.
+      ClusterEnvironmentError: The variable is not set, not a whole number, or out of range.
     """
     value = environ.get(name, "")
     number = int(value) if value.strip().isdecimal() and value.isascii() else -1
@@ -79,23 +79,23 @@ def whole_number(environ: Mapping[str, str], name: str, *, least: int = 0, most:
 
 
 def optional_number(environ: Mapping[str, str], name: str) -> int | None:
-    """Returns the number that a variable holds, None if it is not set or empty.
+    """Returns the number that a variable holds; None if it is not set or empty.
 
     Raises:
-      ClusterEnvironmentError: It is no whole number.
+      ClusterEnvironmentError: The value is not a whole number.
     """
     return whole_number(environ, name) if environ.get(name) else None
 
 
 def rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    """Returns which process this is, from 0, and how many there are.
+    """Returns the number of this process, from 0, and the number of processes.
 
     Args:
-      rank: The variable with the first.
-      size: The variable with the second.
+      rank: The variable that has the number of this process.
+      size: The variable that has the number of processes.
 
     Raises:
-      ClusterEnvironmentError: One is no whole number, or the rank is not less than the size.
+      ClusterEnvironmentError: One is not a whole number, or the rank is not less than the size.
     """
     num_processes = whole_number(environ, size, least=1)
     number = whole_number(environ, rank)
@@ -108,13 +108,13 @@ def rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int
 
 
 def leader_port(environ: Mapping[str, str], number: int) -> int:
-    """Returns the port of the leader: ``REPLICAX_PORT``, else one that is derived from a number of the job.
+    """Returns the port of the leader: ``REPLICAX_PORT``, or else one derived from a number of the job.
 
     Args:
-      number: The same on all tasks, and another for other jobs.
+      number: A number that is the same in all tasks and differs between jobs.
 
     Raises:
-      ClusterEnvironmentError: ``REPLICAX_PORT`` is no port.
+      ClusterEnvironmentError: ``REPLICAX_PORT`` is not a port.
     """
     if environ.get(PORT_VARIABLE):
         return whole_number(environ, PORT_VARIABLE, least=1, most=65535)

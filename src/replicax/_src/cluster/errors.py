@@ -1,29 +1,29 @@
-"""What can be wrong with the description of a cluster. ``docs/reference/errors.md`` has an entry for each class."""
+"""The errors of cluster descriptions. ``docs/reference/errors.md`` has an entry for each class."""
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 
 
 class ClusterError(InvalidArgumentError):
-    """The description of a cluster that no strategy accepts."""
+    """A description of a cluster that no strategy accepts."""
 
 
 class ClusterTypeError(ClusterError, TypeError):
-    """Something that describes no cluster was given as one."""
+    """The argument does not describe a cluster."""
 
 
 class AddressError(ClusterError):
-    """An address of a cluster that is not ``host:port``, or stands there twice."""
+    """An address of a cluster is not ``host:port``, or occurs twice."""
 
 
 class TaskError(ClusterError):
-    """This process's task, or a task that was asked for, is not one of the cluster."""
+    """This process's task, or a requested task, is not in the cluster."""
 
 
 class RepeatedTaskError(ClusterError, KeyError):
-    """Two resolvers of a union name the same task; a KeyError too, as in TensorFlow."""
+    """Two resolvers of a union name the same task. It is a KeyError too, as in TensorFlow."""
 
     def __str__(self) -> str:
-        return Exception.__str__(self)  # KeyError's would put the message into quotes
+        return Exception.__str__(self)  # KeyError.__str__ would quote the message
 
 
 class ClusterEnvironmentError(ClusterError, RuntimeError):
@@ -31,4 +31,4 @@ class ClusterEnvironmentError(ClusterError, RuntimeError):
 
 
 class ClusterManagerError(ReplicaxError, RuntimeError):
-    """Kubernetes or Compute Engine could not say who is in the cluster."""
+    """Kubernetes or Compute Engine could not list the cluster."""

@@ -1,6 +1,4 @@
-"""What goes wrong between the tasks of a cluster, as errors: each names the task. docs/reference/errors.md has an entry
-for each.
-"""
+"""The errors that the tasks of a cluster cause each other; each names the task. docs/reference/errors.md lists them."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ _WORTH_SAYING_S = 2
 
 
 class ClusterFailureError(ReplicaxError, RuntimeError):
-    """The tasks of a cluster cannot go on together. This process cannot either: end it, and start the job again."""
+    """The tasks of a cluster cannot continue together. End this process, and start the job again."""
 
 
 class ClusterStartError(ClusterFailureError):
-    """The tasks of a cluster did not find each other, or do not fit together."""
+    """The tasks of a cluster did not find each other, or do not match."""
 
 
 class PeerFailureError(ClusterFailureError):
-    """Another task died, raised, went silent, or ended its program while it was needed.
+    """Another task died, raised an error, went silent, or ended its program while this process needed it.
 
     Attributes:
       tasks: The names of the tasks: ``("worker 1",)``.
@@ -33,34 +31,33 @@ class PeerFailureError(ClusterFailureError):
 
 
 class ProgramMismatchError(ClusterFailureError):
-    """Tasks run different programs, or the same ones in another order."""
+    """Tasks run different programs, or the same programs in a different order."""
 
 
 def of_gone(
     names: Sequence[str], number: int, how: str, text: str, status: Mapping[str, Any]
 ) -> PeerFailureError:
-    """The failure that another task is gone.
+    """Returns the error for another task that is gone.
 
     Args:
-      names: Of all tasks.
-      number: Of the one that is gone.
-      how: See controller.py.
-      text: Its error, or for how many seconds it has been silent.
-      status: Of its last heartbeat.
+      names: The names of all tasks.
+      number: The number of the task that is gone.
+      how: The way in which it ended; see controller.py.
+      text: Its error, or the seconds for which it has been silent.
+      status: The status of its last heartbeat.
     """
     indented = _indented(text) if how == "raised" else text
     told = _GONE[how].format(text=indented, where=describe_status(status), again=_AGAIN)
     return PeerFailureError(f"{names[number]} {told}", (names[number],))
 
 
-_AGAIN = "This process cannot go on without it: end it, and start the job again."
+_AGAIN = "This process cannot continue without it: end it, and start the job again."
 _GONE = {
     "raised": "raised an error ({where}):\n{text}\n{again}",
     "failed": "ended before all had joined: {text}\n{again}",
-    "left": "has ended its program, and this process still needs it. All tasks must run the same steps: look for what only "
-    "some of them do (an early return, another number of epochs or batches). It was {where}.",
-    "silent": "has been silent for {text} s: it is stopped, its machine hangs, or the network between is down. It was {where}. "
-    "{again}",
+    "left": "has ended its program, and this process still needs it. All tasks must run the same steps: look for code that only "
+    "some of them run (an early return, a different number of epochs or batches). It was {where}.",
+    "silent": "has been silent for {text} s: it is stopped, its machine hangs, or the network is down. It was {where}. {again}",
     "died": "died without a word: it was killed (out of memory?) or crashed; its own output may say more. It was {where}. "
     "{again}",
 }
@@ -69,10 +66,10 @@ _GONE = {
 def of_mismatch(
     names: Sequence[str], statuses: Sequence[tuple[int, Mapping[str, Any]]]
 ) -> ProgramMismatchError:
-    """The failure that two tasks are at different programs."""
+    """Returns the error for two tasks that run different programs."""
     lines = "\n".join(f"  {names[number]}: {describe_status(status)}" for number, status in statuses)
     return ProgramMismatchError(
-        "The tasks do not run the same programs in the same order, and would wait for each other for ever:\n"
+        "The tasks do not run the same programs in the same order, and would wait for each other forever:\n"
         f"{lines}\n"
         "Every task must make the same calls of replicax (run, reduce, gather, fit, reading distributed datasets, making "
         "variables) in the same order. Look for an `if` on the task, the chief or local data around one of them."
@@ -80,16 +77,16 @@ def of_mismatch(
 
 
 def stall_text(names: Sequence[str], message: Mapping[str, Any]) -> str:
-    """That a task waits in a program for others; ``message`` is the controller's."""
-    return f"{_wait_of(names, message)} It goes on waiting for {message['timeout_s']:g} s (timeout_seconds)."
+    """Returns a warning that a task waits in a program for others; ``message`` is the controller's."""
+    return f"{_wait_of(names, message)} It fails after {message['timeout_s']:g} s (timeout_seconds)."
 
 
 def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureError:
-    """The failure that a task has waited in a program for too long; ``message`` is the controller's."""
+    """Returns the error for a task that waited too long in a program; ``message`` is the controller's."""
     return PeerFailureError(
-        f"{_wait_of(names, message)} That is the limit. Look at what is done there: all tasks must run the same steps; if it "
-        "may take so long, allow more with CommunicationOptions(timeout_seconds=...). This process cannot go on: end it, and "
-        "start the job again.",
+        f"{_wait_of(names, message)} This is the limit. Check that all tasks run the same steps. If they do, and need this long, "
+        "allow more time with CommunicationOptions(timeout_seconds=...). This process cannot continue: end it, and start the "
+        "job again.",
         tuple(names[int(number)] for number, _ in message["late"]),
     )
 
@@ -97,14 +94,14 @@ def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureE
 def _wait_of(names: Sequence[str], message: Mapping[str, Any]) -> str:
     number, status = message["waiting"]
     late = ", ".join(
-        f"{names[n]}, which has not come to it: it is {describe_status(s)}" for n, s in message["late"]
+        f"{names[n]}, which has not reached it: it is {describe_status(s)}" for n, s in message["late"]
     )
     program = f"its program number {status['position']}, {status['program']}"
     return f"{names[number]} has waited {message['waited_s']} s in {program}, for {late}."
 
 
 def describe_status(status: Mapping[str, Any]) -> str:
-    """Where a task is, in words."""
+    """Describes in words where a task is."""
     parts = [_place(status)]
     if status.get("for_s", 0) >= _WORTH_SAYING_S:
         parts.append(f"for {status['for_s']} s")
@@ -126,7 +123,7 @@ def _place(status: Mapping[str, Any]) -> str:
 
 
 def again(failure: ClusterFailureError) -> ClusterFailureError:
-    """The same failure to raise once more, without the traceback of the first time."""
+    """Returns a copy of a failure to raise again, without the traceback of the first time."""
     if isinstance(failure, PeerFailureError):
         return PeerFailureError(str(failure), failure.tasks)
     return type(failure)(str(failure))

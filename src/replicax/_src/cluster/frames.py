@@ -1,4 +1,4 @@
-"""Messages of the control channel: JSON objects with a ``kind``, in frames of the wire. controller.py has the rules."""
+"""Sends and receives messages of the control channel: JSON objects with a ``kind``. controller.py has the rules."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from replicax._src.wire.security import Security
 
 
 def security_of(environ: Mapping[str, str] | None = None) -> Security:
-    """What the control channel asks of its peers: ``REPLICAX_TOKEN`` and the TLS files of the environment.
+    """Returns the secrets that the control channel asks of its peers: ``REPLICAX_TOKEN`` and the TLS files of the
+    environment.
 
     Raises:
-      ClusterEnvironmentError: They do not go together, or a file cannot be read.
+      ClusterEnvironmentError: The variables contradict each other, or a file cannot be read.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -36,10 +37,10 @@ def security_of(environ: Mapping[str, str] | None = None) -> Security:
 def connect(
     address: str, security: Security, deadline: float, environ: Mapping[str, str] | None = None
 ) -> Connection:
-    """Connects to a controller, by the route of ``REPLICAX_ROUTES`` if there is one.
+    """Connects to a controller, along the route of ``REPLICAX_ROUTES`` if there is one.
 
     Raises:
-      OSError: Nobody answers there in time, or somebody else; see ``wire.client.connect``.
+      OSError: No controller answers in time, or another program answers; see ``wire.client.connect``.
     """
     route = split_address(routed_address(address, os.environ if environ is None else environ))
     return wire_connect(*route, security, deadline, certified_as=split_address(address)[0])
@@ -49,7 +50,7 @@ def send(connection: Connection, message: Mapping[str, Any], deadline: float) ->
     """Sends a message.
 
     Raises:
-      OSError: The peer did not take it in time, or the connection has ended.
+      OSError: The peer did not read the message in time, or the connection has ended.
     """
     connection.send([(Kind.MESSAGE, json.dumps(message).encode(), ())], deadline)
 
@@ -58,8 +59,8 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     """Waits for the next message.
 
     Raises:
-      ForeignPeerError: What came is no message.
-      OSError: Nothing came in time, or the connection has ended.
+      ForeignPeerError: The peer sent something that is not a message.
+      OSError: No message arrived in time, or the connection has ended.
     """
     text = bytes(connection.receive(deadline) or b"")
     try:
@@ -81,7 +82,7 @@ def ask(
     """Connects to a controller, sends a message and returns the answer.
 
     Raises:
-      OSError: As ``connect`` and ``receive``.
+      OSError: See ``connect`` and ``receive``.
     """
     deadline = time.monotonic() + timeout_s
     connection = connect(address, security, deadline, environ)

@@ -1,4 +1,4 @@
-"""The cluster of an instance group of Google Compute Engine. Google's packages are imported when they are used."""
+"""``GCEClusterResolver``: the cluster of a Compute Engine instance group. Google's packages are imported on use."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from replicax._src.extras import missing_extra
 
 @final
 class GCEClusterResolver(AddressedResolver):
-    """The running instances of an instance group, asked of Compute Engine at every ``cluster_spec()``.
+    """The running instances of an instance group. Every ``cluster_spec()`` asks Compute Engine for them.
 
-    The tasks are sorted by address, as texts. Which of them this process is, the resolver cannot know: give
-    ``task_id``.
+    The tasks are sorted by address, as texts. Give ``task_id``, because the resolver cannot know which task this
+    process is.
 
     Args:
-      project: Name of the project.
-      zone: Of the instance group.
-      instance_group: Its name.
-      port: Of all tasks.
-      task_type: The job that the instances are.
+      project: The name of the project.
+      zone: The zone of the instance group.
+      instance_group: The name of the instance group.
+      port: The port of all tasks.
+      task_type: The job of the instances.
       task_id: The index of this instance, in the order of the addresses.
       rpc_layer: See ``ClusterResolver``.
-      credentials: Of google-auth; ``"default"`` finds those of the machine.
-      service: The object for ``compute``, ``v1`` that ``googleapiclient.discovery.build`` makes; then no credentials
-        are needed.
+      credentials: The credentials of google-auth; ``"default"`` finds those of the machine.
+      service: The object for ``compute``, ``v1`` that ``googleapiclient.discovery.build`` returns. With it, no
+        credentials are needed.
 
     Raises:
       MissingExtraError: Google's packages are not installed, and there is no ``service``.
@@ -60,7 +60,7 @@ class GCEClusterResolver(AddressedResolver):
 
     @property
     def task_type(self) -> str:
-        """The one that was given; it cannot be changed."""
+        """The job of the instances. It cannot be changed."""
         return self._task_type
 
     @task_type.setter
@@ -71,17 +71,17 @@ class GCEClusterResolver(AddressedResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the instances as they are now. It asks Compute Engine, once for the group and once for each instance.
+        """Returns the instances that run now. It asks Compute Engine once for the group and once for each instance.
 
         Raises:
-          ClusterManagerError: Nothing runs in the group, or Compute Engine did not answer as it should.
+          ClusterManagerError: No instance of the group runs, or the request to Compute Engine failed.
         """
         try:
             addresses = sorted(self._address(name) for name in self._instance_names())
-        except Exception as error:  # its own classes are only known where the package is
+        except Exception as error:  # its error classes exist only if the package is installed
             raise ClusterManagerError(
-                f"Compute Engine did not list the instances of {self._group()}: {type(error).__name__}: {error}. Are the "
-                f"names right, and may the service account read instances?"
+                f"Compute Engine did not list the instances of {self._group()}: {type(error).__name__}: {error}. Check the "
+                f"names, and that the service account may read instances."
             ) from error
         if not addresses:
             raise ClusterManagerError(
@@ -113,7 +113,7 @@ class GCEClusterResolver(AddressedResolver):
 
 
 def _service(credentials: Any) -> Any:
-    """Google's client for Compute Engine."""
+    """Returns Google's client for Compute Engine."""
     try:
         discovery = importlib.import_module("googleapiclient.discovery")
         auth = importlib.import_module("google.auth")

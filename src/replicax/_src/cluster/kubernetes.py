@@ -1,4 +1,6 @@
-"""The cluster of pods that Kubernetes finds by their labels. The ``kubernetes`` package is imported when it is used."""
+"""``KubernetesClusterResolver``: the cluster of pods with certain labels. The ``kubernetes`` package is imported on
+use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from replicax._src.options import _NamedOption
 
 
 class KubernetesExecutableLocation(_NamedOption):
-    """Where this program runs: in a pod of the cluster, or elsewhere with a kubeconfig file."""
+    """The place where this program runs: a pod of the cluster, or elsewhere with a kubeconfig file."""
 
     WITHIN_CLUSTER = "WITHIN_CLUSTER"
     OFF_CLUSTER = "OFF_CLUSTER"
@@ -23,26 +25,27 @@ class KubernetesExecutableLocation(_NamedOption):
 
 @final
 class KubernetesClusterResolver(AddressedResolver):
-    """The running pods that have certain labels, asked of the API server at every ``cluster_spec()``.
+    """The running pods that have certain labels. Every ``cluster_spec()`` asks the API server for them.
 
-    The tasks of a job are the pods of its label selectors, one selector after the other, each sorted by name with
-    numbers as numbers: ``job-2`` before ``job-10``. Which of them this process is, the resolver cannot know: set
-    ``task_type`` and ``task_id``; in an Indexed Job the id is the variable JOB_COMPLETION_INDEX. Addresses are those of
-    the pods, not of their nodes as in TensorFlow, where other pods find nobody unless the host's network is used.
+    The tasks of a job are the pods of its label selectors, in the order of the selectors. The pods of a selector are
+    sorted by name, with numbers as numbers: ``job-2`` before ``job-10``. Set ``task_type`` and ``task_id``, because the
+    resolver cannot know which task this process is; in an Indexed Job the id is the variable JOB_COMPLETION_INDEX. The
+    addresses are those of the pods. TensorFlow uses those of their nodes, which other pods cannot reach without the
+    host's network.
 
     Args:
-      job_to_label_mapping: Label selectors of each job; by default ``{"worker": ["job-name=tensorflow"]}``.
+      job_to_label_mapping: The label selectors of each job; by default ``{"worker": ["job-name=tensorflow"]}``.
       tf_server_port: The port of every task.
       rpc_layer: See ``ClusterResolver``.
       override_client: A ``kubernetes.client.CoreV1Api``, or an object with its ``list_pod_for_all_namespaces``, and
         ``list_namespaced_pod`` if a namespace is given.
-      executable_location: Which credentials to load, if there is no ``override_client``.
-      namespace: Only pods of this namespace, which needs fewer rights than those of all.
+      executable_location: The credentials to load, if there is no ``override_client``.
+      namespace: The namespace of the pods. Listing one namespace needs fewer rights than listing all; the default.
 
     Raises:
       MissingExtraError: The package ``kubernetes`` is not installed, and there is no ``override_client``.
       ClusterManagerError: The credentials cannot be loaded.
-      InvalidArgumentError: ``executable_location`` is neither of the two.
+      InvalidArgumentError: ``executable_location`` is not a ``KubernetesExecutableLocation``.
     """
 
     def __init__(
@@ -65,10 +68,10 @@ class KubernetesClusterResolver(AddressedResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the pods as they are now. It asks the API server, once for each selector.
+        """Returns the current pods. It asks the API server once for each selector.
 
         Raises:
-          ClusterManagerError: A pod does not run, a selector fits none, or the API server did not answer.
+          ClusterManagerError: A pod does not run, a selector matches no pod, or the API server did not answer.
         """
         addresses = {
             job: [self._address(pod) for selector in selectors for pod in self._pods(selector)]
@@ -77,13 +80,13 @@ class KubernetesClusterResolver(AddressedResolver):
         return ClusterSpec(addresses, source="Kubernetes")
 
     def _pods(self, selector: str) -> list[Any]:
-        """The pods of one selector, by name."""
+        """Returns the pods of one selector, sorted by name."""
         try:
             if self._namespace is None:
                 found = self._client.list_pod_for_all_namespaces(label_selector=selector)
             else:
                 found = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
-        except Exception as error:  # its own classes are only known where the package is
+        except Exception as error:  # its error classes exist only if the package is installed
             raise ClusterManagerError(
                 f"Kubernetes did not list the pods with the label {selector!r}: {_shown(error)}. If it answered 403, the "
                 f"service account needs the right to list pods"
@@ -108,7 +111,7 @@ class KubernetesClusterResolver(AddressedResolver):
 
 
 def _client(location: KubernetesExecutableLocation) -> Any:
-    """The API client, with the credentials of a pod or of the user."""
+    """Returns the API client, with the credentials of the pod or of the user."""
     try:
         config = importlib.import_module("kubernetes.config")
         client = importlib.import_module("kubernetes.client")
@@ -128,7 +131,7 @@ def _client(location: KubernetesExecutableLocation) -> Any:
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
-    """``job-10`` as [("job-", 10)], so that numbers sort as numbers."""
+    """Returns a sort key in which numbers sort as numbers: ``job-10`` gives [("job-", 10)]."""
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name) if text or number]
 
 

@@ -1,4 +1,4 @@
-"""``Layout``: which tasks a cluster on this machine has, at which ports, and what each is told in its environment."""
+"""``Layout``: the tasks of a cluster on this machine, their ports, and the environment of each."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import Task
 
 RESTART_COUNT_VARIABLE: Final = "REPLICAX_RESTART_COUNT"
-# Where the script saves.
+# The directory in which the script saves.
 CHECKPOINT_DIR_VARIABLE: Final = "REPLICAX_CHECKPOINT_DIR"
 SCRIPT_IN: Final = ("chief", "workers", "all")
-# What a task that runs the user's program is told of who else does.
+# Tells a task which tasks run the user's program.
 SCRIPT_IN_VARIABLE: Final = "REPLICAX_SCRIPT_IN"
-# What it is told of how many devices each worker has.
+# Tells a task the number of devices of each worker.
 DEVICES_VARIABLE: Final = "REPLICAX_DEVICES_PER_WORKER"
-# Tells a task how many tasks its launcher has started on this host: they share its cores.
+# Tells a task how many tasks the launcher has started on this host, because they share its cores.
 TASKS_ON_HOST_VARIABLE: Final = "REPLICAX_TASKS_ON_HOST"
-# On how many parameter servers each variable is.
+# The number of parameter servers that hold each variable.
 REPLICATION_VARIABLE: Final = "REPLICAX_REPLICATION"
-# What a server is run as, after ``python``; TF_CONFIG says which.
+# The arguments of ``python`` for a server; TF_CONFIG says which one it is.
 SERVER_COMMAND: Final = ("-m", "replicax", "server")
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -39,8 +39,8 @@ _PORT_RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CPU_POOL_THREADS: Final = 16
 _TUNABLES: Final = "GLIBC_TUNABLES"
 _SERVER_MEMORY: Final = {
-    "glibc.malloc.hugetlb": 1,  # in large pages, as far as the kernel has them
-    "glibc.malloc.mmap_threshold": 8 << 20,  # pieces of messages, 4 MB, are of memory that was used before
+    "glibc.malloc.hugetlb": 1,  # large pages, if the kernel has them
+    "glibc.malloc.mmap_threshold": 8 << 20,  # chunks of messages, 4 MB, reuse freed memory
     "glibc.malloc.trim_threshold": 64 << 20,
 }
 _HOST_DEVICES_FLAG: Final = re.compile(r"--xla_force_host_platform_device_count=\S*")
@@ -48,16 +48,16 @@ _HOST_DEVICES_FLAG: Final = re.compile(r"--xla_force_host_platform_device_count=
 
 @dataclass(frozen=True)
 class Layout:
-    """How many tasks of each type a cluster has.
+    """The number of tasks of each type in a cluster.
 
     Attributes:
-      num_workers: Of type ``worker``, besides the chief.
-      chief: Whether there is one; worker 0 is the chief otherwise.
-      num_ps: Parameter servers.
-      evaluator: Whether there is one. It has no address, as with Kubeflow: nobody connects to it.
+      num_workers: The number of tasks of type ``worker``, without the chief.
+      chief: True if there is a task of type ``chief``. Otherwise worker 0 is the chief.
+      num_ps: The number of parameter servers.
+      evaluator: True if there is an evaluator. It has no address, as with Kubeflow, because no task connects to it.
 
     Raises:
-      ClusterError: A number is negative, or nobody computes.
+      ClusterError: A number is negative, or there is neither a worker nor a chief.
 
     >>> [str(task) for task in Layout(num_workers=2, evaluator=True).tasks]
     ['worker 0', 'worker 1', 'evaluator 0']
@@ -75,29 +75,29 @@ class Layout:
                 "tasks are at least 0."
             )
         if not self.num_workers and not self.chief:
-            raise ClusterError("A cluster needs at least one worker, or a chief: somebody has to compute.")
+            raise ClusterError("A cluster needs at least one worker, or a chief. Add one.")
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All of them: the chief, the workers, the parameter servers, the evaluator."""
+        """All tasks: the chief, the workers, the parameter servers, the evaluator."""
         return (*self.tasks_with_address, *([Task("evaluator", 0)] if self.evaluator else []))
 
     @property
     def tasks_with_address(self) -> tuple[Task, ...]:
-        """Those that stand in the cluster of ``TF_CONFIG``."""
+        """The tasks that are listed in the cluster of ``TF_CONFIG``."""
         counts = {"chief": int(self.chief), "worker": self.num_workers, "ps": self.num_ps}
         return tuple(Task(kind, index) for kind, count in counts.items() for index in range(count))
 
     def servers(self, script_in: str | None = None) -> frozenset[Task]:
-        """The tasks that run ``replicax server`` instead of the user's program; only where there are parameter servers.
+        """Returns the tasks that run ``replicax server`` instead of the user's program; none without parameter servers.
 
         Args:
-          script_in: Who runs the program: ``chief``, who is the coordinator; ``workers``, and the chief if there is
-            one, each for itself; or ``all``, as TensorFlow's scripts expect, which make servers themselves. None: the
-            chief, and where there is none the workers.
+          script_in: The tasks that run the program. ``chief``: the coordinator only. ``workers``: the workers and the
+            chief, each on its own. ``all``: every task, for TensorFlow's scripts, which create the servers themselves.
+            None: the chief, or the workers if there is no chief.
 
         Raises:
-          ClusterError: It is none of these, or ``chief`` where there is none.
+          ClusterError: ``script_in`` is none of these, or it is ``chief`` and there is no chief.
 
         >>> layout = Layout(num_workers=1, chief=True, num_ps=1)
         >>> [sorted(map(str, layout.servers(who))) for who in ("chief", "workers", "all")]
@@ -105,7 +105,7 @@ class Layout:
         """
         script_in = ("chief" if self.chief else "workers") if script_in is None else script_in
         if script_in not in SCRIPT_IN:
-            raise ClusterError(f"Who runs the script is one of {', '.join(SCRIPT_IN)}, got {script_in!r}.")
+            raise ClusterError(f"script_in must be one of {', '.join(SCRIPT_IN)}, got {script_in!r}.")
         if not self.num_ps or script_in == "all":
             return frozenset()
         if script_in == "chief" and not self.chief:
@@ -116,7 +116,7 @@ class Layout:
         return frozenset(task for task in self.tasks if task.type in kinds)
 
     def told(self, task: Task, script_in: str | None = None) -> dict[str, str]:
-        """Returns what a task's environment says besides ``TF_CONFIG``: whom it shares its host with, who runs the
+        """Returns a task's variables besides ``TF_CONFIG``: the number of tasks on its host, and the tasks that run the
         script.
 
         >>> Layout(num_workers=1, num_ps=1).told(Task("worker", 0))
@@ -128,10 +128,10 @@ class Layout:
         return told | ({SCRIPT_IN_VARIABLE: "workers"} if is_told else {})
 
     def on_this_machine(self, ports: Sequence[int]) -> dict[str, list[str]]:
-        """The cluster of ``TF_CONFIG``, with loopback addresses.
+        """Returns the cluster of ``TF_CONFIG``, with loopback addresses.
 
         Args:
-          ports: One for each of ``tasks_with_address``.
+          ports: One port for each of ``tasks_with_address``.
         """
         cluster: dict[str, list[str]] = {}
         for task, port in zip(self.tasks_with_address, ports, strict=True):
@@ -140,7 +140,7 @@ class Layout:
 
 
 def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
-    """The ``TF_CONFIG`` of one task of a cluster.
+    """Returns the ``TF_CONFIG`` of one task of a cluster.
 
     >>> tf_config({"worker": ["a:1", "b:1"]}, Task("worker", 1))
     '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
@@ -157,14 +157,14 @@ def task_environment(
     num_devices: int | None = None,
     is_server: bool = False,
 ) -> dict[str, str]:
-    """Returns what a task of a cluster is told, besides or instead of what is in ``environment``.
+    """Returns the variables of a task that are added to ``environment``, or replace variables of it.
 
     Args:
       cluster: The addresses of ``TF_CONFIG``.
-      task: Which one.
-      environment: All that its process has otherwise.
-      num_devices: Virtual CPU devices of each task but the parameter servers; None: as the environment says.
-      is_server: It runs ``replicax server``.
+      task: The task.
+      environment: All other variables of its process.
+      num_devices: The virtual CPU devices of each task except parameter servers. None: the environment decides.
+      is_server: True if it runs ``replicax server``.
     """
     told = {"TF_CONFIG": tf_config(cluster, task)}
     if is_server:
@@ -175,25 +175,23 @@ def task_environment(
 
 
 def device_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes ``num_devices`` virtual CPU devices in a process, besides, or instead of, what is in
-    ``environment``.
-    """
+    """Returns the variables that make ``num_devices`` virtual CPU devices. They are added to ``environment``."""
     changes = {"JAX_NUM_CPU_DEVICES": str(num_devices)}
     if "JAX_PLATFORMS" not in environment:
         changes["JAX_PLATFORMS"] = "cpu"
     if num_devices > 1 and "PJRT_NPROC" not in environment:
         changes["PJRT_NPROC"] = str(_CPU_POOL_THREADS)
     flags = environment.get("XLA_FLAGS", "")
-    if _HOST_DEVICES_FLAG.search(flags):  # JAX refuses to have both
+    if _HOST_DEVICES_FLAG.search(flags):  # JAX refuses this flag beside its own option
         changes["XLA_FLAGS"] = _HOST_DEVICES_FLAG.sub("", flags).strip()
     return changes
 
 
 def checkpoint_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What tells a script where to save; and JAX to keep compiled programs there, unless ``environment`` says something
-    of it.
+    """Returns the variables that tell a script where to save, and JAX to cache compiled programs there. ``environment``
+    has priority for the cache.
 
-    They are kept for each machine: a program for the CPU of one may not run on another.
+    Each machine has its own cache, because a program for one CPU may not run on another.
     """
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / ".compiled" / socket.gethostname()),
@@ -204,10 +202,9 @@ def checkpoint_environment(folder: Path, environment: Mapping[str, str]) -> dict
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes servers faster, besides what is in ``environment``: how GNU's C library, if it is that, gets memory.
+    """Returns the variables that make servers faster: settings of the memory allocator of GNU's C library.
 
-    Arrays come and go at each step. Where each is made of fresh small pages, that takes longer than what is done with
-    it.
+    Each step allocates and frees arrays. Fresh small pages would take longer than the work on the arrays.
     """
     said = environment.get(_TUNABLES, "")
     known = {each.partition("=")[0] for each in said.split(":")}
@@ -216,19 +213,19 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def num_usable_cores() -> int:
-    """How many CPU cores this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     asked = getattr(os, "sched_getaffinity", None)  # not on macOS
     return os.cpu_count() or 1 if asked is None else len(asked(0))
 
 
 def free_ports(num_ports: int) -> list[int]:
-    """Returns different ports that are free now, on all interfaces.
+    """Returns distinct ports that are free now on all interfaces.
 
-    They are bound for a moment, and released: use them soon. Where the system tells which ports it gives to outgoing
-    connections these are left out, so that later only somebody who asks for one of ours by number can have it.
+    They are bound for a moment and released, so use them soon. Ports that the system gives to outgoing connections are
+    left out if they are known. Only a program that asks for such a port by number can then take it.
 
     Raises:
-      ProcessStartError: There are not as many.
+      ProcessStartError: Too few ports are free.
     """
     numbers = _static_ports()
     with contextlib.ExitStack() as held:
@@ -241,12 +238,12 @@ def free_ports(num_ports: int) -> list[int]:
                 bound.bind(("", port))
                 ports.append(bound.getsockname()[1])
     if len(ports) < num_ports:
-        raise ProcessStartError(f"Only {len(ports)} of {num_ports} ports that were asked for are free.")
+        raise ProcessStartError(f"Only {len(ports)} of {num_ports} requested ports are free.")
     return ports
 
 
 def _static_ports(max_tries: int = 1000) -> list[int]:
-    """Ports to try, in random order, that the system does not give away by itself; 0 lets it choose."""
+    """Returns ports to try, in random order, that the system does not assign on its own; 0 lets it choose."""
     try:
         low, high = map(int, _PORT_RANGE_FILE.read_text().split())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""``Membership``: one task's view of its cluster, checked; TensorFlow's rules of who leads and who is counted. Pure."""
+"""``Membership``: one task in its cluster, checked, with TensorFlow's rules for leaders and worker counts. Pure."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ _TASK_TYPES = ("chief", "worker", "evaluator", "ps", None)
 @final
 @dataclass(frozen=True)
 class Membership:
-    """One task in a cluster, checked: TensorFlow's rules of who leads and who is counted.
+    """One task in a cluster, checked, with TensorFlow's rules for leaders and worker counts.
 
-    *Workers* are the chief, if there is one, and the tasks of type ``worker``; they compute together. The evaluator
-    is chief of a cluster of its own, in which it is the one worker; it may be missing in ``spec``. An empty spec is
-    one worker on its own.
+    *Workers* are the chief, if there is one, and the tasks of type ``worker``; they compute together. The evaluator is
+    the chief and the only worker of its own cluster, and need not be in ``spec``. An empty spec means a single worker.
 
     Attributes:
       spec: The cluster.
-      task: Of this process.
+      task: The task of this process.
 
     Raises:
-      TaskError: A job that no strategy knows, two chiefs or evaluators, indices with gaps, or ``task`` is not there.
-      AddressError: An address that is malformed or stands there twice, or a leader at port 0.
+      TaskError: A job is unknown, there are two chiefs or evaluators, indices have gaps, or ``task`` is missing.
+      AddressError: An address is malformed or occurs twice, or the leader is at port 0.
 
     >>> spec = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
     >>> me = Membership(spec, Task("worker", 1))
@@ -61,7 +60,7 @@ class Membership:
         """Returns the membership of the task that a resolver names.
 
         Raises:
-          TaskError: The spec is not empty, and type or index are missing.
+          TaskError: The spec is not empty, and the type or the index is missing.
         """
         if spec and (task_type is None or task_id is None):
             raise TaskError(
@@ -73,19 +72,21 @@ class Membership:
 
     @property
     def is_evaluator(self) -> bool:
-        """This task evaluates, on its own."""
+        """True if this task is an evaluator, which works alone."""
         return self.task.type == "evaluator"
 
     @property
     def is_chief(self) -> bool:
-        """This task saves checkpoints and summaries: the chief, worker 0 if there is none, the evaluator."""
+        """True for the task that saves checkpoints and summaries: the chief, worker 0 without a chief, or the
+        evaluator.
+        """
         if self.task.type == "worker":
             return self.task.index == 0 and not _num_tasks(self.spec, "chief")
         return self.task.type != "ps"
 
     @property
     def workers(self) -> tuple[Task, ...]:
-        """The tasks that compute together, in the order of their ids; the evaluator alone for the evaluator."""
+        """The tasks that compute together, in the order of their ids. For an evaluator it is the evaluator alone."""
         if self.is_evaluator or not self.spec:
             return (self.task,)
         return tuple(
@@ -94,7 +95,7 @@ class Membership:
 
     @property
     def num_workers(self) -> int:
-        """How many tasks compute together: TensorFlow's ``worker_count``.
+        """The number of tasks that compute together: TensorFlow's ``worker_count``.
 
         Raises:
           TaskError: This is a parameter server.
@@ -107,7 +108,7 @@ class Membership:
 
     @property
     def id_in_cluster(self) -> int:
-        """The place of this task among ``workers``: the chief has 0, worker i has i plus the number of chiefs.
+        """The index of this task in ``workers``: the chief has 0, worker i has i plus the number of chiefs.
 
         Raises:
           TaskError: This is a parameter server.
@@ -120,19 +121,21 @@ class Membership:
 
     @property
     def collective_leader(self) -> str:
-        """TensorFlow's name of the first worker; empty for an evaluator, and for a worker on its own."""
+        """TensorFlow's name of the first worker; empty for an evaluator and for a single worker."""
         if not self.spec or self.is_evaluator:
             return ""
         return _leader_name(self.spec, ("chief", "worker"))
 
     @property
     def coordination_leader(self) -> str:
-        """TensorFlow's name of the task that coordinates: ps 0, else the chief, else worker 0; empty if alone."""
+        """TensorFlow's name of the coordinating task: ps 0, else the chief, else worker 0; empty for a single
+        worker.
+        """
         return _leader_name(self.spec, ("ps", "chief", "worker")) if self.spec else ""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of ``workers``; ``UNKNOWN_ADDRESS`` where an address is not known."""
+        """The addresses of ``workers``; ``UNKNOWN_ADDRESS`` for those that are not known."""
         return tuple(self.address_of(task) for task in self.workers)
 
     @property
@@ -142,12 +145,12 @@ class Membership:
 
     @property
     def leader_address(self) -> str:
-        """The address of worker 0 of ``workers``, where the others connect."""
+        """The address of the first of ``workers``, to which the others connect."""
         return self.addresses[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What messages call ``workers``."""
+        """The names of ``workers`` in messages."""
         return tuple(map(str, self.workers))
 
     @property
@@ -162,8 +165,8 @@ class Membership:
         return self.spec.task_address(task.type, task.index) if task in self.spec.tasks else UNKNOWN_ADDRESS
 
 
-# --- the rules ----------------------------------------------------------------------------------------
-# The texts begin with TensorFlow's, of multi_worker_util.py.
+# --- the rules ---------------------------------------------------------------------------------------- The messages
+# begin with those of TensorFlow's multi_worker_util.py.
 
 
 def _num_tasks(spec: ClusterSpec, job: str) -> int:
@@ -174,7 +177,7 @@ def _leader_name(spec: ClusterSpec, jobs: Sequence[str]) -> str:
     job = next((job for job in jobs if _num_tasks(spec, job)), None)
     if job is None:
         raise TaskError(
-            f"The cluster{from_source(spec.source)} has neither a chief nor workers, so nobody leads: it has "
+            f"The cluster{from_source(spec.source)} has neither a chief nor workers, so no task leads: it has "
             f"{listed(spec.jobs)}. Add at least one worker."
         )
     return f"/job:{job}/replica:0/task:0"
@@ -239,7 +242,7 @@ def _check_index(spec: ClusterSpec, task: Task) -> None:
 
 
 def _num_tasks_or_alone(spec: ClusterSpec, job: str) -> int:
-    """How many tasks of this job there may be: the evaluator, and a worker on its own, need no address."""
+    """Returns the number of tasks of a job, at least 1 for an evaluator or a single worker, which need no address."""
     is_alone = job == "evaluator" or (not spec and job in ("chief", "worker"))
     return _num_tasks(spec, job) or int(is_alone)
 
@@ -253,7 +256,7 @@ def _check_addresses(spec: ClusterSpec) -> None:
     for (host, port), tasks in tasks_at.items():
         if len(tasks) > 1 and port:
             raise AddressError(
-                f"The address {join_address(host, port)!r} stands {len(tasks)} times in the cluster{from_source(spec.source)}: "
+                f"The address {join_address(host, port)!r} occurs {len(tasks)} times in the cluster{from_source(spec.source)}: "
                 f"for {' and '.join(map(str, tasks))}. Each task needs an address of its own; on one machine, give each "
                 f"another port."
             )
@@ -263,7 +266,7 @@ def _check_leader(spec: ClusterSpec, leader: Task) -> None:
     address = spec.task_address(leader.type, leader.index)
     if not split_address(address)[1]:
         raise AddressError(
-            f"The address of {leader}{from_source(spec.source)} is {address!r}. Port 0 means that nobody connects there, and "
+            f"The address of {leader}{from_source(spec.source)} is {address!r}. Port 0 means that no task connects there, but "
             f"{leader} is the one that all others connect to: give it a port."
         )
 
@@ -272,7 +275,7 @@ def _check_leader(spec: ClusterSpec, leader: Task) -> None:
 
 
 def _quoted(spec: ClusterSpec, job: str) -> str:
-    """A job as it stands in TF_CONFIG: ``"chief": ["a:1", "b:1"]``."""
+    """Returns a job as written in TF_CONFIG: ``"chief": ["a:1", "b:1"]``."""
     return f'"{job}": {json.dumps(spec.as_dict()[job])}'
 
 

@@ -1,4 +1,4 @@
-"""What collectives by MPI need in the environment: the library, and the launcher. Pure."""
+"""Checks the environment for collectives by MPI: the library and the launcher. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OTHERWISE = f"Without {CHOICE}=mpi the workers use gloo, which needs neither."
 
 
 def check_mpi(environ: Mapping[str, str], num_workers: int) -> None:
-    """Checks that MPI will start, and will have one process for each worker: otherwise it ends the process without a
-    Python error, or makes each process a world of its own.
+    """Checks that MPI will start with one process for each worker. Otherwise MPI would end the process without a Python
+    error, or treat each process as the only one.
 
     Raises:
-      ClusterEnvironmentError: It will not.
+      ClusterEnvironmentError: MPI will not start, or has a different number of processes.
 
     >>> check_mpi({"MPITRAMPOLINE_LIB": "libmpiwrapper.so", "OMPI_COMM_WORLD_SIZE": "2"}, 2)
     """
@@ -44,7 +44,7 @@ def _check_library(path: str) -> None:
     if not path:
         found = f"{LIBRARY} is not set"
     elif os.sep in path and not os.path.isfile(path):
-        found = f"{LIBRARY}={path!r} is no file"
+        found = f"{LIBRARY}={path!r} is not a file"
     else:
         return
     raise ClusterEnvironmentError(
@@ -54,9 +54,7 @@ def _check_library(path: str) -> None:
 
 
 def _size_variable(environ: Mapping[str, str]) -> str | None:
-    """Which variable says how many processes the launcher has started: of Open MPI, of MPICH and kin, of srun
-    --mpi=pmix.
-    """
+    """Returns the variable with the number of processes from Open MPI, MPICH and derivatives, or srun --mpi=pmix."""
     for variable in (OPEN_MPI_SIZE, "PMI_SIZE"):
         if environ.get(variable):
             return variable

@@ -1,4 +1,4 @@
-"""The cluster of processes that Open MPI's mpirun started, version 4 (ORTE) or 5 (PRRTE, PMIx)."""
+"""``OpenMPIClusterResolver``: the processes that Open MPI's mpirun started, version 4 (ORTE) or 5 (PRRTE, PMIx)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NAMESPACE = "PMIX_NAMESPACE"
 
 @final
 class OpenMPIClusterResolver(RankedResolver):
-    """The workers that mpirun started: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and where mpirun itself runs.
+    """The workers that mpirun started, from OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and the host of mpirun.
 
-    Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. Rank 0 is taken to be where mpirun
-    runs, as mpirun places it by default; MASTER_ADDR says it if it is elsewhere. If all ranks are on one host, that is
-    ``localhost``. The leader's port is REPLICAX_PORT, else it is derived from the number of the job.
+    Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. The resolver assumes that rank 0 is
+    on the host of mpirun, as by default. If it is elsewhere, set MASTER_ADDR. If all ranks are on one host, the
+    leader's host is ``localhost``. The leader's port is REPLICAX_PORT, or else derived from the number of the job.
 
     Args:
       rpc_layer: See ``ClusterResolver``.
-      environ: In place of ``os.environ``; it is read once.
+      environ: Replaces ``os.environ``; it is read once.
 
     Attributes:
-      local_rank: Which of the workers on this host it is, from 0; None if that is not said.
+      local_rank: The number of this worker among those on this host, from 0; None if it is not known.
 
     Raises:
       ClusterEnvironmentError: A variable is missing or malformed, or the leader's host is not known.
@@ -49,7 +49,7 @@ class OpenMPIClusterResolver(RankedResolver):
     local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
 
     def _leader(self, environ: Mapping[str, str], num_workers: int) -> tuple[str, int]:
-        """The host of rank 0, and a port that is made of the number of the job."""
+        """Returns the host of rank 0, and a port derived from the number of the job."""
         host, number = _launcher(environ)
         port = leader_port(environ, number)
         if environ.get("MASTER_ADDR"):
@@ -66,7 +66,7 @@ class OpenMPIClusterResolver(RankedResolver):
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The host of mpirun, empty if it is not known, and a number of the job."""
+    """Returns the host of mpirun, empty if it is not known, and a number of the job."""
     uri = environ.get(_ORTE_URI, "")
     # 4: job numbers are multiples of 4096.
     match = re.match(r"(\d+)\..*?(?:tcp://([^,:;\[\]]+)|tcp6://\[([^,\]]+))", uri)

@@ -1,7 +1,7 @@
-"""The other processes of a cluster, as programs and datasets see them: values gathered, programs agreed on.
+"""``Peers``: the other processes of a cluster. All-gathers small values and checks that all run the same programs.
 
-All processes run the same programs in the same order; each has a position, counted from 0. Before a program runs for
-the first time, or after another one for the first time, the processes compare which they are about to run.
+All processes run the same programs in the same order; each program has a position, counted from 0. The processes
+compare the next program before it runs for the first time, or for the first time after the previous one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from replicax._src.cluster.failures import ClusterFailureError, ProgramMismatchE
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.watchdog import Watchdog
 
-# How long an error of the devices waits for the reason: what has happened to another task.
+# The time that an error of the devices waits for its cause, the failure of another task.
 _REASON_S = 5.0
 
 
 @final
 class Peers:
-    """What a process has of its cluster.
+    """The other processes of a cluster.
 
     Args:
-      channel: To the others.
-      names: Of all tasks, by number.
-      addresses: Of all tasks.
-      number: Of this process.
-      timeout_s: How long others may be behind.
+      channel: The control channel.
+      names: The names of all tasks, by number.
+      addresses: The addresses of all tasks.
+      number: The number of this process.
+      timeout_s: The longest wait for processes that are behind.
 
     Attributes:
-      waits: Programs are waited for where they are started.
+      waits: True if the start of a program waits for its results.
     """
 
     def __init__(self, channel: Channel, membership: Membership, timeout_s: float):
@@ -43,9 +43,9 @@ class Peers:
         self.cluster = membership.described
         self._num_gathered: dict[str, int] = {}
         self._num_topics = 0
-        self._labels: dict[str, str] = {}  # by the digest of a program
+        self._labels: dict[str, str] = {}  # keyed by the digest of a program
         self._digests: dict[str, str] = {}
-        self._orders: set[tuple[str | None, str]] = set()  # of two that have followed each other
+        self._orders: set[tuple[str | None, str]] = set()  # pairs of programs that followed each other
         self._last: str | None = None
         self._position = -1
         self._lock = threading.RLock()
@@ -59,11 +59,11 @@ class Peers:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is process 0, whose initial values all take."""
+        """True for process 0, whose initial values all processes take."""
         return self.number == 0
 
     def new_topic(self, name: str) -> str:
-        """A topic that nobody has used. All processes ask for as many, in the same order."""
+        """Returns an unused topic. All processes must ask for the same number of topics in the same order."""
         self._num_topics += 1
         return f"{name} {self._num_topics}"
 
@@ -74,16 +74,17 @@ class Peers:
         what: str,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> list[Any]:
-        """The values of all processes, by number; all call it, in the same order for each topic.
+        """All-gathers ``value``: returns the values of all processes, by number. All call it, in the same order for
+        each topic.
 
         Args:
-          topic: What the value is about: threads that gather have topics of their own.
-          value: As JSON has it.
-          what: What they wait to do, for messages.
-          is_cancelled: Asked now and then; the wait ends, with an error, if so.
+          topic: The subject of the value. Each thread that gathers needs its own topics.
+          value: A value that JSON can hold.
+          what: The purpose, for messages.
+          is_cancelled: Polled; the wait ends with an error if it returns True.
 
         Raises:
-          ClusterFailureError: Somebody is gone, or missing for too long.
+          ClusterFailureError: A task is gone, or has not called it in time.
         """
         return self._gathered(topic, value, what, is_cancelled=is_cancelled)
 
@@ -92,40 +93,41 @@ class Peers:
         return self._channel.gather(f"{topic} {count}", value, self._timeout_s, what=what, **how)
 
     def gather_before_program(self, name: str, value: Any) -> list[Any]:
-        """As ``gather``, for what all do before the next program: who runs that without it is told, and the others too.
+        """Like ``gather``, for something that all processes do before the next program. A process that skips it is a
+        mismatch.
 
         Args:
-          name: What they do, for people.
-          value: As JSON has it.
+          name: The purpose, for messages.
+          value: A value that JSON can hold.
 
         Raises:
-          ClusterFailureError: Somebody is gone, or missing for too long, or has not done it.
+          ClusterFailureError: A task is gone, or has not called it in time, or runs the program without it.
         """
         with self._lock:
             offers = self._gathered(name, [value, name], f"for {name}", position=self._position + 1)
             return [offer[0] for offer in offers]
 
     def check(self) -> None:
-        """Raises what has happened to the others, if they cannot go on."""
+        """Raises the failure of another task, if there is one."""
         self._channel.check()
 
     @property
     def failure(self) -> ClusterFailureError | None:
-        """Why they cannot go on, if so."""
+        """The failure of another task; None if there is none."""
         return self._channel.failure
 
     def tell_of_saving(self, message: Mapping[str, Any]) -> None:
-        """Says something of ``save_rounds.KINDS`` to the controller. Does not block."""
+        """Sends a message of ``save_rounds.KINDS`` to the controller. Does not block."""
         self._channel.tell(message)
 
     def hear_of_saving(
         self, listener: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
     ) -> Callable[[], None]:
-        """From now on ``listener`` is given, in a thread, what the controller says of that; what it returns is the
-        answer.
+        """Passes the controller's messages about saving to ``listener``, in a thread, and sends each value that it
+        returns.
 
         Returns:
-          What ends this.
+          A function that removes the listener.
         """
         self._channel.on_saving += (listener,)
 
@@ -135,24 +137,24 @@ class Peers:
         return end
 
     def agree(self, name: str, text: str) -> str:
-        """Makes sure that all processes are about to run the same program. For known ones it costs nothing.
+        """Checks that all processes are about to run the same program. For known programs it costs nothing.
 
         Args:
-          name: Of the program, for people.
-          text: What it does.
+          name: The name of the program, for messages.
+          text: The code of the program.
 
         Returns:
           The program's label.
 
         Raises:
-          ProgramMismatchError: They are about to run different ones.
+          ProgramMismatchError: The processes are about to run different programs.
         """
         digest = hashlib.sha256(text.encode()).hexdigest()
         with self._lock:
             return self._labels.get(digest) or self._agree_now(digest, name)
 
     def _agree_now(self, digest: str, name: str) -> str:
-        """All are about to run this program next, or it raises."""
+        """Raises unless all processes are about to run this program next."""
         position = self._position + 1
         offers = self._gathered("program", [digest, name, position], f"to run {name}", position=position)
         if any(offer[0] != digest or offer[2] != position for offer in offers):
@@ -170,21 +172,21 @@ class Peers:
         return ProgramMismatchError(
             f"The tasks are about to run different programs, which would wait for each other or mix up their values:\n{lines}\n"
             "All tasks must run the same code, of the same version, on batches of the same shapes, and make the same calls of "
-            "replicax in the same order. Where the name is the same, something in the function differs: a number or shape that "
+            "replicax in the same order. If the names are equal, something in the function differs: a number or shape that "
             "comes from the task, the machine, or unseeded randomness."
         )
 
     @contextlib.contextmanager
     def running(self, label: str, *, is_new: bool) -> Iterator[None]:
-        """Around the start of a program, and the wait for it.
+        """Wraps the start of a program, and the wait for its results.
 
         Args:
-          label: What ``agree`` returned.
-          is_new: Its first run; connections that are made in it are those of collectives.
+          label: The label that ``agree`` returned.
+          is_new: True in its first run. Connections that are opened then belong to its collectives.
 
         Raises:
-          ClusterFailureError: Somebody is gone, unless it has left after having run this program; also in place of the
-            error that this gives on the devices.
+          ClusterFailureError: A task is gone, and had not run this program before. Replaces the error that the devices
+            raise.
         """
         with self._lock:
             self._channel.check(self._position + 1)
@@ -202,13 +204,13 @@ class Peers:
                 failure = self.explain(error)
                 if failure is None:
                     raise
-                raise failure from (error if tracebacks.is_full() else None)  # what failed is another task
+                raise failure from (error if tracebacks.is_full() else None)  # the cause is another task
             finally:
                 self._is_running = False
                 self._channel.end(is_done)
 
     def explain(self, error: BaseException) -> ClusterFailureError | None:
-        """What has happened to another task, if that is why the devices gave an error."""
+        """Returns the failure of another task that caused an error of the devices; None if there is none."""
         failure = self._channel.wait_for_failure(_REASON_S) if jax_compat.is_of_devices(error) else None
         return None if failure is None else again(failure)
 
@@ -217,10 +219,10 @@ _joined: list[Peers] = []
 
 
 def joined_peers() -> Peers | None:
-    """The processes of the cluster that this process has joined."""
+    """Returns the processes of the cluster that this process has joined; None if it has joined none."""
     return _joined[0] if _joined else None
 
 
 def note_joined(peers: Peers) -> None:
-    """This process has joined a cluster. It can do that once."""
+    """Notes that this process has joined a cluster, which it can do once."""
     _joined.append(peers)

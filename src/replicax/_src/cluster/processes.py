@@ -1,6 +1,6 @@
-"""``Process``: a command that runs on this machine for one task, watched, and gone when this process is.
+"""``Process``: a watched command for one task on this machine, which ends with this process.
 
-POSIX only. Each is started by a small process of its own, ``process_guard.py``, which outlives neither side.
+POSIX only. A process guard, ``process_guard.py``, starts each command and ends when either side ends.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import contextlib
 import functools
 import os
 import re
-import secrets
+import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,15 +21,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from replicax._src.errors import ReplicaxError
 
 _GUARD: Final = str(Path(__file__).with_name("process_guard.py"))
-_START_TIMEOUT_S: Final = 60.0  # a guard takes 30 ms, if the machine is not busy
+_START_TIMEOUT_S: Final = 60.0  # a process guard takes 30 ms on an idle machine
 _CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_LINE_BYTES: Final = 1 << 16
-_MAX_REPORT_BYTES: Final = 1 << 12
+_LINE_END: Final = re.compile(rb"(\r\n|\n|\r(?!\Z))")
 
 
 class ProcessStartError(ReplicaxError, RuntimeError):
@@ -36,17 +37,17 @@ class ProcessStartError(ReplicaxError, RuntimeError):
 
 
 class ProcessTimeoutError(ReplicaxError, TimeoutError):
-    """The process of a task did not end, or did not say what was waited for, in time."""
+    """The process of a task did not end in time, or did not write the expected output in time."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: it exited by itself with ``code``, or ``signal`` killed it; the other is None.
+    """The end of a process: it exited with ``code``, or ``signal`` killed it. The other one is None.
 
     Attributes:
-      code: What it exited with.
+      code: The exit code.
       signal: The number of the signal.
-      time: When, in seconds of ``time.monotonic``, which all processes of a machine share.
+      time: The time of the end on the clock of ``time.monotonic``, which all processes of a machine share.
     """
 
     code: int | None
@@ -59,7 +60,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would say: the code, or 128 and the signal."""
+        """The exit code as a shell reports it: the code, or 128 plus the signal."""
         return 128 + self.signal if self.signal is not None else self.code or 0
 
     def __str__(self) -> str:
@@ -69,25 +70,25 @@ class Ending:
 
 
 class Process:
-    """A command that runs as a process in a session of its own. It is running when this has been made.
+    """A command that runs as a process in its own session. The constructor starts it.
 
-    It ends with this process, also if that is killed by ``kill -9``; ``close`` ends it too. So do all processes that
-    it has started, on Linux without exception. Until ``close`` it keeps its number, so that no signal can reach
-    another process. Nothing is read from this process's standard input. From any thread.
+    It ends at ``close``, or with this process, even if ``kill -9`` kills this process. All processes that it has
+    started end with it, on Linux without exception. Its number stays reserved until ``close``, so that no signal can
+    reach another process. It does not read this process's standard input. Any thread may call the methods.
 
     Args:
       command: The program and its arguments.
-      environment: All its variables; None: this process's.
-      name: What messages call it: ``"worker 0"``.
-      directory: Where it runs; None: where this process does.
-      own_folder: A folder of files that are only for it. It is removed when it is closed, or when this process ends.
-      num_lines_kept: How many of its last lines ``lines`` has.
-      on_line: Called with each line of its output, standard error included, in a thread of its own. If it raises,
-        it is not called any more, and ``wait`` or ``close`` raises that.
-      on_end: Called in that thread when it has ended, and ``ending`` says how.
+      environment: All its variables; None: those of this process.
+      name: Its name in messages: ``"worker 0"``.
+      directory: Its working directory; None: that of this process.
+      own_folder: A folder with files only for this command. It is removed at ``close``, or when this process ends.
+      num_lines_kept: The number of its last lines in ``lines``.
+      on_line: Called in a separate thread with each line of its output, standard error included. If it raises, it is
+        not called again, and ``wait`` or ``close`` raises the error.
+      on_end: Called in that thread when the command has ended and ``ending`` is set.
 
     Raises:
-      ProcessStartError: There is no such program or directory, or no process could be made.
+      ProcessStartError: The program or directory does not exist, or no process could be created.
     """
 
     def __init__(
@@ -114,24 +115,24 @@ class Process:
         self._has_started, self._has_ended = threading.Event(), threading.Event()
         self._start_failure = "its guard did not answer"
         self.pid = 0
-        mark = secrets.token_hex(8)  # before what the guard says, in the output of the command
-        try:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), self._own_folder, mark, *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=None if environment is None else dict(environment),
-                cwd=directory,
-                start_new_session=True,
-                bufsize=0,
-            )
-        except OSError as error:
-            self._remove_folder()
-            raise ProcessStartError(f"{name} could not be started: {error}.") from error
-        self._thread = threading.Thread(
-            target=self._read, args=(mark.encode(),), name=f"replicax-{name}", daemon=True
-        )
+        self._control, of_guard = socket.socketpair()
+        with of_guard:
+            try:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), self._own_folder, *command],
+                    stdin=of_guard.fileno(),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=None if environment is None else dict(environment),
+                    cwd=directory,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+            except OSError as error:
+                self._control.close()
+                self._remove_folder()
+                raise ProcessStartError(f"{name} could not be started: {error}.") from error
+        self._thread = threading.Thread(target=self._watch, name=f"replicax-{name}", daemon=True)
         self._thread.start()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -142,7 +143,7 @@ class Process:
 
     @property
     def ending(self) -> Ending | None:
-        """How it ended; None while it runs. All that it has written until then is in ``lines``."""
+        """The way in which it ended; None while it runs. ``lines`` is then complete."""
         return self._ending
 
     @property
@@ -156,33 +157,33 @@ class Process:
             return tuple(self._lines)
 
     def kill(self) -> None:
-        """Ends it at once, as ``kill -9`` does. What it has started goes on until ``close``."""
+        """Kills it at once, as ``kill -9`` does. Processes that it has started continue until ``close``."""
         self._send(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Asks it to end: SIGTERM."""
+        """Sends SIGTERM."""
         self._send(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Halts it, until ``resume``: SIGSTOP."""
+        """Sends SIGSTOP, which halts it until ``resume``."""
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets it go on: SIGCONT."""
+        """Sends SIGCONT, which lets it continue."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
-        """Sends a signal; of a process that has ended nothing is asked."""
+        """Sends a signal, unless the process has ended."""
         with self._lock:
             if self._ending is None and not self._is_closed:
-                with contextlib.suppress(ProcessLookupError):  # where an ended process is not kept
+                with contextlib.suppress(ProcessLookupError):  # on systems where an ended process disappears
                     os.kill(self.pid, number)
 
     def wait(self, timeout_s: float) -> Ending:
         """Waits until it has ended.
 
         Raises:
-          ProcessTimeoutError: It has not within ``timeout_s``. It goes on running.
+          ProcessTimeoutError: It has not ended within ``timeout_s``. It keeps running.
         """
         if not self._has_ended.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             raise ProcessTimeoutError(
@@ -193,14 +194,15 @@ class Process:
         return self._ending
 
     def close(self) -> None:
-        """Kills it and all that it has started, if they run, and waits until they are gone (5 ms; at most 10 s)."""
+        """Kills it and all processes that it has started, and waits until they are gone (5 ms; at most 10 s)."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError), self._guard.stdin as stdin:  # the guard may have ended
-            stdin.write(b"\n")  # closing it is not enough: a fork of this process may hold it
+        with contextlib.suppress(OSError):  # the guard has ended
+            self._control.shutdown(
+                socket.SHUT_WR
+            )  # closing is not enough: a fork of this process may keep it open
         try:
             self._guard.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -211,11 +213,11 @@ class Process:
         self._raise_error()
 
     def _remove_folder(self) -> None:
-        if self._own_folder:  # the guard has removed it, unless it was killed or has started nothing
+        if self._own_folder:  # the guard removes it, unless it was killed or did not start the command
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
     def statistics(self) -> dict[str, Any]:
-        """Its number, how many lines it has written, and how many of them are kept."""
+        """Returns its number, the number of lines that it has written, and the number that is kept."""
         with self._lock:
             return {"pid": self.pid, "num_lines": self._num_lines, "num_lines_kept": len(self._lines)}
 
@@ -232,62 +234,90 @@ class Process:
 
     # --- in the thread ------------------------------------------------------------------------------------
 
-    def _read(self, mark: bytes) -> None:
-        """Reads lines, and between them what the guard says, until the guard has ended."""
-        output, held, is_over = self._guard.stdout, b"", False
-        line_end = re.compile(rb"(\r\n|\n|\r(?!\Z)|" + mark + rb"[^\n]*\n)")  # a lone \r is of a progress bar
+    def _watch(self) -> None:
+        """Reads the output of the command and the reports of its guard, until the guard has ended."""
+        output, cutter, reports = self._guard.stdout, _Cutter(), b""
         assert output is not None
-        with output:
-            while not is_over and (piece := output.read(_MAX_LINE_BYTES)):
-                *parts, held = line_end.split(held + piece)  # line, its end, line, its end, the rest
-                for line, end in zip(parts[::2], parts[1::2], strict=True):
-                    if line or end in (b"\n", b"\r\n"):
-                        self._deliver(line)
-                    if end.startswith(mark):
-                        is_over = self._is_last(end.removeprefix(mark).decode())
-                if len(held) > _MAX_LINE_BYTES:
-                    self._deliver(held[:-_MAX_REPORT_BYTES])
-                    held = held[-_MAX_REPORT_BYTES:]
-        if rest := held.removesuffix(b"\r"):
-            self._deliver(rest)
-        if self.pid and self._ending is None:  # the guard was killed, and the command with it
-            self._note_end(None, signal.SIGKILL, time.monotonic())
+        os.set_blocking(output.fileno(), False)
+        with selectors.DefaultSelector() as selector, output, self._control as control:
+            selector.register(output, selectors.EVENT_READ)
+            selector.register(control, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if output in ready and self._take(output, cutter) == b"":
+                    selector.unregister(output)
+                if control in ready:
+                    received = control.recv(4096)
+                    *lines, reports = (reports + received).split(b"\n")
+                    for line in lines:
+                        self._reported(line.decode(), output, cutter)
+                    if not received:
+                        break
+            if self.pid and self._ending is None:  # the guard was killed, and the command with it
+                self._reported(f"killed {signal.SIGKILL:d} {time.monotonic()}", output, cutter)
         self._has_started.set()
 
-    def _is_last(self, report: str) -> bool:
-        """Takes a line of the guard; returns True if none follows."""
-        word, _, rest = report.strip().partition(" ")
+    def _reported(self, report: str, output: IO[bytes], cutter: _Cutter) -> None:
+        """Takes a line of the guard."""
+        word, _, rest = report.partition(" ")
         if word == "failed":
             self._start_failure = rest
         elif word == "started":
             self.pid = int(rest)
             self._has_started.set()
-        elif word in ("exited", "killed"):
+        else:
+            while self._take(output, cutter):
+                pass
+            self._deliver(cutter.rest())
             number, ended_at = rest.split()
             code, killer = (int(number), None) if word == "exited" else (None, int(number))
-            self._note_end(code, killer, float(ended_at))
-        return word == "gone"
+            with self._lock:
+                self._ending = Ending(code, killer, float(ended_at))
+            self._has_ended.set()
+            self._on_end()
 
-    def _note_end(self, code: int | None, killer: int | None, ended_at: float) -> None:
-        with self._lock:
-            self._ending = Ending(code, killer, ended_at)
-        self._has_ended.set()
-        self._on_end()
+    def _take(self, output: IO[bytes], cutter: _Cutter) -> bytes | None:
+        """Reads some output. Returns b"" at its end, and None if there is none now."""
+        read = output.read(_MAX_LINE_BYTES)
+        if read is not None:
+            self._deliver(cutter.cut(read) if read else cutter.rest())
+        return read
 
-    def _deliver(self, line: bytes) -> None:
-        text = line.decode(errors="replace")
-        with self._lock:
-            self._lines.append(text)
-            self._num_lines += 1
-        if self._on_line is not None:
-            try:
-                self._on_line(text)
-            except BaseException as error:  # wait or close raises it; the output must be read all the same
-                self._error, self._on_line = error, None
+    def _deliver(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            with self._lock:
+                self._lines.append(line)
+                self._num_lines += 1
+            if self._on_line is not None:
+                try:
+                    self._on_line(line)
+                except BaseException as error:  # wait or close raises it; the output must still be read
+                    self._error, self._on_line = error, None
+
+
+class _Cutter:
+    """Cuts a stream of bytes into lines. A lone carriage return, of a progress bar, ends a line too."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def cut(self, received: bytes) -> list[str]:
+        """Returns the lines that ``received`` completes."""
+        *parts, self._held = _LINE_END.split(self._held + received)  # line, its end, line, its end, the rest
+        lines = [line for line, end in zip(parts[::2], parts[1::2], strict=True) if line or end != b"\r"]
+        if len(self._held) > _MAX_LINE_BYTES:
+            lines.append(self._held)
+            self._held = b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def rest(self) -> list[str]:
+        """Returns the text after the last line end, at the end of the stream."""
+        rest, self._held = self._held.removesuffix(b"\r"), b""
+        return [rest.decode(errors="replace")] if rest else []
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Returns the name of a signal: ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -295,14 +325,14 @@ def signal_name(number: int) -> str:
 
 
 def shown_lines(lines: Sequence[str], num_lines: int = 10) -> str:
-    """The last lines of some output as the end of a message."""
+    """Returns the last lines of an output as the end of a message."""
     if not lines:
         return " It has written nothing."
     return " Its last lines:\n" + "\n".join(f"    {line}" for line in lines[-num_lines:])
 
 
 def resident_bytes(pid: int) -> int | None:
-    """The memory of a process that is in RAM, RSS; None if it has ended, or where /proc does not tell."""
+    """Returns the resident memory of a process (RSS); None if it has ended, or if /proc does not report it."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _page_bytes()
     except (OSError, ValueError, IndexError):

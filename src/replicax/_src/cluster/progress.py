@@ -1,6 +1,6 @@
-"""Says what takes long: one line on standard error after two seconds, and one when it is done. No percentages, no bars.
+"""Reports slow work: one line on standard error after two seconds, and one at the end. No percentages, no bars.
 
-Work is told of where a program is traced and called for the first time, so that later calls do not come here.
+Only the trace and the first call of a program report; later calls do not enter this file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from replicax._src.cluster.errors import ClusterError
 
 VARIABLE: Final = "REPLICAX_PROGRESS"
 SILENT_S: Final = 2.0
-"""How long something may take before a line says what it is."""
+"""The time that work may take before a line reports it."""
 
 
 class _Thread(threading.local):
@@ -30,11 +30,11 @@ _here = _Thread()
 
 
 def compiling(name: str, num_replicas: int | None) -> contextlib.AbstractContextManager[None]:
-    """Around the tracing and the first call of a program.
+    """Reports the tracing and the first call of a program, which run in the block.
 
     Args:
-      name: Of the function.
-      num_replicas: None if that is not known yet.
+      name: The name of the function.
+      num_replicas: The number of replicas; None if it is not known yet.
     """
     what = name.rpartition("<locals>.")[2]
     if num_replicas is not None:
@@ -44,13 +44,13 @@ def compiling(name: str, num_replicas: int | None) -> contextlib.AbstractContext
 
 @contextlib.contextmanager
 def working(doing: str, done: str | None) -> Iterator[None]:
-    """Around work that may take long. Of work inside work only the outer one is told of.
+    """Reports slow work in the block. In nested blocks only the outermost reports.
 
-    A thread waits for the two seconds to pass; it ends with the work. If the work raises, nothing more is said.
+    A thread waits for two seconds, and ends with the work. If the work raises, there is no line at the end.
 
     Args:
       doing: "compiling step for 2 replicas".
-      done: "compiled step for 2 replicas", which the time follows; None: no line at the end.
+      done: "compiled step for 2 replicas"; the line ends with the time. None: no line at the end.
     """
     if _here.is_working:
         yield
@@ -70,7 +70,7 @@ def working(doing: str, done: str | None) -> Iterator[None]:
 
 @final
 class _Notice:
-    """The lines of one piece of work."""
+    """Writes the lines of one piece of work."""
 
     def __init__(self, doing: str):
         self._doing = doing
@@ -79,7 +79,7 @@ class _Notice:
         self._is_over = self._is_told = False
         self._timer = threading.Timer(SILENT_S, self._tell)
         self._timer.name, self._timer.daemon = "replicax progress", True
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending, or has too many threads
+        with contextlib.suppress(RuntimeError):  # Python is exiting, or has too many threads
             self._timer.start()
 
     def _tell(self) -> None:
@@ -88,7 +88,7 @@ class _Notice:
                 self._is_told = say(f"{self._doing} …")
 
     def end(self, done: str | None) -> None:
-        """Ends the thread; tells how long it took if anything has been told."""
+        """Ends the thread. Writes the duration if the first line was written."""
         self._timer.cancel()
         with self._lock:
             self._is_over = True
@@ -97,14 +97,14 @@ class _Notice:
 
 
 def say(text: str) -> bool:
-    """Writes a line on standard error if this process is the chief of its job. Returns whether it did.
+    """Writes a line on standard error if this process is the chief of its job. Returns True if it has.
 
-    ``REPLICAX_PROGRESS=0`` silences it, as does a level above INFO that somebody has set for the logger "replicax".
+    ``REPLICAX_PROGRESS=0`` silences it, and so does a level above INFO of the logger "replicax".
     """
     stream = sys.stderr
     if stream is None or not _speaks():
         return False
-    with contextlib.suppress(Exception):  # a closed pipe, or an object of the user's that can only write
+    with contextlib.suppress(Exception):  # a closed pipe, or a user's object that only has `write`
         stream.write(f"{_fresh_line(stream)}replicax: {text}\n")
         stream.flush()
     return True
@@ -115,16 +115,16 @@ def _speaks() -> bool:
         return False
     try:
         return is_chief()
-    except ClusterError:  # which the strategy will raise
+    except ClusterError:  # the strategy will raise it
         return True
 
 
 def _fresh_line(stream: TextIO) -> str:
-    """What moves a terminal's cursor to an empty line, and nothing where it is on one.
+    """Returns the text that moves a terminal's cursor to an empty line, if it is not on one.
 
-    Progress bars (Keras, tqdm) leave the cursor behind an unfinished line and draw that again from its start. As many
-    spaces as the terminal is wide end on the same line only if they began at its first column: as zsh does it before
-    its prompt.
+    Progress bars (Keras, tqdm) leave the cursor at the end of an unfinished line and later redraw that line. The text
+    has as many spaces as the terminal is wide. They stay on one line only if the cursor was in the first column. zsh
+    uses the same method before its prompt.
     """
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return ""

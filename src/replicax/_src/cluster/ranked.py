@@ -1,4 +1,4 @@
-"""``RankedResolver``: the workers of launchers that number processes and tell only where the first one is."""
+"""``RankedResolver``: the workers of launchers that number the processes and give only the address of the first."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, join_addres
 
 
 class RankedResolver(AddressedResolver):
-    """Workers that a launcher started. All but the leader are at ``UNKNOWN_ADDRESS``.
+    """The workers that a launcher started. All except the leader are at ``UNKNOWN_ADDRESS``.
 
     A subclass names the launcher and its variables, and finds the leader.
 
     Args:
       rpc_layer: See ``ClusterResolver``.
-      environ: In place of ``os.environ``; it is read once.
+      environ: Replaces ``os.environ``; it is read once.
 
     Attributes:
-      local_rank: Which of the workers on this host it is, from 0; None if that is not said.
+      local_rank: The number of this worker among those on this host, from 0; None if it is not known.
 
     Raises:
       ClusterEnvironmentError: A variable is missing or malformed, or the leader's host is not known.
@@ -31,9 +31,9 @@ class RankedResolver(AddressedResolver):
     launcher: ClassVar[str]
     """The command that sets the variables."""
     variables: ClassVar[tuple[str, ...]]
-    """Those that must be set: the rank of this process, how many there are, and what else is needed."""
+    """The required variables: the rank of this process, the number of processes, and others."""
     local_rank_variable: ClassVar[str]
-    """The one that may say ``local_rank``."""
+    """The variable that may give ``local_rank``."""
 
     def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ

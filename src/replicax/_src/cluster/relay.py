@@ -1,8 +1,8 @@
-"""``Relay``: keeps the loss of JAX's coordination service from ending this process.
+"""``Relay``: prevents the loss of JAX's coordination service from ending this process.
 
-JAX's client aborts the process as soon as its connection to the service ends, from a thread of its own, even while the
-user's program saves what it has (jax 0.10; a callback in Python instead of that crashes). So it connects to a relay in
-this process, which never ends that connection. The control channel says when the service is gone.
+A thread of JAX's client aborts the process as soon as its connection to the service ends, even while the user's program
+is saving (jax 0.10; a Python callback in its place crashes). So the client connects to a relay in this process, which
+never closes that connection. The control channel detects that the service is gone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _PIECE_BYTES: Final = 1 << 16
 
 @final
 class Relay:
-    """Passes connections on to an address until this process ends, in daemon threads.
+    """Forwards connections to an address until this process ends, in daemon threads.
 
-    When the other side ends a connection, this side stays open and silent. Use it in ``with``, around connecting to it:
-    nobody can connect afterwards. Only this user can before.
+    When the other side closes a connection, this side stays open and silent. Connect inside its ``with`` block; later
+    connections are refused. Only this user can connect.
 
     Args:
-      address: Where connections go: ``host:port``.
+      address: The destination of the connections: ``host:port``.
 
     Attributes:
-      address: Where gRPC connects instead: ``unix:path``, which no HTTP proxy in the environment concerns.
+      address: The address for gRPC: ``unix:path``, which ignores HTTP proxies in the environment.
 
     Raises:
-      ClusterStartError: No folder for temporary files can have a socket.
+      ClusterStartError: No folder for temporary files can hold a socket.
     """
 
     def __init__(self, address: str):
@@ -67,7 +67,7 @@ class Relay:
 
 
 def _bound() -> tuple[tempfile.TemporaryDirectory[str], socket.socket]:
-    """Returns a new folder, and a socket in it: some file systems have no sockets, and their paths must be short."""
+    """Returns a new folder with a socket in it. Some file systems have no sockets, and socket paths must be short."""
     failures = []
     for place in (None, "/tmp"):
         with contextlib.ExitStack() as undo:

@@ -1,6 +1,6 @@
-"""What every cluster resolver is, and the two that only hold what they are given: Simple and Union.
+"""The base classes of cluster resolvers, and the two resolvers of known clusters: Simple and Union.
 
-A resolver says which tasks there are and which of them this process is. It starts nothing, and no backend.
+A resolver describes the tasks of a cluster, and says which one this process is. It starts no process and no backend.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from replicax._src.errors import InvalidArgumentError
 
 
 class ClusterResolver(abc.ABC):
-    """Says which tasks a cluster has, and which of them this process is.
+    """Describes the tasks of a cluster, and says which one this process is.
 
-    A subclass defines all methods, and has the four attributes, as attributes or as properties.
+    A subclass defines all methods and the four attributes, as attributes or properties.
 
     Attributes:
-      task_type: Of this process: ``chief``, ``worker``, ``ps``, ``evaluator``; None where it is not known.
-      task_id: Its index among the tasks of this type, from 0; None where it is not known.
-      environment: TensorFlow's word for where it runs; empty or None outside of Google.
+      task_type: The type of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``; None if it is not known.
+      task_id: The index of this process among the tasks of its type, from 0; None if it is not known.
+      environment: TensorFlow's name for the place where it runs; empty or None outside of Google.
       rpc_layer: The scheme that ``master`` puts before addresses, such as ``grpc``. Nothing else uses it.
     """
 
@@ -36,7 +36,7 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the tasks and their addresses, as they are now. It may ask a cluster manager."""
+        """Returns the current tasks and their addresses. It may ask a cluster manager."""
 
     @abc.abstractmethod
     def master(
@@ -44,22 +44,22 @@ class ClusterResolver(abc.ABC):
     ) -> str:
         """Returns the address of a task (this one, unless another is named), with the RPC layer as its scheme.
 
-        Strategies do not need it; TensorFlow 1 did.
+        Strategies do not need it. TensorFlow 1 did.
         """
 
     @abc.abstractmethod
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns the accelerators of a task by kind, as far as the resolver was told: ``{"GPU": 2}``.
+        """Returns the known accelerators of a task by kind: ``{"GPU": 2}``.
 
-        It does not look for devices, as TensorFlow does: that would start JAX's backend, and then it would be too
-        late to join a cluster. ``jax.local_devices()`` lists them afterwards.
+        Unlike TensorFlow, it does not look for devices. That would start JAX's backend, after which a process cannot
+        join a cluster. ``jax.local_devices()`` lists the devices later.
         """
 
 
 def membership_of(resolver: ClusterResolver) -> Membership:
-    """Returns the cluster and this process's task in it, as the resolver says now, checked.
+    """Returns the current cluster of a resolver and this process's task in it, checked.
 
     Raises:
       ClusterError: The description of the cluster is wrong; the message says where.
@@ -69,14 +69,14 @@ def membership_of(resolver: ClusterResolver) -> Membership:
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
-    """Returns ``grpc://host:port``, or the address as it is without an RPC layer."""
+    """Returns ``grpc://host:port``, or the plain address without an RPC layer."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 def master_of(
     resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
 ) -> str:
-    """Returns the address of a task of the resolver's cluster, its own by default; empty where that is not known."""
+    """Returns the address of a task of the resolver's cluster, by default its own; empty if it is not known."""
     task_type = task_type if task_type is not None else resolver.task_type
     task_id = task_id if task_id is not None else resolver.task_id
     if task_type is None or task_id is None:
@@ -86,9 +86,7 @@ def master_of(
 
 
 class AddressedResolver(ClusterResolver):
-    """A resolver whose ``master`` is the address of a task in its cluster, and that is told of few accelerators or
-    none.
-    """
+    """A resolver whose ``master`` is the address of a task in its cluster."""
 
     environment = ""
     _accelerators: Mapping[str, int] = MappingProxyType({})
@@ -96,23 +94,23 @@ class AddressedResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of a task, this one by default; nothing where that is not known."""
+        """Returns the address of a task, by default this one; empty if it is not known."""
         return master_of(self, task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns the accelerators of each task, as far as they are known; the arguments have no effect."""
+        """Returns the known accelerators of each task. The arguments have no effect."""
         return dict(self._accelerators)
 
 
 def given_or_read(name: str, read: Callable[[Any], Any], kind: Callable[[Any], Any]) -> Any:
-    """Returns a property that has what was set; while that is None, what is read at each access.
+    """Returns a property with the value that was set. While that is None, each access reads the value.
 
     Args:
-      name: Of the property.
-      read: From the object to the value that holds then.
-      kind: Converts what was set.
+      name: The name of the property.
+      read: Reads the value for an object.
+      kind: Converts the value that was set.
     """
 
     def get(instance: Any) -> Any:
@@ -122,17 +120,17 @@ def given_or_read(name: str, read: Callable[[Any], Any], kind: Callable[[Any], A
     def set_given(instance: Any, value: Any) -> None:
         vars(instance)[name] = value
 
-    return property(get, set_given, doc="What was given or set, else what is read.")
+    return property(get, set_given, doc="The value that was given or set, or else the value that is read.")
 
 
 class EnvironmentResolver(ClusterResolver):
-    """A resolver that reads environment variables at every access; what it was given, or what was set, comes first.
+    """A resolver that reads environment variables at every access. Values that were given or set have priority.
 
     Args:
-      task_type: In place of the one that is read.
-      task_id: In place of the one that is read.
-      environment: What ``environment`` returns.
-      environ: What is read; None: ``os.environ``.
+      task_type: Replaces the type that is read.
+      task_id: Replaces the index that is read.
+      environment: The value of ``environment``.
+      environ: The variables; None: ``os.environ``.
     """
 
     task_type = given_or_read("task_type", lambda resolver: resolver._read_task_type(), str)
@@ -151,38 +149,38 @@ class EnvironmentResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns ``{}``: the variables say nothing of accelerators."""
+        """Returns ``{}``, because the variables do not list accelerators."""
         return {}
 
     @abc.abstractmethod
     def _read_task_type(self) -> str | None:
-        """Returns the type that the variables say."""
+        """Returns the type in the variables."""
 
     @abc.abstractmethod
     def _read_task_id(self) -> int | None:
-        """Returns the index that the variables say."""
+        """Returns the index in the variables."""
 
 
 def is_one_task(spec: ClusterSpec) -> bool:
-    """The cluster has no task, or a single one: nobody to connect to."""
+    """Returns True if the cluster has at most one task, so that there is no other task to connect to."""
     return sum(spec.num_tasks(job) for job in spec.jobs) <= 1
 
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """Holds a cluster that is known: the answers are the constructor's arguments.
+    """Holds a known cluster: its answers are the constructor's arguments.
 
     Args:
       cluster_spec: A ClusterSpec.
-      master: What ``master()`` returns where no task is named.
-      task_type: Of this process.
-      task_id: Of this process.
+      master: The result of ``master()`` without a task.
+      task_type: The type of this process.
+      task_id: The index of this process.
       environment: See ``ClusterResolver``.
-      num_accelerators: What ``num_accelerators()`` returns; ``{}`` by default.
+      num_accelerators: The result of ``num_accelerators()``; ``{}`` by default.
       rpc_layer: See ``ClusterResolver``.
 
     Raises:
-      ClusterTypeError: ``cluster_spec`` is no ClusterSpec, or ``master`` no text.
+      ClusterTypeError: ``cluster_spec`` is not a ClusterSpec, or ``master`` is not a string.
 
     >>> spec = ClusterSpec({"worker": ["a:2222", "b:2222"]})
     >>> SimpleClusterResolver(spec, task_type="worker", task_id=1).master("worker", 1, rpc_layer="grpc")
@@ -217,13 +215,13 @@ class SimpleClusterResolver(ClusterResolver):
         self._num_accelerators = dict(num_accelerators or {})
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the one that was given."""
+        """Returns the cluster that was given."""
         return self._cluster_spec
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of the task that is named, else the ``master`` that was given."""
+        """Returns the address of the named task, or else the ``master`` that was given."""
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
@@ -232,24 +230,24 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns what was given; the arguments have no effect."""
+        """Returns the accelerators that were given. The arguments have no effect."""
         return dict(self._num_accelerators)
 
 
 @final
 class UnionResolver(ClusterResolver):
-    """Several resolvers as one: the tasks of all, and everything else as the first says.
+    """Joins several resolvers: it has the tasks of all, and takes everything else from the first.
 
-    Lists of addresses of one job are joined one after the other. Where one resolver knows only some indices of a job,
-    all keep theirs.
+    It concatenates the address lists of a job. If a resolver knows only some indices of a job, the tasks keep their
+    indices.
 
     Args:
       *args: The resolvers, at least one.
-      **kwargs: ``task_type``, ``task_id`` and ``rpc_layer``, in place of the first resolver's.
+      **kwargs: ``task_type``, ``task_id`` and ``rpc_layer``, which replace those of the first resolver.
 
     Raises:
       InvalidArgumentError: There is no resolver, or another keyword.
-      ClusterTypeError: One is not a resolver.
+      ClusterTypeError: An argument is not a resolver.
     """
 
     task_type = given_or_read("task_type", lambda union: union._resolvers[0].task_type, str)
@@ -278,14 +276,14 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's."""
+        """The ``environment`` of the first resolver."""
         return self._resolvers[0].environment
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of all resolvers.
 
         Raises:
-          RepeatedTaskError: Two resolvers name the same index of a job; a KeyError too.
+          RepeatedTaskError: Two resolvers name the same index of a job. It is a KeyError too.
         """
         specs = [ClusterSpec(resolver.cluster_spec()) for resolver in self._resolvers]
         jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
@@ -295,7 +293,7 @@ class UnionResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of the task that is named, else the first resolver's ``master()``."""
+        """Returns the address of the named task, or else the first resolver's ``master()``."""
         if task_type is not None and task_id is not None:
             address = self.cluster_spec().task_address(task_type, task_id)
             return master_url(address, rpc_layer or self._rpc_layer)
@@ -304,12 +302,12 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Returns what the first resolver says."""
+        """Returns the accelerators of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
 
 def _merged(job: str, specs: list[ClusterSpec]) -> list[str] | dict[int, str]:
-    """One job of several specs: lists one after the other; if any knows only some indices, by index."""
+    """Joins one job of several specs: concatenates the lists, or joins by index if a spec knows only some indices."""
     parts = [spec.as_dict()[job] for spec in specs if job in spec.jobs]
     if all(isinstance(part, list) for part in parts):
         return [address for part in parts if isinstance(part, list) for address in part]

@@ -1,4 +1,4 @@
-"""Routes: an address of the cluster that is reached by way of another one, a tunnel or a test's proxy."""
+"""Routes: addresses of the cluster that are reached through another address, such as a tunnel or a test's proxy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROUTES_VARIABLE: Final = "REPLICAX_ROUTES"
 
 
 def routed_address(address: str, environment: Mapping[str, str]) -> str:
-    """Returns where to connect in order to reach ``address``: itself, unless ``REPLICAX_ROUTES`` says otherwise.
+    """Returns the address to connect to in order to reach ``address``, which ``REPLICAX_ROUTES`` may replace.
 
-    ``REPLICAX_ROUTES`` is JSON, ``{"host:port": "host:port", ...}``. ``TF_CONFIG`` has the true addresses, the same
-    ones for all tasks; routes are one task's. It concerns the connections of replicax, not those of JAX.
+    ``REPLICAX_ROUTES`` is JSON, ``{"host:port": "host:port", ...}``. ``TF_CONFIG`` has the true addresses, the same for
+    all tasks; each task has its own routes. Routes apply to the connections of replicax, not to those of JAX.
 
     Raises:
-      ClusterEnvironmentError: It is not JSON of that form.
-      AddressError: The address in it is none.
+      ClusterEnvironmentError: The variable is not JSON of that form.
+      AddressError: An address in it is malformed.
 
     >>> routed_address("a:2222", {"REPLICAX_ROUTES": '{"a:2222": "localhost:7000"}'})
     'localhost:7000'

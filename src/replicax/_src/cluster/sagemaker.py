@@ -1,4 +1,4 @@
-"""The cluster of an Amazon SageMaker training job: every host is a worker."""
+"""``SageMakerClusterResolver``: the cluster of an Amazon SageMaker training job, in which every host is a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORT = 2223
 
 
 def read_hosts(environ: Mapping[str, str]) -> tuple[list[str], int | None]:
-    """Returns the hosts of the job, sorted, and which of them this is; none, if this is the only one without a name.
+    """Returns the sorted hosts of the job and the index of this one, or no hosts and None for a single unnamed host.
 
     Raises:
       ClusterEnvironmentError: A variable is missing or malformed, or this host is not among the others.
@@ -40,17 +40,17 @@ def read_hosts(environ: Mapping[str, str]) -> tuple[list[str], int | None]:
 
 @final
 class SageMakerClusterResolver(EnvironmentResolver):
-    """The cluster of SM_HOSTS and SM_CURRENT_HOST, which are read anew at every access: one worker on each host.
+    """The cluster of SM_HOSTS and SM_CURRENT_HOST, with one worker on each host. Every access reads the variables.
 
     Args:
-      port: Of all workers.
-      task_type: In place of ``worker``; None outside of a cluster.
-      task_id: In place of the place of this host among the sorted ones; None outside of a cluster.
+      port: The port of all workers.
+      task_type: Replaces ``worker``; None outside of a cluster.
+      task_id: Replaces the index of this host among the sorted hosts; None outside of a cluster.
       rpc_layer: See ``ClusterResolver``.
-      environment: What ``environment`` returns.
-      environ: In place of ``os.environ``.
+      environment: The value of ``environment``.
+      environ: Replaces ``os.environ``.
 
-    The methods and properties raise a ClusterEnvironmentError where what they read is missing or malformed.
+    The methods and properties raise a ClusterEnvironmentError if a variable is missing or malformed.
 
     >>> variables = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
     >>> resolver = SageMakerClusterResolver(environ=variables)
@@ -81,7 +81,7 @@ class SageMakerClusterResolver(EnvironmentResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns the address of a task, this one by default; nothing where there is only one."""
+        """Returns the address of a task, by default this one; empty if there is only one."""
         return "" if is_one_task(self.cluster_spec()) else master_of(self, task_type, task_id, rpc_layer)
 
     def _read_task_type(self) -> str | None:

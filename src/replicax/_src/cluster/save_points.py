@@ -1,6 +1,4 @@
-"""The points at which a task may save, and what it does there: its side of ``save_rounds.py``, without threads or
-clocks.
-"""
+"""``SavePoints``: the task's side of ``save_rounds.py``, which tells the task when to save. No threads or clocks."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any, final
 
 
 class AtPoint(enum.Enum):
-    """What a task does before a step."""
+    """The action of a task before a step."""
 
     RUN = "run"
     WAIT = "wait"
@@ -19,45 +17,45 @@ class AtPoint(enum.Enum):
 
 @final
 class SavePoints:
-    """Counts the steps of a task, all of which lie between two points, and knows what the controller has said.
+    """Counts the steps of a task and applies the controller's messages. A task may save only between two steps.
 
     Attributes:
-      started: How many steps have begun.
-      is_final: Whether the task ends after having saved.
+      started: The number of steps that have started.
+      is_final: True if the task ends after it has saved.
     """
 
     def __init__(self) -> None:
         self.started = 0
         self.is_final = False
-        self._held: int | None = None
-        self._stop: tuple[int, int] | None = None  # the number of the round, and after which step
+        self._paused: int | None = None
+        self._stop: tuple[int, int] | None = (
+            None  # the number of the round, and the last step before the save
+        )
 
     def begin(self) -> AtPoint:
-        """The task is before a step: whether it has begun it, or has to wait or to save first."""
+        """Starts the next step, unless the task must wait or save first."""
         if self._stop is not None and self.started >= self._stop[1]:
             return AtPoint.SAVE
-        if self._stop is None and self._held is not None:
+        if self._stop is None and self._paused is not None:
             return AtPoint.WAIT
         self.started += 1
         return AtPoint.RUN
 
     def receive(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The controller says something; returns the answer, if there is one."""
+        """Takes a message of the controller. Returns the answer, if there is one."""
         match message["kind"]:
-            case "hold":
-                self._held = message["round"]
-                return {"kind": "held", "round": message["round"], "started": self.started}
+            case "pause":
+                self._paused = message["round"]
+                return {"kind": "paused", "round": message["round"], "started": self.started}
             case "stop":
-                self._held, self._stop = None, (message["round"], message["after"])
+                self._paused, self._stop = None, (message["round"], message["after"])
                 self.is_final = message["is_final"]
             case "resume":
-                self._held = None
+                self._paused = None
         return None
 
     def save(self) -> Mapping[str, Any]:
-        """The task has saved; returns what the controller is told. It goes on, also if that was final and it has not
-        ended.
-        """
+        """Notes that the task has saved. Returns the message for the controller. The task may start steps again."""
         assert self._stop is not None
         (number, _), self._stop = self._stop, None
         return {"kind": "saved", "round": number}

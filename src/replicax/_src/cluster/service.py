@@ -1,9 +1,9 @@
-"""The process beside worker 0 that outlives it: the controller of the control channel, and JAX's coordination service.
+"""A process that outlives worker 0: it runs the controller of the control channel and JAX's coordination service.
 
-With the coordination service in worker 0 itself the death of that worker aborts all others, without a Python error.
-``python -m replicax._src.cluster.service`` reads its settings from stdin, one line of JSON, and answers with a line:
-``{"coordinator": "host:port"}`` or ``{"error": "..."}``. It ends when all who were there have gone; and when stdin has
-ended, which is worker 0's end, at the latest after ``linger_s``.
+If worker 0 ran the coordination service, its death would abort all other workers without a Python error. ``python -m
+replicax._src.cluster.service`` reads one line of JSON, its settings, from stdin. It answers with one line:
+``{"coordinator": "host:port"}`` or ``{"error": "..."}``. It ends when all members are gone. After the end of stdin,
+which means the end of worker 0, it ends within ``linger_s``.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import bind_host, bind_shared, listen
 
 _TICK_S = 1.0
-# How long who has gone silent may take to find that out, and to leave.
+# The time that silent members get to find out that they count as gone, and to leave.
 _SILENT_LINGER_S = 2.0
-# Until then a connection says what it is for.
+# The time within which a connection must send its first message.
 _FIRST_MESSAGE_S = 60.0
-# A member that does not read for so long, with the buffers of the system full, is given up.
+# A member whose system buffers stay full for this time counts as gone.
 _TAKE_MESSAGE_S = 2.0
 
 
 @final
 class ControllerServer:
-    """Runs a controller on a listener. The rules are called under one lock, from the threads of the members and of
-    ``run``.
+    """Runs a controller on a listener. The threads of the members and of ``run`` call the controller under one lock.
 
     Args:
       controller: The rules.
-      listening: Where members connect.
-      security: What they must know.
-      cluster: In words; who is of another one is refused.
-      welcome: What each member is told.
+      listening: The socket that members connect to.
+      security: The secrets that members must present.
+      cluster: The cluster in words. Members of a different cluster are refused.
+      welcome: The message to each member that joins.
     """
 
     def __init__(
@@ -60,7 +59,9 @@ class ControllerServer:
         self._controller, self._listening, self._security = controller, listening, security
         self._cluster, self._welcome = cluster, welcome
         self._members: dict[int, Connection] = {}
-        self._changed = threading.Condition()  # a member has gone; its lock is that of the rules
+        self._changed = (
+            threading.Condition()
+        )  # notified when a member is gone; its lock guards the controller
         self._must_end = threading.Event()
         self._next_tick = time.monotonic() + _TICK_S
 
@@ -68,7 +69,8 @@ class ControllerServer:
         """Serves until all members are gone.
 
         Args:
-          must_end: Set when who started the controller has ended: then it goes on for ``linger_s`` at most.
+          must_end: Set when the process that started the controller has ended. The server then ends within
+            ``linger_s``.
         """
         self._must_end = must_end
         listener = Listener(self._listening, self._security, self._serve)
@@ -93,14 +95,14 @@ class ControllerServer:
                 if self._must_end.is_set() and ends_at is None:
                     ends_at = now + linger_s
                     silent_ends_at = now + min(linger_s, _SILENT_LINGER_S)
-                # Who is gone is connected until it has taken leave of the coordination service.
+                # A member stays connected until it has left the coordination service.
                 if (self._controller.is_over or ends_at is not None) and not self._members:
                     return
                 if ends_at is not None and now > (silent_ends_at if self._are_silent() else ends_at):
                     return
 
     def _are_silent(self) -> bool:
-        """Whether all who are connected still have gone silent."""
+        """Returns True if all connected members count as silent."""
         return all(self._controller.is_silent(number) for number in self._members)
 
     # --- on the thread of a connection ---------------------------------------------------------------------
@@ -108,7 +110,7 @@ class ControllerServer:
     def _serve(self, connection: Connection) -> None:
         try:
             number = None
-            while number is None:  # `replicax doctor` and the launcher ask, and do not join
+            while number is None:  # `replicax doctor` and the launcher send requests and do not join
                 number = self._met(connection, receive(connection, time.monotonic() + _FIRST_MESSAGE_S))
             try:
                 while True:
@@ -118,20 +120,20 @@ class ControllerServer:
             finally:
                 self._leave(number)
         except (LookupError, TypeError, ValueError):
-            return  # somebody else is talking
+            return  # the peer does not speak this protocol
 
     def _met(self, connection: Connection, message: dict[str, Any]) -> int | None:
-        """Answers somebody who has not joined; returns the number of the member that joins."""
+        """Answers a peer that has not joined. Returns the number of the member if it joins."""
         with self._changed:
             now = time.monotonic()
-            if message["kind"] == "ping":  # of `replicax doctor`, and of worker 0 of the next run
+            if message["kind"] == "ping":  # sent by `replicax doctor`, and by worker 0 of the next run
                 is_ending = self._controller.is_broken or self._must_end.is_set()
                 self._write(connection, {"kind": "pong", "cluster": self._cluster, "is_ending": is_ending})
                 return None
             if message["kind"] == "failed" and message["cluster"] == self._cluster:
                 self._send(
                     self._controller.fail(int(message["member"]), str(message["text"]))
-                )  # of `replicax launch`
+                )  # sent by `replicax launch`
                 self._write(connection, {"kind": "noted"})
                 return None
             refusal = self._refusal(message, now)
@@ -171,14 +173,14 @@ class ControllerServer:
         try:
             send(connection, message, time.monotonic() + _TAKE_MESSAGE_S)
         except OSError:
-            connection.cancel()  # its thread finds that it has ended
+            connection.cancel()  # its thread sees the end of the connection
 
 
 def main() -> None:
-    """The process: see above."""
+    """Runs the process that the module's docstring describes."""
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
-    )  # who takes a machine away may tell all its processes: the tasks say when
+    )  # a preemption may signal all processes of the machine; the tasks decide when this one ends
     settings = json.loads(sys.stdin.readline())
     host, own_port = split_address(settings["address"])
     try:
@@ -186,7 +188,7 @@ def main() -> None:
     except OSError as error:
         _answer({"error": error.strerror or str(error), "errno": error.errno})
         return
-    # After the port is ours: it loads jaxlib.
+    # Imported only after the port is bound, because it loads jaxlib.
     from replicax._src.coordination import start_coordination_service
 
     with bind_shared(host, 0) as held:
@@ -205,7 +207,9 @@ def main() -> None:
         {"coordinator": coordinator},
     )
     server.run(must_end, settings["linger_s"])
-    os._exit(0)  # freed in order, the coordination service would wait for its clients, and send them an error
+    os._exit(
+        0
+    )  # an orderly end of the coordination service would wait for its clients, and send them an error
 
 
 def _answer(answer: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A compiled function that several processes run together: agreed on before its first run, and guarded in each."""
+"""``SharedProgram``: a compiled function that several processes run together, after they agreed on it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from replicax._src.cluster.peers import Peers
 
 @final
 class SharedProgram:
-    """What ``jax.jit`` gave, for several processes. All must call it in the same order as each other's programs.
+    """Wraps a ``jax.jit`` function for several processes. All processes must call their programs in the same order.
 
     Args:
-      compiled: The function.
-      name: For people.
+      compiled: The jitted function.
+      name: The name in messages.
       peers: The processes.
-      has_one_form: It is always called with arrays of the same shapes and dtypes.
+      has_one_form: True if all calls have arrays of the same shapes and dtypes.
     """
 
     def __init__(self, compiled: Any, name: str, peers: Peers, *, has_one_form: bool = False):
@@ -26,22 +26,22 @@ class SharedProgram:
         self._labels: dict[Any, str] = {}
 
     def lower(self, *args: Any) -> Any:
-        """As ``jax.jit(...).lower``."""
+        """Lowers like ``jax.jit(...).lower``."""
         return self._compiled.lower(*args)
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it, and waits for the result where the devices are CPUs: an error of them has to be met here.
+        """Runs the function. On CPUs it also waits for the result, so that an error of the devices is raised here.
 
         Raises:
-          ProgramMismatchError: The others are about to run something else.
+          ProgramMismatchError: The other processes are about to run a different program.
           ClusterFailureError: Another process is gone.
         """
-        # (To look at thirty arrays takes 20 µs.)
+        # (The forms of thirty arrays take 20 µs.)
         form = None if self._has_one_form else tuple(map(_form, jax.tree_util.tree_leaves(args)))
         label = self._labels.get(form)
         is_new = label is None
         if label is None:
-            # It has nothing of this process: a call back into Python stands there as its number in the program.
+            # The text is the same in all processes: a Python callback appears as its number in the program.
             text = self._compiled.lower(*args).as_text()
             label = self._labels[form] = self._peers.agree(self._name, text)
         with self._peers.running(label, is_new=is_new):
@@ -52,7 +52,7 @@ class SharedProgram:
 
 
 def _wait_for(results: Any) -> None:
-    """One result is there when all of its program are."""
+    """Waits for one result: all results of a program become available together."""
     for leaf in jax.tree_util.tree_leaves(results):
         if isinstance(leaf, jax.Array):
             leaf.block_until_ready()

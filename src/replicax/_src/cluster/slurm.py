@@ -1,4 +1,4 @@
-"""The cluster of a Slurm job step: node lists, tasks per node, and which GPUs are whose."""
+"""``SlurmClusterResolver``: the cluster of a Slurm job step, from node lists, tasks per node and GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 def expand_hostlist(hostlist: str) -> list[str]:
     """Returns the hosts of a Slurm node list, in its order: ``"n[08-10],m5" -> n08, n09, n10, m5``.
 
-    A name may have several ranges, and something after them: ``"r[1-2]n[1-2]-ib"``.
+    A name may have several ranges, and text after them: ``"r[1-2]n[1-2]-ib"``.
 
     Raises:
       ClusterEnvironmentError: It is malformed.
@@ -50,25 +50,26 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 
 @final
 class SlurmClusterResolver(AddressedResolver):
-    """The cluster of the Slurm step that this process is a task of: what ``srun`` started.
+    """The cluster of the Slurm step that this process belongs to: the tasks that ``srun`` started.
 
-    Ranks are placed on nodes as ``srun`` does it by default, ``--distribution=block``, or with ``cyclic``; the
-    tasks of a node get ``port_base`` and the ports after it. Jobs take ranks in alphabetical order. Everything is
-    read when the resolver is made.
+    The resolver assumes ``srun``'s default placement of ranks, ``--distribution=block``, or ``cyclic``. The tasks of a
+    node get ``port_base`` and the ports after it. Jobs take ranks in alphabetical order. The constructor reads all
+    variables.
 
     Args:
       jobs: The number of tasks of each job; by default all are workers.
       port_base: The port of the first task on each node.
-      gpus_per_node: By default those in CUDA_VISIBLE_DEVICES, else SLURM_GPUS_ON_NODE, else none.
-      gpus_per_task: By default the GPUs of a node are shared out evenly.
-      tasks_per_node: One number, or a mapping from host names; by default what Slurm says.
-      auto_set_gpu: ``cluster_spec()`` sets CUDA_VISIBLE_DEVICES to this task's share, where several tasks share a
-        node's GPUs. It has no effect once JAX's backend has started.
+      gpus_per_node: The GPUs of each node; by default those in CUDA_VISIBLE_DEVICES, else SLURM_GPUS_ON_NODE, else
+        none.
+      gpus_per_task: The GPUs of each task; by default an even share of those of its node.
+      tasks_per_node: One number, or a mapping from host names; by default Slurm's value.
+      auto_set_gpu: True to let ``cluster_spec()`` set CUDA_VISIBLE_DEVICES to this task's share if several tasks share
+        a node's GPUs. It has no effect once JAX's backend has started.
       rpc_layer: See ``ClusterResolver``.
-      environ: In place of ``os.environ``.
+      environ: Replaces ``os.environ``.
 
     Raises:
-      ClusterEnvironmentError: Variables of the step are missing or malformed, or do not fit the arguments.
+      ClusterEnvironmentError: Variables of the step are missing, malformed, or contradict the arguments.
 
     >>> resolver = SlurmClusterResolver(environ={
     ...     "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3",
@@ -127,21 +128,21 @@ class SlurmClusterResolver(AddressedResolver):
 
 
 def _split_hostlist(hostlist: str) -> Iterator[str]:
-    """The parts between commas that are not in brackets."""
+    """Splits at the commas that are not in brackets."""
     parts = re.split(r",(?![^\[\]]*\])", hostlist.strip())
     for part in parts:
         if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", part):
             raise _invalid_hostlist(
                 hostlist,
-                f"{part!r} is no host or range"
+                f"{part!r} is not a host or range"
                 if part
-                else "nothing stands at its ends or between two commas",
+                else "an item at its ends or between two commas is empty",
             )
         yield part
 
 
 def _expand_part(part: str, hostlist: str) -> Iterator[str]:
-    """``r[1-2]n[1-2]`` as r1n1, r1n2, r2n1, r2n2."""
+    """Expands ``r[1-2]n[1-2]`` to r1n1, r1n2, r2n1, r2n2."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         yield part
@@ -153,7 +154,7 @@ def _expand_part(part: str, hostlist: str) -> Iterator[str]:
 
 
 def _expand_ranges(ranges: str, hostlist: str) -> Iterator[str]:
-    """``08-10,12`` as 08, 09, 10, 12."""
+    """Expands ``08-10,12`` to 08, 09, 10, 12."""
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
         if match is None:
@@ -178,9 +179,9 @@ def _invalid_hostlist(hostlist: str, why: str) -> ClusterEnvironmentError:
 def _tasks_on_hosts(
     environ: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
 ) -> dict[str, int]:
-    """How many tasks each host has, in the order of the node list."""
+    """Returns the number of tasks on each host, in the order of the node list."""
     if isinstance(tasks_per_node, Mapping):
-        # The order of the node list is the order of the ranks; where there is none, that of TensorFlow.
+        # Ranks follow the order of the node list. Without a node list, they follow TensorFlow's order.
         listed = expand_hostlist(environ[NODE_LIST]) if environ.get(NODE_LIST) else []
         order = [host for host in listed if host in tasks_per_node]
         order += sorted(tasks_per_node.keys() - set(order))
@@ -214,10 +215,10 @@ def _check_counts(jobs: Mapping[str, int], tasks_on: Mapping[str, int], rank: in
 
 
 def _places(tasks_on: Mapping[str, int], distribution: str) -> list[tuple[str, int]]:
-    """The host of each rank, and its number among the tasks there.
+    """Returns the host of each rank, and the number of the rank on that host.
 
     Args:
-      distribution: Slurm's: ``block`` fills one node after the other, ``cyclic`` goes round.
+      distribution: Slurm's distribution: ``block`` fills one node after the other, ``cyclic`` takes the nodes in turn.
     """
     over_nodes = distribution.partition(":")[0].partition(",")[0].lower()
     slots = [(number, host) for host, count in tasks_on.items() for number in range(count)]
@@ -225,7 +226,7 @@ def _places(tasks_on: Mapping[str, int], distribution: str) -> list[tuple[str, i
         slots.sort(key=lambda slot: slot[0])  # stable: the hosts stay in order
     elif over_nodes not in ("block", "*", ""):
         raise ClusterEnvironmentError(
-            f"SLURM_DISTRIBUTION={distribution!r}: which rank is on which node is known for block and cyclic. Start "
+            f"SLURM_DISTRIBUTION={distribution!r} is not supported: the placement of ranks is known only for block and cyclic. Start "
             f"with srun --distribution=block, or set TF_CONFIG."
         )
     return [(host, number) for number, host in slots]
@@ -234,7 +235,7 @@ def _places(tasks_on: Mapping[str, int], distribution: str) -> list[tuple[str, i
 def _check_node(
     environ: Mapping[str, str], rank: int, places: list[tuple[str, int]], tasks_on: Mapping[str, int]
 ) -> None:
-    """This process must be where its rank is said to be, or it would listen at another's address."""
+    """Checks that this process is on the node of its rank. Otherwise it would listen at another task's address."""
     node, expected = environ.get("SLURMD_NODENAME", ""), places[rank][0]
     if node in tasks_on and node != expected:
         raise ClusterEnvironmentError(
@@ -277,7 +278,7 @@ def _gpus_per_task(
         else:
             per_node = int(environ[in_environment])
         if "SLURM_GPUS_PER_TASK" in environ and per_task is None:
-            return num_visible  # Slurm has shared them out: each task sees its own
+            return num_visible  # Slurm has distributed them: each task sees its own
     per_task = per_node // most_tasks if per_task is None else per_task
     if per_task < 0 or most_tasks * per_task > per_node:
         raise ClusterEnvironmentError(

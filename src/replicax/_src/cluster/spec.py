@@ -1,6 +1,6 @@
-"""Who is in a cluster and at which address: ``ClusterSpec`` and ``Task``. The rules are those of ``membership.py``.
+"""``ClusterSpec`` and ``Task``: the tasks of a cluster and their addresses. ``membership.py`` has the rules.
 
-An address is ``host:port``. Port 0 means that nobody connects there: launchers that tell only the address of the
+An address is ``host:port``. Port 0 means that no task connects there. Launchers that give only the address of the
 leader leave the others at ``UNKNOWN_ADDRESS``. Pure: no jax, no sockets, no environment.
 """
 
@@ -19,11 +19,11 @@ def split_address(address: str, *, source: str = "") -> tuple[str, int]:
     """Returns host and port: ``"[::1]:2222" -> ("::1", 2222)``.
 
     Args:
-      address: ``host:port``; an IPv6 address stands in brackets.
-      source: Where it comes from, for the message: ``TF_CONFIG``.
+      address: ``host:port``; an IPv6 address needs brackets.
+      source: The origin of the address, for the message: ``TF_CONFIG``.
 
     Raises:
-      AddressError: It is not of that form, or the port is not one of 0 to 65535.
+      AddressError: The address is not of that form, or the port is not in 0 to 65535.
     """
     host, colon, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
@@ -35,7 +35,7 @@ def split_address(address: str, *, source: str = "") -> tuple[str, int]:
     elif not host:
         wrong = "it has no host"
     elif any(letter.isspace() or letter in "/,[]" for letter in host):
-        wrong = f"{host!r} is no host"
+        wrong = f"{host!r} is not a host"
     elif ":" in host and not is_bracketed:
         wrong = "an IPv6 address needs brackets around it, and a port after them"
     elif not (port.isascii() and port.isdecimal()) or int(port) > 65535:
@@ -56,13 +56,13 @@ def join_address(host: str, port: int) -> str:
 @final
 @dataclass(frozen=True)
 class Task:
-    """One process of a cluster: its type and its index among the tasks of this type.
+    """One process of a cluster: its type, and its index among the tasks of this type.
 
     ``str(task)`` is the short form of messages, ``worker 1``.
 
     Attributes:
       type: ``chief``, ``worker``, ``ps`` or ``evaluator``.
-      index: From 0.
+      index: The index, from 0.
     """
 
     type: str
@@ -70,7 +70,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """``/job:worker/task:1``."""
+        """TensorFlow's name of the task: ``/job:worker/task:1``."""
         return f"/job:{self.type}/task:{self.index}"
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class JobDef:
     """The tasks of one job: an entry of ``ClusterDef.job``.
 
     Attributes:
-      name: Of the job.
+      name: The name of the job.
       tasks: The address of each known task, by its index.
     """
 
@@ -94,8 +94,7 @@ class JobDef:
 @final
 @dataclass(frozen=True)
 class ClusterDef:
-    """What ``ClusterSpec.as_cluster_def`` returns: the attributes of TensorFlow's message of that name, without
-    protobuf.
+    """The result of ``ClusterSpec.as_cluster_def``. It has the attributes of TensorFlow's message, without protobuf.
 
     Attributes:
       job: The jobs, by name.
@@ -108,16 +107,16 @@ class ClusterDef:
 class ClusterSpec:
     """The tasks of a cluster, by job, and their addresses: ``tf.train.ClusterSpec``.
 
-    It takes any job names and any texts as addresses, as TensorFlow does; a ``Membership`` checks them. Two are
-    equal if they have the same tasks; a dict is equal to one that is made of it.
+    Like TensorFlow, it accepts any job names and any strings as addresses; a ``Membership`` checks them. Two specs are
+    equal if they have the same tasks. A dict equals the spec that is made of it.
 
     Args:
-      cluster: A mapping from job names to lists of addresses, or to mappings from task indices to addresses where
-        only some tasks are known; or another ClusterSpec, or a ClusterDef.
-      source: Where it comes from, for messages: ``TF_CONFIG``.
+      cluster: A mapping from job names to lists of addresses; another ClusterSpec; or a ClusterDef. If only some tasks
+        of a job are known, its value is a mapping from task indices to addresses.
+      source: The origin of the description, for messages: ``TF_CONFIG``.
 
     Raises:
-      ClusterTypeError: It is none of these. It is a TypeError, as in TensorFlow.
+      ClusterTypeError: ``cluster`` is none of these. It is a TypeError, as in TensorFlow.
 
     >>> spec = ClusterSpec({"chief": ["a:2222"], "worker": {1: "b:2222"}})
     >>> spec.task_address("worker", 1), spec.job_tasks("worker"), spec.as_dict()["worker"]
@@ -140,14 +139,14 @@ class ClusterSpec:
             raise ClusterTypeError(
                 "`cluster` must be a dictionary mapping one or more job names to lists of network addresses, "
                 f"got {type(cluster).__name__}{from_source(source)}: {_shown(cluster)}. Write "
-                '{"worker": ["host:port", ...]}; of a tf.train.ClusterSpec pass its as_dict().'
+                '{"worker": ["host:port", ...]}. For a tf.train.ClusterSpec, pass its as_dict().'
             )
         self._jobs = {_job_name(job, source): _tasks_of(job, tasks, source) for job, tasks in cluster.items()}
         self._source = source
 
     @property
     def source(self) -> str:
-        """Where it comes from: ``TF_CONFIG``, or empty where that is not known."""
+        """The origin of the description, such as ``TF_CONFIG``; empty if it is not known."""
         return self._source
 
     @property
@@ -157,11 +156,11 @@ class ClusterSpec:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The known tasks, job after job, in the order of their indices."""
+        """The known tasks, by job, in the order of their indices."""
         return tuple(Task(job, index) for job, tasks in self._jobs.items() for index in tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks of this job are known.
+        """Returns the number of known tasks of this job.
 
         Raises:
           TaskError: There is no such job.
@@ -191,7 +190,7 @@ class ClusterSpec:
         return job[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of this job in the order of the indices, None where a task is not known.
+        """Returns the addresses of this job in the order of the indices; None for a task that is not known.
 
         Raises:
           TaskError: There is no such job.
@@ -200,7 +199,7 @@ class ClusterSpec:
         return [job.get(index) for index in range(max(job, default=-1) + 1)]
 
     def num_tasks_beside(self, task: Task) -> int:
-        """Returns how many tasks have the host of one of them, itself included, as far as the addresses tell.
+        """Returns the number of tasks whose addresses have the same host as a task, itself included.
 
         >>> spec = ClusterSpec({"chief": ["a:1"], "worker": ["a:2", "b:1"], "ps": ["a:3"]})
         >>> spec.num_tasks_beside(Task("worker", 0)), spec.num_tasks_beside(Task("worker", 1))
@@ -212,7 +211,7 @@ class ClusterSpec:
         return max(1, list(hosts.values()).count(hosts.get(task, "")))
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Returns a list of addresses for each job, or a dict from indices where some tasks are not known."""
+        """Returns a list of addresses for each job, or a dict from indices if some tasks are not known."""
         return {
             job: _as_list(tasks) if _is_dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()
         }
@@ -220,7 +219,7 @@ class ClusterSpec:
     def as_cluster_def(self) -> ClusterDef:
         """Returns the jobs in the order of their names, and their tasks in the order of their indices.
 
-        It is no protobuf message: TensorFlow's own functions take ``tf.train.ClusterSpec(spec.as_dict())``.
+        The result is not a protobuf message. Pass ``tf.train.ClusterSpec(spec.as_dict())`` to TensorFlow's functions.
 
         >>> spec = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": ["c:2222"]})
         >>> [(job.name, dict(job.tasks)) for job in spec.as_cluster_def().job]
@@ -279,7 +278,7 @@ def _tasks_of(job: str, tasks: object, source: str) -> dict[int, str]:
     for _, address in indexed:
         if not isinstance(address, str):
             raise ClusterTypeError(
-                f"Task address {address!r} must be bytes or unicode{from_source(source)}: it is a "
+                f"Task address {address!r} must be bytes or unicode{from_source(source)}, but it is a "
                 f"{type(address).__name__}, in job {job!r}. Write it as a text, 'host:port'."
             )
     return dict(sorted(indexed))
@@ -287,7 +286,7 @@ def _tasks_of(job: str, tasks: object, source: str) -> dict[int, str]:
 
 def _task_index(job: str, index: Any, source: str) -> int:
     try:
-        number = int(index)  # texts too: the keys of JSON's objects
+        number = int(index)  # also strings: the keys of JSON objects
     except (TypeError, ValueError):
         number = -1
     if number < 0 or isinstance(index, bool):
@@ -310,7 +309,7 @@ def _as_list(tasks: Mapping[int, str]) -> list[str]:
 
 
 def from_source(source: str) -> str:
-    """Where a spec comes from, in a message; nothing if that is not known."""
+    """Returns the origin of a spec for a message; empty if it is not known."""
     return f" (from {source})" if source else ""
 
 
@@ -320,5 +319,5 @@ def _shown(value: object, limit: int = 100) -> str:
 
 
 def listed(values: Sequence[object]) -> str:
-    """``"chief, worker"``, or ``"none"``."""
+    """Returns ``"chief, worker"``, or ``"none"``."""
     return ", ".join(map(str, values)) if values else "none"

@@ -1,6 +1,4 @@
-"""From the description of a cluster to JAX on several processes: once per process, bounded, and with names in its
-errors.
-"""
+"""Joins a cluster and starts JAX on its processes, once per process. All waits are bounded; errors name the tasks."""
 
 from __future__ import annotations
 
@@ -42,15 +40,15 @@ _LAST_TO_LEAVE_S = 60.0
 _REMINDER_S = 10.0
 _POLL_S = 0.3
 _ANSWER_S = 2.0
-# A service that is not stopped answers in this time, or the next time.
+# A running service answers one of two pings within this time.
 _LIVELY_S = 1.5
-# The controller says once a second who is missing.
+# Long enough for the controller, which names the missing tasks once a second.
 _LEAST_WAIT_S = 3.0
 
 
 @final
 class _LiveCluster:
-    """This process's place in a cluster that has started; ended when the process ends."""
+    """The membership of this process in a running cluster. It ends with the process."""
 
     def __init__(self, membership: Membership, timeout_s: float):
         self._service: subprocess.Popen[str] | None = None
@@ -89,7 +87,7 @@ class _LiveCluster:
             self.close()
             raise
         self._say_errors()
-        atexit.register(self.close)  # before JAX's own, which was registered first
+        atexit.register(self.close)  # runs before JAX's own handler, which was registered first
         atexit.register(jax_compat.end_at_interrupt)
 
     def _say_errors(self) -> None:
@@ -126,7 +124,7 @@ class _LiveCluster:
         service.stdout.close()
 
     def _is_serving(self) -> bool:
-        """Returns True if the service, which others may still need, has not been stopped."""
+        """Returns True if the service still runs, because other tasks may need it."""
         address = self._leader_address
         return not self._channel.is_lost and any(
             _ping(address, self._security, _LIVELY_S) is not None for _ in range(2)
@@ -137,7 +135,7 @@ def _warn_without_token(addresses: Sequence[str]) -> None:
     hosts = [split_address(address)[0] for address in addresses]
     if Credentials.of_environment(os.environ).admits_anybody and not all(map(is_loopback, hosts)):
         log.warning(
-            "The job has no token: every program that reaches %s can join it, or end it. Set %s to the same secret on all "
+            "The job has no token: every program that can reach %s can join or end it. Set %s to the same secret on all "
             "tasks.",
             addresses[0],
             TOKEN_VARIABLE,
@@ -145,7 +143,7 @@ def _warn_without_token(addresses: Sequence[str]) -> None:
 
 
 def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) -> None:
-    """All are there, and fit together."""
+    """Waits until all tasks have started, and checks that their versions match."""
     versions = {
         "jax": jax_compat.VERSION,
         "python": ".".join(map(str, sys.version_info[:2])),
@@ -160,17 +158,17 @@ def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) 
     for name, theirs in zip(names, found, strict=True):
         if theirs != found[0]:
             raise ClusterStartError(
-                f"{names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: programs that they compile "
+                f"{names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: their compiled programs "
                 "would differ. Install the same versions on all machines, and give all tasks the same JAX_ variables "
                 "(mpirun -x passes one on)."
             )
 
 
 def compare_devices(peers: Peers, devices: Sequence[Any]) -> None:
-    """Every process has as many devices as the others.
+    """Checks that all processes have the same number and kind of devices.
 
     Raises:
-      ClusterStartError: They have not.
+      ClusterStartError: They differ.
     """
     found = peers.gather("devices", [len(devices), devices[0].platform], "to compare devices")
     if any(theirs != found[0] for theirs in found):
@@ -191,7 +189,7 @@ def _listed(versions: dict[str, str]) -> str:
 def _start_service(
     membership: Membership, limits: Mapping[str, float], security: Security, deadline: float
 ) -> subprocess.Popen[str]:
-    """The service, once the address is free of that of an earlier run."""
+    """Starts the service, as soon as the service of an earlier run has left the address."""
     names, address = membership.names, membership.leader_address
     settings = {
         "address": address,
@@ -211,16 +209,16 @@ def _start_service(
         is_first = False
     reason = answer.get("error", "it said nothing")
     raise ClusterStartError(
-        f"{names[0]} cannot listen at its own address {address}: {reason}. Another program, or an earlier run of this one, may "
-        "have the port; or the address is not of this machine. Choose another port in TF_CONFIG, on all tasks."
+        f"{names[0]} cannot listen at its own address {address}: {reason}. Another program or an earlier run may use the port, "
+        "or the address belongs to another machine. Choose another port in TF_CONFIG, on all tasks."
     )
 
 
 def _try_service(settings: Mapping[str, Any]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """The process, and what it answers; it has ended if that is not where the coordination service is."""
+    """Starts the service process. Returns it with its answer. It has ended if the answer has no coordinator address."""
     root = str(Path(__file__).parents[3])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    # A session of its own: Ctrl-C is for the tasks, and it must outlive them.
+    # It gets its own session: Ctrl-C goes to the tasks, and the service must outlive them.
     process = subprocess.Popen(
         [sys.executable, "-m", "replicax._src.cluster.service"],
         stdin=subprocess.PIPE,
@@ -249,10 +247,10 @@ def _becomes_free(membership: Membership, security: Security, deadline: float, *
     """Waits while an earlier run of this cluster is ending at the leader's address.
 
     Args:
-      is_first: It may have ended before it is asked: then nobody listens there.
+      is_first: True if no attempt was made before. If no process listens then, the earlier run may just have ended.
 
     Returns:
-      Whether it was there, and has ended in time.
+      True if an earlier run was there and has ended in time.
     """
     started = reminded = time.monotonic()
     was_there = False
@@ -261,7 +259,7 @@ def _becomes_free(membership: Membership, security: Security, deadline: float, *
         try:
             answer = ask(membership.leader_address, {"kind": "ping"}, security, _ANSWER_S)
             is_there = answer.get("cluster") == membership.described and answer.get("is_ending") is True
-        except TokenError:  # it may be one with another token
+        except TokenError:  # an earlier run may have another token
             is_there = now - started < EARLIER_RUN_S
         except OSError as error:
             return was_there or (is_first and isinstance(error, ConnectionRefusedError))
@@ -280,7 +278,7 @@ def _becomes_free(membership: Membership, security: Security, deadline: float, *
 
 
 def _ping(address: str, security: Security, timeout_s: float) -> dict[str, Any] | None:
-    """Returns what the controller at an address says of itself; None if it does not answer in time."""
+    """Returns the answer of the controller at an address; None if it does not answer in time."""
     try:
         return ask(address, {"kind": "ping"}, security, timeout_s)
     except OSError:
@@ -291,24 +289,24 @@ _lock = threading.Lock()
 
 
 def join_cluster(membership: Membership, timeout_s: float = 600.0) -> Peers:
-    """Makes this process part of a cluster; the second time it is the one that it is part of.
+    """Joins a cluster. A second call returns the cluster that this process has joined.
 
     Args:
-      membership: Its workers, which meet at the leader's address, and which of them this process is.
-      timeout_s: How long others may be behind, later. What the first call says counts.
+      membership: The workers, which meet at the leader's address, and the one that this process is.
+      timeout_s: The longest wait for processes that are behind, later. The value of the first call counts.
 
     Raises:
-      BackendStartedError: JAX's backend has started already.
-      ClusterStartError: A task is missing, or they do not fit together.
-      ClusterFailureError: A task has gone meanwhile.
+      BackendStartedError: JAX's backend has already started.
+      ClusterStartError: A task is missing, or the tasks do not match.
+      ClusterFailureError: A task ended meanwhile.
     """
     with _lock:
         peers = joined_peers()
         if peers is not None:
             if (peers.cluster, peers.number) != (membership.described, membership.id_in_cluster):
                 raise ClusterStartError(
-                    f"This process is {peers.names[peers.number]} of a cluster already, and cannot be {membership.task} of "
-                    "another. TF_CONFIG must stay as it is while the process lives."
+                    f"This process is already {peers.names[peers.number]} of a cluster, and cannot be {membership.task} of "
+                    "another. Do not change TF_CONFIG while the process runs."
                 )
             peers.check()
             return peers

@@ -1,6 +1,6 @@
-"""``StatusFile``: where a task tells the launcher at which step it is.
+"""``StatusFile``: the file in which a task tells the launcher its step.
 
-A script may write the file itself; then it is its.
+If a script writes the file itself, replicax stops writing it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ STATUS_FILE_VARIABLE: Final = "REPLICAX_STATUS_FILE"
 
 @final
 class StatusFile:
-    """Writes what the launcher's table shows, until somebody else writes there. From any thread.
+    """Writes the status for the launcher's table, until the script writes the file itself. Any thread may call it.
 
     Args:
-      path: Of the file; None: nobody has asked for one.
+      path: The path of the file; None if no launcher wants one.
     """
 
     def __init__(self, path: str | None):
@@ -29,16 +29,16 @@ class StatusFile:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether writing has an effect."""
+        """True if writing has an effect."""
         return self._path is not None
 
     def write(self, step: int, state: str, left_at: float | None = None) -> None:
-        """Says how it goes.
+        """Writes the status.
 
         Args:
-          step: Which one this is.
-          state: What is going on, in a word.
-          left_at: When the task began to end, on the clock of ``time.monotonic``, if it has: its process may end later.
+          step: The number of the step.
+          state: The state in one word.
+          left_at: The time at which the task began to end, on the clock of ``time.monotonic``; None if it has not.
         """
         content = {"step": step, "time": time.time(), "state": state, "left_at": left_at}
         with self._lock:
@@ -51,7 +51,7 @@ class StatusFile:
         if self._path is None:
             return
         if (self._path.read_text() if self._path.exists() else "") != self._written:
-            self._path = None  # the script's own
+            self._path = None  # the script writes the file now
             return
         fresh = Path(f"{self._path}.replicax")
         fresh.write_text(text)

@@ -1,4 +1,4 @@
-"""The cluster that the environment variable TF_CONFIG describes."""
+"""``TFConfigClusterResolver``: the cluster that the environment variable TF_CONFIG describes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type
 
 
 def read_tf_config(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what TF_CONFIG holds; nothing if it is not set, or blank.
+    """Returns the content of TF_CONFIG; an empty dict if it is not set or blank.
 
     Raises:
-      ClusterEnvironmentError: It is not JSON, not an object, or has a key twice.
+      ClusterEnvironmentError: It is not JSON, is not an object, or has a key twice.
     """
     text = environ.get(VARIABLE, "")
     if not text.strip():
@@ -38,19 +38,19 @@ def read_tf_config(environ: Mapping[str, str]) -> dict[str, Any]:
 
 @final
 class TFConfigClusterResolver(EnvironmentResolver):
-    """The cluster of TF_CONFIG, which is read anew at every access.
+    """The cluster of TF_CONFIG. Every access reads the variable.
 
-    TF_CONFIG is ``{"cluster": {job: [addresses]}, "task": {"type": job, "index": number}}``, the same in all processes
-    but for the task. Without it, or with ``{}``, this process is one worker on its own.
+    TF_CONFIG is ``{"cluster": {job: [addresses]}, "task": {"type": job, "index": number}}``. All processes have the
+    same cluster, and each has its own task. If TF_CONFIG is missing or ``{}``, this process is a single worker.
 
     Args:
-      task_type: In place of the task's type in TF_CONFIG.
-      task_id: In place of the task's index, which may be a text of digits.
-      rpc_layer: In place of ``"rpc_layer"``.
-      environment: What ``environment`` returns.
-      environ: In place of ``os.environ``.
+      task_type: Replaces the task's type in TF_CONFIG.
+      task_id: Replaces the task's index, which may be a string of digits.
+      rpc_layer: Replaces ``"rpc_layer"``.
+      environment: The value of ``environment``.
+      environ: Replaces ``os.environ``.
 
-    The methods and properties raise a ClusterEnvironmentError where what they read is malformed.
+    The methods and properties raise a ClusterEnvironmentError if TF_CONFIG is malformed.
 
     >>> config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
     >>> resolver = TFConfigClusterResolver(environ={"TF_CONFIG": config})
@@ -75,13 +75,15 @@ class TFConfigClusterResolver(EnvironmentResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster of TF_CONFIG, an empty one where it has none."""
+        """Returns the cluster of TF_CONFIG, which is empty if it has none."""
         return ClusterSpec(_object(read_tf_config(self._environ), "cluster"), source=VARIABLE)
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Returns TF_CONFIG's ``"session_master"`` if it has one, nothing for a single task, else a task's address."""
+        """Returns TF_CONFIG's ``"session_master"`` if it has one; otherwise a task's address, or empty for a single
+        task.
+        """
         session_master = read_tf_config(self._environ).get("session_master")
         if session_master is not None:
             return session_master
@@ -95,14 +97,14 @@ class TFConfigClusterResolver(EnvironmentResolver):
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """One object of TF_CONFIG; of a key that stands there twice, JSON would keep only the second."""
+    """Builds an object of TF_CONFIG, and refuses repeated keys, of which JSON would keep only the last."""
     counts = Counter(key for key, _ in pairs)
     for key, count in counts.items():
         if count > 1:
             values = ", ".join(f'"{key}": {_part(value)}' for other, value in pairs if other == key)
             raise ClusterEnvironmentError(
-                f'"{key}" stands {count} times in one object of TF_CONFIG: {values}. Write it once; all tasks of a job '
-                f"stand in one list."
+                f'"{key}" occurs {count} times in one object of TF_CONFIG: {values}. Write it once, with all tasks of a job '
+                f"in one list."
             )
     return dict(pairs)
 
@@ -123,7 +125,7 @@ def _of_task(
     kind: Callable[[Any], Any],
     must_be: str,
 ) -> Any:
-    """What TF_CONFIG says of this process's task; None where it says nothing."""
+    """Returns a property of this process's task in TF_CONFIG; None if it is missing."""
     task = _object(read_tf_config(environ), "task")
     value = task.get(key)
     if value is not None and not is_right(value):
@@ -145,7 +147,7 @@ def _is_index(value: Any) -> bool:
 
 
 def _part(value: Any) -> str:
-    """A part of TF_CONFIG as it stands there, shortened."""
+    """Returns a part of TF_CONFIG as JSON, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 

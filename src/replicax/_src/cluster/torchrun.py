@@ -1,4 +1,4 @@
-"""The cluster of processes that torchrun started, or any launcher that sets its variables."""
+"""``TorchrunClusterResolver``: the processes of torchrun, or of any launcher that sets the same variables."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from replicax._src.cluster.ranked import RankedResolver
 
 @final
 class TorchrunClusterResolver(RankedResolver):
-    """The workers that torchrun started: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK if it is there.
+    """The workers that torchrun started, from RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if it is set, LOCAL_RANK.
 
-    Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. MASTER_PORT itself belongs to
-    torchrun's store. The leader's port is REPLICAX_PORT, else 20480 + (MASTER_PORT modulo 8192), or the port after it
-    if that is MASTER_PORT.
+    Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. torchrun's store uses MASTER_PORT.
+    The leader's port is REPLICAX_PORT, or else 20480 + (MASTER_PORT modulo 8192), or the next port if that is
+    MASTER_PORT.
 
     Args:
       rpc_layer: See ``ClusterResolver``.
-      environ: In place of ``os.environ``; it is read once.
+      environ: Replaces ``os.environ``; it is read once.
 
     Attributes:
-      local_rank: Which of the workers on this host it is, from 0; None if LOCAL_RANK is not set.
+      local_rank: The number of this worker among those on this host, from 0; None if LOCAL_RANK is not set.
 
     Raises:
       ClusterEnvironmentError: A variable is missing or malformed.
@@ -38,7 +38,7 @@ class TorchrunClusterResolver(RankedResolver):
     local_rank_variable = "LOCAL_RANK"
 
     def _leader(self, environ: Mapping[str, str], num_workers: int) -> tuple[str, int]:
-        """MASTER_ADDR, and a port that is not MASTER_PORT."""
+        """Returns MASTER_ADDR, and a port that is not MASTER_PORT."""
         store = whole_number(environ, "MASTER_PORT", least=1, most=65535)
         port = leader_port(environ, store)
         return environ["MASTER_ADDR"], leader_port(environ, store + 1) if port == store else port

@@ -1,4 +1,4 @@
-"""The hosts of a TPU, or TPUs that are not there: ``TPUClusterResolver``."""
+"""``TPUClusterResolver``: the hosts of a TPU, or virtual devices in place of a TPU."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _LOCAL = "local"
 
 @final
 class TPUClusterResolver(AddressedResolver):
-    """The hosts of the TPU that this program runs on, as TPU_WORKER_HOSTNAMES and TPU_WORKER_ID name them.
+    """The hosts of the TPU that this program runs on, from TPU_WORKER_HOSTNAMES and TPU_WORKER_ID.
 
-    JAX computes on the devices of the machine that it runs on: start the program on every host of the TPU. With one
-    host nothing needs to be set. Where there is no TPU, the CPU devices of this process stand for the cores of one:
-    ``rx.config.set_local_devices(8)`` makes eight.
+    JAX computes on the devices of its own machine, so start the program on every host of the TPU. A single host needs
+    no variables. Without a TPU, the CPU devices of this process stand for its cores: ``rx.config.set_local_devices(8)``
+    makes eight.
 
     Args:
-      tpu: ``None`` or ``""``: the TPU of this machine, or else virtual devices. ``"local"``: the devices of this
-        process alone, whatever the environment says. ``"local:2x2x1x2"``: virtual devices in a mesh of this shape:
-        sizes in x, y and z, and the cores of a chip; z and cores may be left out. The name of a TPU: that TPU, no
-        virtual devices.
-      zone: Not needed; and so are the others that say how TensorFlow finds a TPU from outside.
+      tpu: ``None`` or ``""`` means the TPU of this machine, or else virtual devices. ``"local"`` means the devices of
+        this process only; the environment is ignored. ``"local:2x2x1x2"`` means virtual devices in a mesh of this
+        shape: sizes in x, y and z, and the cores of a chip (z and cores are optional). The name of a TPU means that
+        TPU, and no virtual devices.
+      zone: Not needed. This and the other unneeded arguments tell TensorFlow how to find a remote TPU.
       project: Not needed.
-      job_name: Of the tasks.
+      job_name: The job of the tasks.
       coordinator_name: Not needed.
       coordinator_address: Not needed.
       credentials: Not needed.
       service: Not needed.
       discovery_url: Not needed.
-      environ: In place of ``os.environ``; it is read once.
+      environ: Replaces ``os.environ``; it is read once.
 
     Attributes:
-      mesh_shape: That of virtual devices, if ``tpu`` says it; else None.
-      needs_tpu: Virtual devices will not do.
+      mesh_shape: The mesh shape of virtual devices in ``tpu``; None if it has none.
+      needs_tpu: True if virtual devices are not allowed.
 
     Raises:
       UnsupportedError: ``tpu`` is the address of a TPU on another machine.
-      InvalidArgumentError: ``tpu`` is no text, or ``local:`` and no shape.
-      ClusterEnvironmentError: The two variables do not fit.
+      InvalidArgumentError: ``tpu`` is not a string, or has no shape after ``local:``.
+      ClusterEnvironmentError: The two variables contradict each other.
 
     Source: tf.distribute.cluster_resolver.TPUClusterResolver.
 
@@ -79,8 +79,8 @@ class TPUClusterResolver(AddressedResolver):
             raise InvalidArgumentError(f"tpu must be a name, 'local' or '', got {tpu!r}.")
         if tpu and "://" in tpu:
             raise UnsupportedError(
-                f"TPUClusterResolver({tpu!r}): TPUs at an address are driven from another machine in TensorFlow; JAX computes on "
-                "the machine that it runs on. Start the program on each host of the TPU, with tpu='' or its name."
+                f"TPUClusterResolver({tpu!r}): TensorFlow drives a TPU at an address from another machine, but JAX computes on "
+                "its own machine. Start the program on each host of the TPU, with tpu='' or its name."
             )
         self.tpu = tpu or ""
         is_local = self.tpu.partition(":")[0] == _LOCAL
@@ -99,7 +99,7 @@ class TPUClusterResolver(AddressedResolver):
             self.task_id, self._cluster_spec = _cluster(environ, hosts, job_name)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the hosts; none, if this one is alone."""
+        """Returns the hosts; empty for a single host."""
         return self._cluster_spec
 
     def get_job_name(self) -> str:
@@ -121,7 +121,7 @@ class TPUClusterResolver(AddressedResolver):
         """Returns a resolver whose TPU is ready. With several hosts it blocks until all have joined.
 
         Raises:
-          DeviceError: As ``rx.tpu.experimental.initialize_tpu_system``, which it calls.
+          DeviceError: See ``rx.tpu.experimental.initialize_tpu_system``, which it calls.
           ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S``.
         """
         resolver = TPUClusterResolver(tpu, zone, project)
@@ -129,29 +129,31 @@ class TPUClusterResolver(AddressedResolver):
         return resolver
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Returns how many cores and hosts the TPU has. With several hosts it blocks until all have joined.
+        """Returns the numbers of cores and hosts of the TPU. With several hosts it blocks until all have joined.
 
         Raises:
-          DeviceError: As ``rx.tpu.experimental.initialize_tpu_system``.
+          DeviceError: See ``rx.tpu.experimental.initialize_tpu_system``.
           ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S``.
         """
         return _tpu_system().metadata_of(self)
 
     @property
     def tpu_hardware_feature(self) -> None:
-        """None: JAX tells nothing of a TPU's embedding hardware. As in TensorFlow where no topology was set."""
+        """Always None, because JAX does not describe a TPU's embedding hardware. TensorFlow gives None without a
+        topology.
+        """
         return None
 
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Not supported: the topology is that of the devices.
+        """Always raises, because the topology comes from the devices.
 
         Raises:
           UnsupportedError: Always.
         """
         del serialized_tpu_topology
         raise UnsupportedError(
-            "TPUClusterResolver.set_tpu_topology tells TensorFlow the topology of a TPU, which JAX asks the TPU for. Leave the call out: "
-            "rx.tpu.experimental.initialize_tpu_system(resolver) returns the topology. For virtual devices in another mesh make "
+            "TPUClusterResolver.set_tpu_topology is not supported, because JAX asks the TPU for its topology. Leave the call out: "
+            "rx.tpu.experimental.initialize_tpu_system(resolver) returns the topology. For virtual devices in another mesh, make "
             "the resolver with its shape, TPUClusterResolver('local:2x2x1x2')."
         )
 
@@ -166,8 +168,8 @@ def _tpu_system() -> Any:
 def _cluster(environ: Mapping[str, str], hosts: list[str], job_name: str) -> tuple[int, ClusterSpec]:
     if not environ.get(NUMBER):
         raise ClusterEnvironmentError(
-            f"{HOSTS} in the environment names {len(hosts)} hosts, and {NUMBER} is not set: which of them is this one? Set it on "
-            "each host, from 0, or use tpu='local' for the devices of this one alone."
+            f"{HOSTS} in the environment names {len(hosts)} hosts, but {NUMBER} is not set. Set it to the number of the host on "
+            "each host, from 0, or use tpu='local' for the devices of this host only."
         )
     number, _ = rank_and_size({**environ, HOSTS: str(len(hosts))}, NUMBER, HOSTS)
     port = leader_port(environ, 0)
@@ -179,8 +181,8 @@ def _mesh_shape(tpu: str) -> tuple[int, int, int, int]:
     sizes = tpu.partition(":")[2].split("x")
     if not 2 <= len(sizes) <= 4 or not all(size.isdecimal() and int(size) for size in sizes):
         raise InvalidArgumentError(
-            f"TPUClusterResolver({tpu!r}): after 'local:' comes the shape of a mesh of virtual devices, sizes in x and y, and as "
-            "you like in z and the cores of a chip: 'local:2x2x1x2', 'local:4x2'."
+            f"TPUClusterResolver({tpu!r}): after 'local:' give the shape of a mesh of virtual devices: sizes in x and y, and "
+            "optionally in z and the cores of a chip, such as 'local:2x2x1x2' or 'local:4x2'."
         )
     x, y, z, cores = [int(size) for size in sizes] + [1] * (4 - len(sizes))
     return x, y, z, cores

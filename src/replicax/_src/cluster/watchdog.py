@@ -1,7 +1,7 @@
-"""What unblocks a step that waits for a task that is alive but stuck: it ends this process's collective connections.
+"""``Watchdog``: unblocks a step that waits for a stuck task, by shutting down this process's collective connections.
 
-The thread that waits then gets an ordinary error from the devices. Where that does not help, or the system is not Linux
-and does not tell which connections there are, the process is ended after 20 seconds.
+The waiting thread then gets an ordinary error from the devices. If that does not help within 20 seconds, the process is
+ended. Systems other than Linux do not list the connections, so there the process is always ended.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from replicax._src.cluster.failures import ClusterFailureError
 
 log = logging.getLogger("replicax")
 _DESCRIPTORS = Path("/proc/self/fd")
-# An error of the devices by itself, where a connection has ended, takes less.
+# The devices raise their own error in less time if a connection has ended.
 _GRACE_S = 1.0
 _LAST_RESORT_S = 20.0
 
 
 def connections() -> dict[str, int]:
-    """The sockets of this process: from what the kernel calls them to a descriptor. Empty where it does not tell."""
+    """Returns the sockets of this process: kernel name to descriptor. Empty if the system does not list them."""
     found = {}
     with contextlib.suppress(OSError):
         for entry in os.listdir(_DESCRIPTORS):
@@ -39,10 +39,10 @@ def connections() -> dict[str, int]:
 
 @final
 class Watchdog:
-    """Takes for connections of collectives those that appear while a program runs for the first time.
+    """Shuts down collective connections: the sockets that were opened during the first run of a program.
 
     Args:
-      is_running: Whether a program runs now.
+      is_running: Returns True while a program runs.
     """
 
     def __init__(self, is_running: Callable[[], bool]):
@@ -51,9 +51,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Around the first run of a program. Every socket that is opened meanwhile counts as one of collectives, also
-        one that another thread opens for something else.
-        """
+        """Wraps the first run of a program. Every socket that any thread opens meanwhile counts as collective."""
         before = connections().keys()
         try:
             yield
@@ -61,7 +59,7 @@ class Watchdog:
             self._ours |= connections().keys() - before
 
     def unblock(self, failure: ClusterFailureError) -> None:
-        """The tasks cannot go on: ends what waits for them, if it does not end by itself. Does not block."""
+        """Ends the running program if it does not end on its own, because the tasks cannot continue. Does not block."""
         threading.Thread(target=self._unblock, args=(failure,), name="replicax-watchdog", daemon=True).start()
 
     def _unblock(self, failure: ClusterFailureError) -> None:
@@ -72,7 +70,7 @@ class Watchdog:
                 if name in self._ours:
                     _shut_down(descriptor)
             if time.monotonic() > deadline:
-                log.critical("%s\nThe step that waits cannot be ended, so this process ends.", failure)
+                log.critical("%s\nThe waiting step cannot be interrupted, so this process ends.", failure)
                 os._exit(1)
             time.sleep(0.5)
 

@@ -1,1 +1,1 @@
-"""What a program does when its machine is taken away: all its tasks save after the same step, and end."""
+"""Preemption: when a machine is taken away, all tasks save after the same step and exit."""

@@ -1,4 +1,4 @@
-"""``PreemptionCheckpointHandler``: a training that saves and ends when one of its machines is to be taken away."""
+"""``PreemptionCheckpointHandler``: saves and ends a training when one of its machines is taken away."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from replicax._src.tracing.capture import current_capture
 
 @final
 class PreemptionCheckpointHandler:
-    """Saves when a task of the cluster is to end (SIGTERM), at the same step in all tasks, and ends them with exit code
-    42.
+    """Saves at the same step in all tasks when one of them gets SIGTERM, then ends all with exit code 42.
 
-    Start the job again, as ``replicax launch`` does by itself, and it goes on from there: the handler restores the
-    newest checkpoint when it is made. Make it in every task, in the main thread, after the strategy and what is saved;
-    call ``run`` as often in every task. With parameter servers it belongs to the coordinator, and saves when all that
-    was scheduled has ended. SIGTERM is noticed within milliseconds whatever the task does, and acted on before the next
-    ``run``.
+    A restarted job resumes from there, because the handler restores the newest checkpoint when it is created.
+    ``replicax launch`` restarts the job automatically. Create the handler in the main thread of every task, after the
+    strategy and the objects to save. Every task must call ``run`` equally often. With parameter servers the coordinator
+    creates it, and saves when all scheduled functions have finished. SIGTERM is detected within milliseconds, and
+    handled before the next ``run``.
 
     Args:
-      cluster_resolver: Of the strategy; None where it has none.
-      checkpoint_or_checkpoint_manager: What is saved. The number of ``run`` calls is saved with it, as
+      cluster_resolver: The resolver of the strategy; None if it has none.
+      checkpoint_or_checkpoint_manager: The state to save. The number of ``run`` calls is saved with it as
         ``checkpointed_runs``.
-      checkpoint_dir: Where; with a ``Checkpoint`` only, of which the newest is kept.
-      termination_config: What is done otherwise than by default.
+      checkpoint_dir: The directory for a ``Checkpoint``; only the newest is kept. A ``CheckpointManager`` has its own.
+      termination_config: Overrides of the default behaviour.
 
     Raises:
-      InvalidArgumentError: There is nothing to save, or nowhere.
-      ContextError: This is not the main thread; or the strategy of the cluster has not been made yet.
+      InvalidArgumentError: The state to save or the directory is missing.
+      ContextError: This is not the main thread, or the strategy of the cluster does not exist yet.
       ClusterFailureError: Another task is gone.
 
     Source: TensorFlow, ``tf.distribute.experimental.PreemptionCheckpointHandler``.
@@ -67,7 +66,7 @@ class PreemptionCheckpointHandler:
         config = TerminationConfig() if termination_config is None else termination_config
         if not isinstance(config, TerminationConfig):
             raise InvalidArgumentError(
-                f"termination_config is an rx.experimental.TerminationConfig, got {config!r}."
+                f"termination_config must be an rx.experimental.TerminationConfig, got {config!r}."
             )
         self._save_fn = config.save_fn
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
@@ -79,39 +78,38 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How often ``run`` was called, or ``save_checkpoint_if_preempted``, also in the runs of the job before this
-        one.
+        """The number of calls of ``run`` or ``save_checkpoint_if_preempted``, including those of earlier runs of the
+        job.
 
-        It says where to go on: epoch ``total_run_calls // steps_per_epoch``, say.
+        It says where to resume: for example in epoch ``total_run_calls // steps_per_epoch``.
         """
         return self._num_calls
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a step of the training, with its programs; if all are to save, saves before it.
+        """Runs a training step. If a task is preempted, all tasks save before the step.
 
-        Cross-replica context, all tasks, as often in each. All that happens between two calls is saved, or done again,
-        as a whole only if it is a part of neither: put what changes saved state into the function. If a distributed
-        iterator has been read since the last call (``handler.run(step, next(iterator))``) the step is run with that,
-        and then saved.
+        Call it in cross-replica context, equally often in every task. Change saved state only inside the function: a
+        save between two calls then never splits a step. If a distributed iterator was read since the last call, as in
+        ``handler.run(step, next(iterator))``, the step runs with that batch before the save.
 
         Args:
-          distributed_train_function: Usually calls ``strategy.run``.
-          *args: For it.
-          **kwargs: For it.
+          distributed_train_function: The step. It usually calls ``strategy.run``.
+          *args: The arguments of the function.
+          **kwargs: The keyword arguments of the function.
 
         Returns:
-          What it returns.
+          The result of the function.
 
         Raises:
-          SystemExit: All have saved, and end.
+          SystemExit: All tasks have saved, and end.
           ClusterFailureError: Another task is gone.
-          CheckpointError: It could not be saved.
-          Exception: What the function raises, or a ``termination_watcher_fn`` has raised.
+          CheckpointError: The checkpoint could not be saved.
+          Exception: The error of the function, or of the ``termination_watcher_fn``.
         """
         if not callable(distributed_train_function):
             raise InvalidArgumentError(
                 f"handler.run takes the function of a step and its arguments, handler.run(train_step, batch); got "
-                f"{distributed_train_function!r:.200}. Where a step is no function, call save_checkpoint_if_preempted() after it."
+                f"{distributed_train_function!r:.200}. If the step is not a function, call save_checkpoint_if_preempted() after it."
             )
         with self._step():
             result = distributed_train_function(*args, **kwargs)
@@ -119,32 +117,35 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """The end of a step: if all are to save, saves now. It stands for ``run`` where the step is no function.
+        """Ends a step, and saves now if a task is preempted. Use it in place of ``run`` if the step is not a function.
 
-        Call it after each step, in all tasks; it counts in ``total_run_calls``.
+        Call it after each step in all tasks. ``total_run_calls`` counts these calls too.
 
         Args:
-          *args: For the manager's ``save``, or the ``save_fn``.
-          **kwargs: For the same.
+          *args: The arguments of the manager's ``save``, or of the ``save_fn``.
+          **kwargs: The keyword arguments of the same.
 
-        Raises what ``run`` raises.
+        It raises the same errors as ``run``.
         """
         self._num_calls += 1
         self._steps.end_and_save(lambda: self._write(*args, **kwargs))
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Inside, all may save and end before any call of ``strategy.run``, ``run_steps`` or an ``rx.function``,
-        without ``run``: for loops that know from what is saved alone how far they are.
+        """Lets all tasks save and end before any call of ``strategy.run``, ``run_steps`` or an ``rx.function`` in the
+        block.
 
-        ``with handler.watch_preemption_scope(): while step < 100: train_step(iterator)``, where ``train_step`` adds to
-        ``step``. These calls are not counted in ``total_run_calls``.
+        Use it instead of ``run`` in loops whose progress follows from the saved state alone, such as ``while step <
+        100: train_step(iterator)``, where ``train_step`` increments ``step``. ``total_run_calls`` does not count these
+        calls.
         """
         with program_guard.guarding(self._around_program):
             yield
 
     def close(self) -> None:
-        """Watches no longer: SIGTERM does what it did before. In the main thread. Also at the end of a ``with``."""
+        """Stops watching: SIGTERM has its former effect again. Call it in the main thread, or use the handler in
+        ``with``.
+        """
         self._steps.close()
 
     def __enter__(self) -> PreemptionCheckpointHandler:
@@ -157,7 +158,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """Around a step. If all are to save, saves before it, or after it where its data has been read."""
+        """Wraps a step. If all tasks must save, saves before the step, or after it if its data was read already."""
         while has_to_save := self._steps.begin():
             if self._steps.must_run_first():
                 break
@@ -195,13 +196,13 @@ class PreemptionCheckpointHandler:
         self._saved_at = self._num_calls
 
     def _restored_calls(self) -> int:
-        """Restores, if there is something; how often ``run`` had been called."""
+        """Restores the newest checkpoint, if there is one. Returns how often ``run`` was called before it."""
         checkpoint = self._manager.checkpoint
         vars(checkpoint).pop(
             "checkpointed_runs", None
-        )  # a checkpoint of a program without a handler has none
+        )  # a checkpoint of a program without a handler lacks it
         self._manager.restore_or_initialize()
-        checkpoint.checkpointed_runs = 0  # which is replaced by what was saved
+        checkpoint.checkpointed_runs = 0  # the deferred restore replaces it
         num_calls = int(vars(checkpoint)["checkpointed_runs"])
         if self._peers is None:
             return num_calls
@@ -213,8 +214,8 @@ class PreemptionCheckpointHandler:
                 f"{calls} on {name}" for name, calls in zip(self._peers.names, of_all, strict=True)
             )
             raise InvalidArgumentError(
-                f"The tasks have restored different numbers of run calls: {restored}. The directory {self._manager.directory!r} "
-                "must be one that all tasks share."
+                f"The tasks restored different numbers of run calls: {restored}. All tasks must share the directory "
+                f"{self._manager.directory!r}."
             )
         return num_calls
 
@@ -223,7 +224,7 @@ def _manager_of(given: Any, checkpoint_dir: str | os.PathLike[str] | None) -> Ch
     if isinstance(given, CheckpointManager):
         if checkpoint_dir is not None and os.path.abspath(checkpoint_dir) != os.path.abspath(given.directory):
             raise InvalidArgumentError(
-                f"checkpoint_dir is {os.fspath(checkpoint_dir)!r}, and the CheckpointManager saves to {str(given.directory)!r}. "
+                f"checkpoint_dir is {os.fspath(checkpoint_dir)!r}, but the CheckpointManager saves to {str(given.directory)!r}. "
                 "Leave checkpoint_dir out."
             )
         return given
@@ -233,17 +234,17 @@ def _manager_of(given: Any, checkpoint_dir: str | os.PathLike[str] | None) -> Ch
         )
     if checkpoint_dir is None:
         raise InvalidArgumentError(
-            "With an rx.Checkpoint PreemptionCheckpointHandler needs `checkpoint_dir`, a directory that all tasks share. Or give it "
+            "PreemptionCheckpointHandler needs `checkpoint_dir` with an rx.Checkpoint: a directory that all tasks share. Or pass "
             "an rx.CheckpointManager."
         )
     return CheckpointManager(given, checkpoint_dir, max_to_keep=1)
 
 
 def _peers_of(resolver: ClusterResolver | None) -> Peers | None:
-    """The tasks that take the same steps as this one."""
+    """Returns the tasks that take the same steps as this one."""
     if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise InvalidArgumentError(
-            f"cluster_resolver is strategy.cluster_resolver, or one of rx.cluster_resolver; got {resolver!r:.200}."
+            f"cluster_resolver must be strategy.cluster_resolver, or one of rx.cluster_resolver; got {resolver!r:.200}."
         )
     spec = None if resolver is None else resolver.cluster_spec()
     if resolver is None or not spec:
@@ -254,7 +255,7 @@ def _peers_of(resolver: ClusterResolver | None) -> Peers | None:
     peers = joined_peers()
     if peers is None:
         raise ContextError(
-            "PreemptionCheckpointHandler: this process has not joined its cluster yet. Make the MultiWorkerMirroredStrategy first, "
+            "PreemptionCheckpointHandler: this process has not joined its cluster yet. Create the MultiWorkerMirroredStrategy first, "
             "in all tasks."
         )
     return peers

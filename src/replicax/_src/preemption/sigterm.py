@@ -1,8 +1,7 @@
-"""SIGTERM, noticed by a thread within milliseconds, whatever the main thread does.
+"""Detects SIGTERM in a thread within milliseconds, whatever the main thread does.
 
-A handler of Python's runs in the main thread, between two of its instructions: not while it is in a collective, or
-reads an array, which took 7 s in a trial. The byte that Python's own handler writes into the wake-up descriptor comes
-at once.
+Python runs signal handlers in the main thread, between two bytecode instructions. A collective or the read of an array
+delays them (by 7 s in a trial). The byte that Python writes to the wake-up descriptor arrives at once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _FROM_HANDLER = 0  # no signal has this number
 
 @final
 class _WakeUp:
-    """The descriptor, the handler and the thread of this process. Made, tended and closed in the main thread."""
+    """Owns the descriptor, the handler and the thread of this process. All its methods run in the main thread."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -38,14 +37,16 @@ class _WakeUp:
         threading.Thread(target=self._read, name="replicax-sigterm", daemon=True).start()
 
     def tend(self) -> None:
-        """Sees to it that signals wake this thread. Somebody else, asyncio, say, may have taken the descriptor, or put
-        back an older one; what is there goes on getting all signals."""
+        """Takes the wake-up descriptor back if other code, such as asyncio, has replaced it.
+
+        The replaced descriptor still receives all signals.
+        """
         found = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if found != self._writer.fileno():
             self._earlier_fd, self._earlier_file = found, _file_of(found)
 
     def close(self) -> None:
-        """Puts back what was there before, unless somebody else has come since."""
+        """Restores the earlier descriptor and handler, unless other code has replaced ours."""
         found = signal.set_wakeup_fd(-1)
         is_ours = found == self._writer.fileno()
         back = self._earlier_fd if is_ours else found
@@ -53,12 +54,12 @@ class _WakeUp:
             signal.set_wakeup_fd(back, warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._earlier_handler or signal.SIG_DFL)
-        self._writer.close()  # which ends the thread
+        self._writer.close()  # ends the thread
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """For when somebody else has the descriptor. It runs late, but it runs."""
+        """Wakes the thread even if other code has the descriptor. Python calls it late, but always."""
         del frame
-        if not _listeners:  # the last one has gone in another thread, which may not change this
+        if not _listeners:  # the last one left in another thread, which may not change handlers
             _wake_up.clear()
             self.close()
             os.kill(os.getpid(), number)
@@ -76,7 +77,7 @@ class _WakeUp:
                         _tell_all()
 
     def _pass_on(self, number: int) -> None:
-        """To whoever had the descriptor before, if it is still the same file."""
+        """Passes a signal on to the earlier descriptor, if it is still the same file."""
         if self._earlier_fd != -1 and _file_of(self._earlier_fd) == self._earlier_file:
             with contextlib.suppress(OSError):
                 os.write(self._earlier_fd, bytes([number]))
@@ -96,7 +97,7 @@ _wake_up: list[_WakeUp] = []
 
 
 def _forget() -> None:
-    """In a process that this one has forked, as data loaders do: a SIGTERM to it must not be taken for one to this."""
+    """Removes all listeners in a forked child, such as a data loader: its SIGTERM must not count as the parent's."""
     global _lock
     _lock = threading.RLock()  # another thread may have held it
     _listeners.clear()
@@ -116,7 +117,7 @@ def _tell_all() -> None:
         try:
             listener()
         except Exception:
-            log.exception("What is to be done at SIGTERM has failed.")
+            log.exception("A SIGTERM listener failed.")
 
 
 def _is_main_thread() -> bool:
@@ -124,26 +125,26 @@ def _is_main_thread() -> bool:
 
 
 def tend() -> None:
-    """To be called now and then where there are listeners. It takes a microsecond."""
+    """Keeps SIGTERM watched. Call it regularly while there are listeners; it takes a microsecond."""
     if _wake_up and _is_main_thread():
         _wake_up[0].tend()
 
 
 def listen(on_sigterm: Callable[[], Any]) -> object:
-    """From now on SIGTERM calls ``on_sigterm``, in a thread, and does not end this process.
+    """Makes SIGTERM call ``on_sigterm`` in a thread instead of ending this process.
 
     Returns:
-      What ``ignore`` takes.
+      The token to pass to ``ignore``.
 
     Raises:
-      ContextError: This is not the main thread, the only one that may change what a signal does.
+      ContextError: This is not the main thread, the only one that may change signal handlers.
     """
     with _lock:
         if not _wake_up:
             if not _is_main_thread():
                 raise ContextError(
-                    f"SIGTERM can only be watched from the main thread; this is {threading.current_thread().name!r}. Make "
-                    "the PreemptionCheckpointHandler or PreemptionWatcher there, or give a handler "
+                    f"SIGTERM can only be watched from the main thread; this is {threading.current_thread().name!r}. Create "
+                    "the PreemptionCheckpointHandler or PreemptionWatcher there, or pass a handler "
                     "TerminationConfig(termination_watcher_fn=...)."
                 )
             _wake_up.append(_WakeUp())
@@ -153,9 +154,9 @@ def listen(on_sigterm: Callable[[], Any]) -> object:
 
 
 def ignore(token: object) -> None:
-    """Ends what ``listen`` began.
+    """Removes the listener that ``listen`` added.
 
-    With the last listener SIGTERM does again what it did before; from the main thread.
+    Without listeners, SIGTERM has its former effect again. Call it in the main thread.
     """
     with _lock:
         _listeners.pop(token, None)

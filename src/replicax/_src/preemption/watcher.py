@@ -1,4 +1,4 @@
-"""``PreemptionWatcher``: whether a task of the cluster is to end, for programs that act on it themselves."""
+"""``PreemptionWatcher``: tells a program that a task of its cluster is preempted; the program decides what to do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LOOK_S = 0.1
 
 @final
 class PreemptionWatcher:
-    """Watches for SIGTERM, to this process or to another one of its cluster, which has a watcher or a handler too.
+    """Watches for SIGTERM to this process, or to another one of its cluster that has a watcher or a handler too.
 
-    Make it in the main thread, after the strategy. SIGTERM does not end the process then; close it, use it in ``with``,
-    or drop it, and it does again.
+    Create it in the main thread, after the strategy. SIGTERM no longer ends the process until the watcher is closed,
+    its ``with`` block ends, or it is garbage-collected.
 
     Raises:
       ContextError: This is not the main thread.
@@ -30,20 +30,22 @@ class PreemptionWatcher:
     def __init__(self) -> None:
         self._peers = joined_peers()
         self._seen = _Seen(self._peers)
-        token = sigterm.listen(self._seen.notice)
+        token = sigterm.listen(self._seen.on_sigterm)
         self._close = weakref.finalize(self, _close, self._seen, token)
         self._close.atexit = False
 
     @property
     def preemption_message(self) -> str | None:
-        """Who is to end, and why: ``"worker 1: SIGTERM"``, of the first one; None if nobody is. From any thread."""
+        """The first preempted task and the reason, such as ``"worker 1: SIGTERM"``; None if there is none. Any thread
+        may read it.
+        """
         return self._seen.text
 
     def block_until_worker_exit(self, timeout_s: float = 600.0) -> None:
-        """Waits until the other task that is to end has ended. Returns at once if there is none.
+        """Waits until another task that is preempted has ended. Returns at once if there is none.
 
         Args:
-          timeout_s: How long at most.
+          timeout_s: The longest wait.
         """
         deadline = time.monotonic() + timeout_s
         while self._seen.is_of_other and time.monotonic() < deadline:
@@ -52,7 +54,7 @@ class PreemptionWatcher:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Watches no longer. In the main thread. May be called twice."""
+        """Stops watching. Call it in the main thread. It may be called twice."""
         self._close()
 
     def __enter__(self) -> PreemptionWatcher:
@@ -64,7 +66,7 @@ class PreemptionWatcher:
 
 @final
 class _Seen:
-    """What threads have noticed."""
+    """The first preemption that a thread has reported."""
 
     def __init__(self, peers: Peers | None):
         self.text: str | None = None
@@ -72,8 +74,8 @@ class _Seen:
         self._peers, self._lock = peers, threading.Lock()
         self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
 
-    def notice(self) -> None:
-        """This process is to end."""
+    def on_sigterm(self) -> None:
+        """Records that this process is preempted, and tells the other tasks."""
         if self._peers is None:
             self._note("this process: SIGTERM", is_of_other=False)
         else:

@@ -67,7 +67,7 @@ def profile(logdir: str | os.PathLike[str], *, python: bool = False, **options: 
     """
     if names.current is not None:
         raise ContextError(
-            "rx.profile was entered inside of rx.profile: JAX's profiler makes one trace at a time."
+            "rx.profile was entered inside rx.profile, but JAX's profiler records only one trace at a time."
         )
     folder = path_of(logdir, "logdir", "logs/profile")
     peers = joined_peers()

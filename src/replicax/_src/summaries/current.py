@@ -1,4 +1,4 @@
-"""The default writer, the default step, and whether summaries are recorded: of each thread, as in TensorFlow."""
+"""The default writer, the default step and the recording condition of each thread, as in TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _local = _Local()
 
 
 def default_writer() -> SummaryWriter | None:
-    """The writer of this thread's ``as_default``; None if there is none."""
+    """Returns the default writer of this thread; None if there is none."""
     return _local.writer
 
 
 def set_as_default(writer: SummaryWriter, step: Any) -> None:
-    """``writer`` is this thread's from now on, and ``step`` its step unless it is None."""
+    """Makes ``writer`` the default of this thread, and ``step`` its default step unless it is None."""
     _local.writer = writer
     if step is not None:
         _local.step = step
@@ -37,7 +37,7 @@ def set_as_default(writer: SummaryWriter, step: Any) -> None:
 
 @contextlib.contextmanager
 def as_default(writer: SummaryWriter, step: Any) -> Iterator[SummaryWriter]:
-    """Inside, ``writer`` is this thread's."""
+    """Makes ``writer`` the default of this thread in the block."""
     before = _local.writer, _local.step
     set_as_default(writer, step)
     try:
@@ -49,24 +49,24 @@ def as_default(writer: SummaryWriter, step: Any) -> Iterator[SummaryWriter]:
 
 
 def get_step() -> Any:
-    """The step that this thread's summaries have if they name none; None if it was not set."""
+    """Returns the default step of this thread's summaries; None if it was not set."""
     return _local.step
 
 
 def set_step(step: Any) -> None:
-    """Sets the step that this thread's summaries have if they name none.
+    """Sets the default step of this thread's summaries.
 
     Args:
-      step: An int; or a variable, which is read at each summary.
+      step: An int, or a variable that is read at each summary.
     """
     _local.step = step
 
 
 def step_or_default(step: Any, what: str, name: str) -> Any:
-    """``step``, or this thread's.
+    """Returns ``step``, or the default step of this thread.
 
     Raises:
-      InvalidArgumentError: There is none.
+      InvalidArgumentError: There is no step.
     """
     found = _local.step if step is None else step
     if found is None:
@@ -78,16 +78,16 @@ def step_or_default(step: Any, what: str, name: str) -> Any:
 
 
 def should_record_summaries() -> bool:
-    """Whether summaries are recorded here: what the innermost ``record_if`` says, True without one."""
+    """Returns the condition of the innermost ``record_if``; True without one."""
     condition = _local.condition
     return bool(condition() if callable(condition) else condition)
 
 
 @contextlib.contextmanager
 def record_if(condition: bool | Callable[[], Any]) -> Iterator[None]:
-    """Inside, in this thread, summaries are recorded only if ``condition`` is true, or what it returns.
+    """Records summaries of this thread in the block only if ``condition``, or its return value, is true.
 
-    All processes must come to the same answer where variables are written whose value is combined when it is read.
+    All processes must get the same answer if a summary reads a variable whose value is combined from replicas.
     """
     before, _local.condition = _local.condition, condition
     try:

@@ -1,6 +1,6 @@
-"""Summaries as TensorBoard's records, of the form that TensorFlow 2 writes: from host values; no devices, no threads.
+"""Builds TensorBoard records in TensorFlow 2's form from host values. No devices, no threads.
 
-The records and the file are tensorboardX's.
+tensorboardX defines the records and writes the file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _part(name: str) -> Any:
 
 @final
 class EventFile:
-    """One file of a run, in a folder that is made if need be.
+    """One file of a run, in a folder that is created if it does not exist.
 
     Args:
-      logdir: Of the run.
-      purge_step: TensorBoard forgets what earlier files of the run have from this step on.
+      logdir: The folder of the run.
+      purge_step: The step from which TensorBoard drops the records of earlier files of the run.
     """
 
     def __init__(self, logdir: str, purge_step: int | None = None):
@@ -52,12 +52,12 @@ class EventFile:
         self._file.flush()
 
     def add(self, value: Any, step: int, wall_time: float) -> None:
-        """Appends a summary, one of those below."""
+        """Appends a summary that a function below has built."""
         summary = _part("proto.summary_pb2").Summary(value=[value])
         self._write(step=step, wall_time=wall_time, summary=summary)
 
     def flush(self) -> None:
-        """All that was appended is on the disk."""
+        """Writes all appended summaries to the disk."""
         self._file.flush()
 
     def close(self) -> None:
@@ -69,16 +69,16 @@ class EventFile:
 
 
 def scalar(name: str, data: np.ndarray, description: str | None) -> Any:
-    """One number."""
+    """Builds the summary of one number."""
     return _summary("scalars", name, _tensor("DT_FLOAT", (), float_val=[float(data)]), description)
 
 
 def histogram(name: str, data: np.ndarray, buckets: int, description: str | None) -> Any:
-    """How many of the finite numbers are in each of equal intervals: rows of left end, right end, count."""
+    """Builds a histogram of the finite numbers over equal intervals: rows of left end, right end, count."""
     numbers = data.astype(np.float64).reshape(-1)
     numbers = numbers[np.isfinite(numbers)]
     table = np.zeros((buckets, 3))
-    if numbers.size and numbers.min() == numbers.max():  # TensorFlow's form of a single value
+    if numbers.size and numbers.min() == numbers.max():  # TensorFlow's form for equal values
         table[:, :2] = numbers[0]
         table[-1, 2] = numbers.size
     elif numbers.size:
@@ -89,20 +89,20 @@ def histogram(name: str, data: np.ndarray, buckets: int, description: str | None
 
 
 def image(name: str, data: np.ndarray, max_outputs: int, description: str | None) -> Any:
-    """The first pictures of [n, height, width, channels]; floating ones are within 0 and 1."""
+    """Builds the summary of the first images of [n, height, width, channels]. Floating values are within 0 and 1."""
     pictures = [_png(picture) for picture in data[:max_outputs]]
     parts = [str(data.shape[2]).encode(), str(data.shape[1]).encode(), *pictures]
     return _summary("images", name, _tensor("DT_STRING", (len(parts),), string_val=parts), description)
 
 
 def text(name: str, data: np.ndarray, description: str | None) -> Any:
-    """One text, or an array of such, in Markdown."""
+    """Builds the summary of one text or an array of texts, in Markdown."""
     parts = [str(one).encode() for one in data.reshape(-1)]
     return _summary("text", name, _tensor("DT_STRING", data.shape, string_val=parts), description)
 
 
 def keras_model(name: str, json: np.ndarray) -> Any:
-    """A Keras model, as TensorBoard's page of graphs shows it."""
+    """Builds the summary of a Keras model for TensorBoard's graph page."""
     tensor = _tensor("DT_STRING", (), string_val=[str(json).encode()])
     return _summary("graph_keras_model", name, tensor, None, b"1")
 
@@ -128,7 +128,7 @@ def _png(picture: np.ndarray) -> bytes:
     except ImportError as error:
         raise missing_extra("Writing summaries of images", "summaries", "pillow") from error
     if picture.dtype != np.uint8:
-        # TensorFlow's rounding.
+        # This is TensorFlow's rounding.
         picture = np.clip(np.nan_to_num(picture.astype(np.float32)) * 255.5, 0, 255).astype(np.uint8)
     content = io.BytesIO()
     Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(content, "png")

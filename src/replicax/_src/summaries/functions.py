@@ -1,4 +1,4 @@
-"""TensorFlow's functions of summaries, which write to the default writer: ``rx.summary.scalar`` and its kin."""
+"""TensorFlow's summary functions, such as ``rx.summary.scalar``, which write to the default writer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def create_file_writer(
     filename_suffix: str | None = None,
     name: str | None = None,
 ) -> SummaryWriter:
-    """A ``SummaryWriter``, with the arguments of TensorFlow's function.
+    """Creates a ``SummaryWriter`` from the arguments of TensorFlow's function.
 
     Args:
       logdir: The folder of the run.
-      max_queue: How many summaries may wait for the thread that writes them; 256 by default.
-      flush_millis: After how many milliseconds what has been written is on the disk; 10,000 by default.
-      filename_suffix, name: Are accepted, and change nothing.
+      max_queue: The number of summaries that may wait for the writing thread; 256 by default.
+      flush_millis: The milliseconds after which written summaries are on the disk; 10,000 by default. filename_suffix,
+        name: Accepted and ignored.
 
     Source: tf.summary.create_file_writer.
     """
@@ -36,7 +36,7 @@ def create_file_writer(
 
 
 def scalar(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
-    """``SummaryWriter.scalar`` of the default writer; False without one. Source: tf.summary.scalar."""
+    """Calls ``SummaryWriter.scalar`` of the default writer; returns False without one. Source: tf.summary.scalar."""
     writer = default_writer()
     return writer is not None and writer.scalar(name, data, step, description)
 
@@ -44,7 +44,9 @@ def scalar(name: str, data: Any, step: Any = None, description: str | None = Non
 def histogram(
     name: str, data: Any, step: Any = None, buckets: int = 30, description: str | None = None
 ) -> bool:
-    """``SummaryWriter.histogram`` of the default writer; False without one. Source: tf.summary.histogram."""
+    """Calls ``SummaryWriter.histogram`` of the default writer; returns False without one. Source:
+    tf.summary.histogram.
+    """
     writer = default_writer()
     return writer is not None and writer.histogram(name, data, step, buckets, description)
 
@@ -52,19 +54,19 @@ def histogram(
 def image(
     name: str, data: Any, step: Any = None, max_outputs: int = 3, description: str | None = None
 ) -> bool:
-    """``SummaryWriter.image`` of the default writer; False without one. Source: tf.summary.image."""
+    """Calls ``SummaryWriter.image`` of the default writer; returns False without one. Source: tf.summary.image."""
     writer = default_writer()
     return writer is not None and writer.image(name, data, step, max_outputs, description)
 
 
 def text(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
-    """``SummaryWriter.text`` of the default writer; False without one. Source: tf.summary.text."""
+    """Calls ``SummaryWriter.text`` of the default writer; returns False without one. Source: tf.summary.text."""
     writer = default_writer()
     return writer is not None and writer.text(name, data, step, description)
 
 
 def flush(writer: SummaryWriter | None = None) -> None:
-    """``SummaryWriter.flush`` of ``writer``, or of the default one. Source: tf.summary.flush."""
+    """Calls ``SummaryWriter.flush`` of ``writer``, or of the default writer. Source: tf.summary.flush."""
     writer = writer or default_writer()
     if writer is not None:
         writer.flush()

@@ -1,4 +1,4 @@
-"""What is given to a summary, taken at the call: a value of the host, or a copy on the device that is fetched later."""
+"""Takes the value of a summary at the call: a host value, or a copy on the device that is fetched later."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from replicax._src.values import ArrayLike
 
 
 def check_place(what: str, name: str) -> None:
-    """Raises where a summary cannot be written: in functions that are traced, and in those that every replica runs.
+    """Raises in functions that cannot write summaries: traced functions, and functions that every replica runs.
 
     Raises:
-      ContextError: In a replica function, an ``rx.function``, a scheduled function, or one that JAX traces.
+      ContextError: The caller is in a replica function, an ``rx.function``, a scheduled function, or one that JAX
+        traces.
     """
     if in_replica_function() or current_capture() is not None or not jax_compat.is_evaluating():
         raise _misplaced(what, name)
@@ -31,21 +32,21 @@ def check_place(what: str, name: str) -> None:
 
 def _misplaced(what: str, name: str) -> ContextError:
     return ContextError(
-        f"The summary {what}({name!r}) was to be written at {user_line()}, in a function that is traced, or that every replica "
-        "runs (of strategy.run, rx.function, schedule, jax.jit; a train_step). Return the value from it, and write it where "
-        "that function is called: loss = strategy.reduce(rx.ReduceOp.SUM, strategy.run(step_fn, ...), axis=None); "
+        f"The summary {what}({name!r}) at {user_line()} is in a function that is traced, or that every replica runs (in "
+        "strategy.run, rx.function, schedule, jax.jit; a train_step). Return the value from that function, and write it in "
+        "its caller: loss = strategy.reduce(rx.ReduceOp.SUM, strategy.run(step_fn, ...), axis=None); "
         f"writer.{what}({name!r}, loss, step). In `fit`, write from a keras.callbacks.Callback."
     )
 
 
 def taken(value: Any, what: str, name: str) -> Any:
-    """``value`` as an array: NumPy's, JAX's, or a ``RemoteValue``.
+    """Returns ``value`` as a NumPy array, a JAX array, or a ``RemoteValue``.
 
-    Variables whose value is combined from the replicas when it is read are read here: all processes call this.
+    It reads variables whose value is combined from the replicas, so all processes must call it.
 
     Raises:
-      PerReplicaUseError: It has one component for each replica.
-      InvalidArgumentError: Parts of it are with other processes.
+      PerReplicaUseError: The value has one component per replica.
+      InvalidArgumentError: Other processes hold parts of the value.
     """
     if is_variable(value):
         value = value.value
@@ -55,7 +56,7 @@ def taken(value: Any, what: str, name: str) -> Any:
         raise _misplaced(what, name)
     if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
         raise InvalidArgumentError(
-            f"The summary {what}({name!r}) got an array of which other processes have parts. Reduce or gather it first, in "
+            f"The summary {what}({name!r}) got an array with parts in other processes. Reduce or gather it first, in "
             "all processes: strategy.gather(value, axis=0)."
         )
     if isinstance(value, (jax.Array, RemoteValue)):
@@ -64,17 +65,17 @@ def taken(value: Any, what: str, name: str) -> Any:
         return np.asarray(value)
     except ValueError as error:
         raise InvalidArgumentError(
-            f"{what}({name!r}) got what is no array: {value!r:.200}: {error}."
+            f"{what}({name!r}) got something that is not an array: {value!r:.200}: {error}."
         ) from error
 
 
-_copy = jax.jit(jnp.copy)  # not jitted it takes 30 µs more (jax 0.10)
+_copy = jax.jit(jnp.copy)  # without jit it takes 30 µs more (jax 0.10)
 
 
 def fetching(value: Any) -> Callable[[], np.ndarray]:
-    """What gives a value that was ``taken`` on the host, later and on any thread.
+    """Returns a function that fetches a ``taken`` value to the host later, on any thread.
 
-    Of arrays there is a copy where they are, which nobody waits for: the next step may be given their memory.
+    It copies arrays on their devices without waiting, because the next step may reuse their memory.
     """
     if isinstance(value, RemoteValue):
         return lambda: np.asarray(value.fetch())

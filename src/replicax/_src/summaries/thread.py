@@ -1,4 +1,4 @@
-"""The thread that fetches summaries and writes them, in the order in which they were added."""
+"""``WritingThread``: fetches summaries and writes them in the order in which they were added."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, Final, final
 from replicax._src.errors import InvalidArgumentError, SummaryError
 from replicax._src.summaries.events import EventFile
 
-# The time for which ``add`` waits while as many summaries as allowed are in flight.
+# The longest time for which ``add`` waits while the queue is full.
 ADD_LIMIT_S: Final = 300.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A summary to be written.
+    """A summary to write.
 
     Attributes:
-      what: For people.
+      what: The name in messages.
       write: Fetches the summary, which may wait, and writes it to the file.
     """
 
@@ -35,8 +35,8 @@ class WritingThread:
 
     Args:
       file: The file.
-      max_in_flight: How many entries may wait. A caller that adds more waits.
-      flush_every_s: After how many seconds an entry that was written is on the disk.
+      max_in_flight: The number of entries that may wait. A caller that adds more blocks.
+      flush_every_s: The seconds after which a written entry is on the disk.
     """
 
     def __init__(self, file: EventFile, max_in_flight: int, flush_every_s: float):
@@ -50,7 +50,7 @@ class WritingThread:
         self._thread.start()
 
     def add(self, entry: Entry, timeout_s: float = ADD_LIMIT_S) -> None:
-        """Raises the error of an earlier entry, or a ``SummaryError`` if there is no room for this one in time."""
+        """Adds an entry. Raises the error of an earlier entry, or a ``SummaryError`` if the queue stays full."""
         self.check()
         before = time.monotonic() if self._queue.full() else None
         try:
@@ -67,17 +67,17 @@ class WritingThread:
             raise error
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all is on the disk."""
+        """Waits until all entries are on the disk."""
         self._wait_for(self._has_ended if self._end_is_queued else threading.Event(), timeout_s)
         self.check()
 
     def stop(self, timeout_s: float) -> None:
-        """Waits until all is on the disk, and the thread has ended. After a timeout it may be called again."""
+        """Waits until all entries are on the disk and the thread has ended. After a timeout it may be called again."""
         self._is_asked_to_end = True
         self._wait_for(self._has_ended, timeout_s)
 
     def stop_unless_asked(self, timeout_s: float) -> None:
-        """Stops when Python ends, unless somebody has waited for the end already."""
+        """Stops the thread when Python exits, unless ``stop`` was called before."""
         if not self._is_asked_to_end:
             self.stop(timeout_s)
 
@@ -90,7 +90,7 @@ class WritingThread:
 
     def _wait_for(self, is_done: threading.Event, timeout_s: float) -> None:
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
-            return  # all is written, or the thread would wait for itself
+            return  # all is written, or the caller is the thread itself
         until = time.monotonic() + timeout_s
         try:
             if not self._end_is_queued:
@@ -103,8 +103,8 @@ class WritingThread:
 
     def _late(self, timeout_s: float) -> SummaryError:
         return SummaryError(
-            f"The summaries were not written after {timeout_s:g} s: {self._queue.qsize()} are waiting. One may be of a "
-            "scheduled function that has not run, or the disk is slow; flush() and close() wait longer with timeout_s."
+            f"The summaries were not written after {timeout_s:g} s: {self._queue.qsize()} are waiting. One may need a "
+            "scheduled function that has not run, or the disk is slow. flush() and close() wait longer with timeout_s."
         )
 
     # --- in the thread --------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class WritingThread:
                 asked.set()
 
     def _next(self, flush_at: float | None) -> Entry | threading.Event | None:
-        """None when it is time to flush."""
+        """Returns the next item of the queue; None when it is time to flush."""
         try:
             return self._queue.get(timeout=None if flush_at is None else max(flush_at - time.monotonic(), 0))
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""``SummaryWriter``: what TensorBoard shows, written by one process of a cluster, by a thread of its own."""
+"""``SummaryWriter``: writes data for TensorBoard in a thread, in one process of a cluster."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ _AFTER_AN_ERROR_S = 10.0
 
 @final
 class SummaryWriter:
-    """Writes what TensorBoard shows: numbers, histograms, images and texts by step, in TensorFlow's form.
+    """Writes numbers, histograms, images and texts by step for TensorBoard, in TensorFlow's form.
 
-    Every process of a cluster makes it and calls its methods, with the same arguments; the chief (worker 0 if there is
-    none; an evaluator too, which is on its own) writes, and only there is a file. With parameter servers the
-    coordinator is the chief. Call them outside of replica functions and ``rx.function``, on values that ``reduce``,
-    ``gather`` or a metric gave. They do not wait for devices, nor for the disk: arrays are copied where they are, and a
-    thread fetches and writes them. If more than ``max_in_flight`` are behind, the caller waits, 300 s at most. The end
-    of a ``with`` waits until all is written; after an error 10 s at most. What goes wrong in the thread is raised by
-    the next call.
+    Every process of a cluster creates it and calls its methods with the same arguments. Only the chief writes a file:
+    the task ``chief``, worker 0 without one, an evaluator, or the coordinator of parameter servers. Call the methods
+    outside of replica functions and ``rx.function``, with values from ``reduce``, ``gather`` or a metric. They do not
+    wait for devices or the disk: arrays are copied on their devices, and a thread fetches and writes them. If more than
+    ``max_in_flight`` summaries wait, the caller blocks for at most 300 s. The end of a ``with`` block waits until all
+    are written, but at most 10 s after an error. The next call raises an error of the thread.
 
     Args:
-      logdir: The folder of the run, made if need be; ``gs://`` and ``s3://`` if tensorboardX finds their clients.
-      strategy: Whose chief writes. None: of the scope in which the writer is made or first used, else of the cluster
-        that this process has joined or that the environment describes.
-      max_in_flight: How many summaries may wait for the thread.
-      flush_every_s: After how many seconds what has been written is on the disk.
-      purge_step: For a run that begins again at this step: TensorBoard drops what earlier files have from it on.
+      logdir: The folder of the run, which is created if it does not exist. ``gs://`` and ``s3://`` need clients that
+        tensorboardX finds.
+      strategy: The strategy whose chief writes. None: the strategy of the scope in which the writer is created or first
+        used, or else the cluster that this process has joined or that the environment describes.
+      max_in_flight: The number of summaries that may wait for the thread.
+      flush_every_s: The seconds after which written summaries are on the disk.
+      purge_step: The step at which a run restarts. TensorBoard drops the later records of earlier files.
 
     Raises:
-      MissingExtraError: tensorboardX is not installed: the extra ``summaries``.
+      MissingExtraError: tensorboardX is not installed. It is in the extra ``summaries``.
 
     Source: tf.summary.SummaryWriter, tf.summary.create_file_writer.
 
@@ -90,7 +90,7 @@ class SummaryWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this process is the one that writes; known from the first summary on, and then fixed."""
+        """True if this process writes. The value is fixed at the first summary."""
         if self._writes is None:
             self._writes = _is_chief(self._strategy)
         return self._writes
@@ -98,33 +98,34 @@ class SummaryWriter:
     # --- summaries ------------------------------------------------------------------------------------
 
     def scalar(self, name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
-        """One number.
+        """Writes one number.
 
         Args:
-          name: Of the series, ``train/loss``.
+          name: The name of the series, such as ``train/loss``.
           data: [] numeric: a Python number, an array, a variable, a ``RemoteValue``.
-          step: An int, or a variable such as ``optimizer.iterations``; None: ``rx.summary.experimental.set_step``'s.
-          description: In Markdown.
+          step: An int, or a variable such as ``optimizer.iterations``; None: the one of
+            ``rx.summary.experimental.set_step``.
+          description: A description in Markdown.
 
         Returns:
-          Whether this process writes it.
+          True if this process writes it.
 
         Raises:
-          PerReplicaUseError: It has a component for each replica: reduce it first.
-          ContextError: In a function that is traced, or that every replica runs.
-          InvalidArgumentError: There is no step, or the data are not of this kind.
-          SummaryError: An earlier summary could not be written, or too many are behind for 300 s.
+          PerReplicaUseError: The value has a component per replica. Reduce it first.
+          ContextError: The caller is in a function that is traced, or that every replica runs.
+          InvalidArgumentError: There is no step, or the data have a wrong shape or dtype.
+          SummaryError: An earlier summary could not be written, or the queue was full for 300 s.
         """
         return self._add("scalar", name, data, step, description)
 
     def histogram(
         self, name: str, data: Any, step: Any = None, buckets: int = 30, description: str | None = None
     ) -> bool:
-        """How the numbers of an array of any shape are distributed; what is not finite is left out.
+        """Writes a histogram of the finite numbers of an array of any shape.
 
         Args:
-          buckets: How many intervals between the smallest and the largest.
-          name, data, step, description: As ``scalar``. The whole array is fetched: write it every so many steps.
+          buckets: The number of intervals between the smallest and the largest number. name, data, step, description:
+            See ``scalar``. The whole array is fetched, so do not write it at every step.
         """
         whole_number("buckets", buckets, least=1)
         return self._add("histogram", name, data, step, buckets, description)
@@ -132,28 +133,28 @@ class SummaryWriter:
     def image(
         self, name: str, data: Any, step: Any = None, max_outputs: int = 3, description: str | None = None
     ) -> bool:
-        """Pictures.
+        """Writes images.
 
         Args:
           data: [n, height, width, channels] with 1 (grey), 3 (RGB) or 4 (RGBA) channels: uint8, or floating within 0
             and 1.
-          max_outputs: How many of the n, the first ones.
-          name, step, description: As ``scalar``.
+          max_outputs: The number of first images to write.
+          name, step, description: See ``scalar``.
         """
         whole_number("max_outputs", max_outputs, least=0)
         return self._add("image", name, data, step, max_outputs, description)
 
     def text(self, name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
-        """A text, or an array of texts, which TensorBoard shows as a table; in Markdown.
+        """Writes a text in Markdown, or an array of texts, which TensorBoard shows as a table.
 
         Args:
           data: A str, or a pytree of lists of them.
-          name, step, description: As ``scalar``.
+          name, step, description: See ``scalar``.
         """
         return self._add("text", name, data, step, description)
 
     def keras_model(self, name: str, json: str, step: int) -> bool:
-        """A Keras model, as its ``to_json`` describes it; what ``rx.keras.callbacks.TensorBoard`` writes."""
+        """Writes a Keras model from its ``to_json``, as ``rx.keras.callbacks.TensorBoard`` does."""
         return self._add("keras_model", name, json, step)
 
     def _add(self, what: str, name: str, data: Any, step: Any, *options: Any) -> bool:
@@ -191,17 +192,19 @@ class SummaryWriter:
                 self._thread = WritingThread(file, self._max_in_flight, self._flush_every_s)
                 weakref.finalize(
                     self, self._thread.stop_unless_asked, _AT_THE_END_S
-                )  # at the latest when Python ends
+                )  # stops at the latest when Python exits
             return self._thread
 
     # --- the default writer ---------------------------------------------------------------------------
 
     def as_default(self, step: Any = None) -> contextlib.AbstractContextManager[SummaryWriter]:
-        """Inside, in this thread, ``rx.summary.scalar`` and its kin write here; with ``step``, if they name none."""
+        """Makes this the default writer of this thread in the block, for ``rx.summary.scalar`` and similar
+        functions.
+        """
         return current.as_default(self, step)
 
     def set_as_default(self, step: Any = None) -> None:
-        """As ``as_default``, from now on."""
+        """Makes this the default writer of this thread from now on."""
         current.set_as_default(self, step)
 
     # --- its life -------------------------------------------------------------------------------------
@@ -210,17 +213,17 @@ class SummaryWriter:
         """Waits until all summaries are on the disk.
 
         Raises:
-          SummaryError: One could not be written, or they were not after ``timeout_s``.
+          SummaryError: A summary could not be written, or not all were written within ``timeout_s``.
         """
         if self._thread is not None:
             self._thread.flush(timeout_s)
 
     def close(self, timeout_s: float = 300.0) -> None:
-        """Writes what is waiting, and ends. Further summaries are refused. Closing again does nothing, but where it
-        took too long: then it waits once more.
+        """Writes all waiting summaries and closes the file. Later summaries are refused. A second call does nothing,
+        unless the first one timed out: then it waits again.
 
         Raises:
-          SummaryError: One could not be written, or they were not after ``timeout_s``.
+          SummaryError: A summary could not be written, or not all were written within ``timeout_s``.
         """
         self._is_closed = True
         if self._thread is not None:
@@ -228,7 +231,7 @@ class SummaryWriter:
             self._thread.check()
 
     def statistics(self) -> dict[str, float]:
-        """``num_written``; ``num_waiting`` for the thread; ``waited_s``, how long callers waited for it."""
+        """Returns ``num_written``, ``num_waiting`` and ``waited_s``, the time for which callers were blocked."""
         if self._thread is None:
             return {"num_written": 0, "num_waiting": 0, "waited_s": 0.0}
         return self._thread.statistics()
@@ -240,7 +243,7 @@ class SummaryWriter:
         if kind is None:
             self.close()
             return
-        try:  # the error is not to wait for what may never come, and to be the one that is raised
+        try:  # the user's error must not wait long, and must be the one that is raised
             self.close(_AFTER_AN_ERROR_S)
         except (SummaryError, InvalidArgumentError) as failure:
             log.warning("After an error in `with`: %s", failure)
@@ -275,7 +278,7 @@ def _check_image(name: str, shape: tuple[int, ...], dtype: Any) -> None:
     if len(shape) != 4 or shape[-1] not in (1, 3, 4) or not is_color:
         raise InvalidArgumentError(
             f"image({name!r}) takes [n, height, width, 1, 3 or 4] of uint8, or of floats within 0 and 1, got "
-            f"{dtype}{list(shape)}. Of one picture give image[None]."
+            f"{dtype}{list(shape)}. For one image give image[None]."
         )
 
 
@@ -285,7 +288,7 @@ def _check_text(name: str, shape: tuple[int, ...], dtype: Any) -> None:
         raise InvalidArgumentError(f"text({name!r}) takes a str, or lists of them, got {dtype}.")
 
 
-# What may be written of each kind, and its form.
+# The check and the builder of each kind of summary.
 _KINDS: dict[str, tuple[_Check, Callable[..., Any]]] = {
     "scalar": (_check_scalar, events.scalar),
     "histogram": (lambda name, _, dtype: _check_numeric("histogram", name, dtype), events.histogram),

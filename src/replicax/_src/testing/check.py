@@ -1,4 +1,4 @@
-"""``check_against_one_device``: one step of a program on a strategy's replicas and on one device, compared."""
+"""``check_against_one_device``: compares a step on a strategy's replicas with the same step on one device."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ def check_against_one_device(
 ) -> OneDeviceReport:
     """Runs one step under ``strategy`` and the same step, on the whole batch, on one device, and compares.
 
-    Compared are what ``fn`` returns, the gradients that optimizers apply (of Keras, or behind
-    ``rx.optax.aggregate_gradients``), and by how much variables change. Both runs start from the variables' values of
-    now and work on copies: afterwards every variable is as it was, also if ``fn`` raises. What ``fn`` makes
-    when it is first called (layers, bindings of an optimizer) stays made. On one device ``num_replicas_in_sync`` is 1
-    and an all-reduce changes nothing. Products of matrices are computed in full precision.
+    It compares the results of ``fn``, the gradients that optimizers apply (Keras's, or those after
+    ``rx.optax.aggregate_gradients``), and the changes of variables. Both runs start from the current values of the
+    variables and work on copies: every variable keeps its value, even if ``fn`` raises. Objects that ``fn`` creates in
+    its first call (layers, optimizer slots) remain. On one device ``num_replicas_in_sync`` is 1, and an all-reduce
+    changes nothing. Matrix products are computed in full precision.
 
-    A scalar that replicas return, also a Python number, agrees if its sum or its mean over replicas is one device's;
-    arrays ``[rows, ...]`` are compared one after the other; typed random keys must be the same. Call it in
-    cross-replica context or outside every scope. Blocks.
+    A scalar result, including a Python number, agrees if its sum or its mean over replicas equals one device's value.
+    Arrays ``[rows, ...]`` are compared in replica order, as one array. Typed random keys must be equal. Call it in
+    cross-replica context or outside every scope. It blocks.
 
     Args:
-      fn: A replica function, called as ``strategy.run(fn, args=(batch, *args))``; or a step that calls
-        ``strategy.run`` itself, called as ``fn(distributed_batch, *args)``. Decorated by ``rx.function`` or not.
-      batch: A pytree of arrays [global_batch, ...] on the host, cut as a distributed dataset cuts it.
-      strategy: Where ``fn``'s variables live.
-      args: Further arguments, whole on every replica: functional state and random keys, plain or replicated.
-      rtol: What is rounding, relative to the largest magnitude of a value. Default: 1e-5 for float32, 1e-9 for
-        float64, 5e-3 for float16 and 3e-2 for bfloat16, the coarsest that the step computes in.
-      atol: What is rounding, absolute.
+      fn: A replica function, called as ``strategy.run(fn, args=(batch, *args))``; or a step that calls ``strategy.run``
+        itself, called as ``fn(distributed_batch, *args)``. It may be decorated with ``rx.function``.
+      batch: A pytree of arrays [global_batch, ...] on the host. It is split as a distributed dataset splits it.
+      strategy: The strategy that owns the variables of ``fn``.
+      args: Further arguments, replicated on every replica: functional state and random keys.
+      rtol: The tolerance relative to the largest magnitude of a value. The default is 1e-5 for float32, 1e-9 for
+        float64, 5e-3 for float16 and 3e-2 for bfloat16, by the coarsest dtype in the step.
+      atol: The absolute tolerance.
 
     Returns:
-      A report. Print it, look at ``ok`` and ``differences``, or call ``raise_if_different()``.
+      A report. Print it, read ``ok`` and ``differences``, or call ``raise_if_different()``.
 
     Raises:
       InvalidArgumentError: ``batch`` has scalars, no rows, or arrays with different numbers of rows; ``args`` have
         per-replica values.
-      UnsupportedElementError: ``batch`` has what datasets refuse: text, masked arrays, random keys.
-      CrossReplicaContextError: Called in a replica function.
-      Exception: Whatever ``fn`` raises.
+      UnsupportedElementError: ``batch`` has elements that datasets refuse: text, masked arrays, random keys.
+      CrossReplicaContextError: It was called in a replica function.
+      Exception: The error that ``fn`` raises.
 
     >>> import jax.numpy as jnp, numpy as np, replicax as rx
     >>> report = rx.testing.check_against_one_device(lambda x: jnp.sum(x), np.ones((4, 2)), rx.get_strategy())
@@ -94,7 +94,7 @@ def check_against_one_device(
 def _run_as_either(
     fn: Callable[..., Any], strategy: Strategy, side: Side, given: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Outcome]:
-    """Runs ``fn`` as a replica function; or, if it calls ``strategy.run`` itself, as a step."""
+    """Runs ``fn`` as a replica function, or as a step if it calls ``strategy.run`` itself."""
 
     def replicated(*args: Any) -> Any:
         return strategy.run(fn, args=args)
@@ -107,7 +107,7 @@ def _run_as_either(
         except Exception:
             if side.has_run:
                 raise
-            raise refused from None  # a replica function, with a call in it that belongs outside
+            raise refused from None  # a replica function that makes a call of cross-replica context
 
 
 def _check_arguments(fn: Any, strategy: Strategy, args: Any) -> None:
@@ -129,18 +129,18 @@ def _check_arguments(fn: Any, strategy: Strategy, args: Any) -> None:
     for leaf in jax.tree_util.tree_leaves(tuple(args), is_leaf=is_value):
         if isinstance(leaf, PerReplica) and not leaf.is_equal:
             raise InvalidArgumentError(
-                "check_against_one_device: args has a per-replica value, of which it is not known what one device would "
-                "have. Give rows of the batch in `batch`, and everything else whole."
+                "check_against_one_device: args has a per-replica value, which has no defined value on one device. Give rows "
+                "of the batch in `batch`, and replicated values in `args`."
             )
 
 
 def _checked_batch(batch: Any) -> tuple[Any, int]:
-    """The batch with NumPy or JAX arrays as leaves, and its number of rows."""
+    """Returns the batch with NumPy or JAX arrays as leaves, and its number of rows."""
     leaves, tree = jax.tree_util.tree_flatten(batch, is_leaf=lambda x: isinstance(x, DistributedValues))
     if any(isinstance(leaf, (DistributedValues, jax_compat.Tracer)) for leaf in leaves):
         raise InvalidArgumentError(
-            "check_against_one_device takes the global batch [global_batch, ...] before it is distributed, and cuts it "
-            "itself; got a distributed value. Give what the dataset yields, not what the distributed dataset does."
+            "check_against_one_device takes the global batch [global_batch, ...] before it is distributed, and splits it "
+            "itself; got a distributed value. Give an element of the dataset, not one of the distributed dataset."
         )
     arrays = list(map(as_array, leaves))
     rows = {array.shape[0] if array.ndim else 0 for array in arrays}
@@ -149,7 +149,7 @@ def _checked_batch(batch: Any) -> tuple[Any, int]:
         has_numbers = any(not array.ndim for array in arrays)
         raise InvalidArgumentError(
             f"check_against_one_device needs a batch of arrays [global_batch, ...] with one number of rows, at least 1; got "
-            f"shapes {shapes}. What has no rows belongs into args=(…).{_NUMBERS if has_numbers else ''}"
+            f"shapes {shapes}. Give values without rows in args=(…).{_NUMBERS if has_numbers else ''}"
         )
     return tree.unflatten(arrays), rows.pop()
 
@@ -161,7 +161,7 @@ _NUMBERS = (
 
 
 def _distributed(topology: Topology, pytree: Any, num_rows: int) -> Any:
-    """The batch as a distributed dataset yields it."""
+    """Returns the batch as a distributed dataset yields it."""
     arrays, tree = jax.tree_util.tree_flatten(pytree)
     return BatchPlacer(topology).place(LocalRows(arrays, tree, split_sizes(num_rows, topology.num_replicas)))
 

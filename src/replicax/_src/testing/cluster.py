@@ -1,4 +1,4 @@
-"""``LocalCluster``: a cluster of real processes on this machine, for tests, to kill, stop and restart."""
+"""``LocalCluster``: a cluster of real processes on this machine, which tests can kill, stop and restart."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ _STARTED = "LocalCluster.{} was called before, or the cluster is closed. Make an
 class LocalCluster:
     """Runs a program as the tasks of a cluster on this machine, each with its own ``TF_CONFIG``.
 
-    Where there are parameter servers, they and the workers run ``replicax server`` instead, unless ``script_in`` says
-    otherwise, and all have a random ``REPLICAX_TOKEN``. They compute on the CPU, unless ``JAX_PLATFORMS`` is set. Use
-    it in ``with``. When it is closed no process is left, nor when this process ends, however it does. POSIX only; made
-    and used outside of traced functions.
+    With parameter servers, these and the workers run ``replicax server`` unless ``script_in`` says otherwise, and all
+    tasks get a random ``REPLICAX_TOKEN``. Tasks compute on the CPU unless ``JAX_PLATFORMS`` is set. Use it in ``with``.
+    All processes end when it is closed, or when this process ends in any way. POSIX only. Use it outside of traced
+    functions.
 
     Args:
-      num_workers: Tasks of type ``worker``.
-      chief: Whether there is one more, of type ``chief``.
-      num_ps: Parameter servers.
-      evaluator: Whether there is an evaluator.
-      script_in: Who runs the program where there are parameter servers, as for ``replicax launch``: "chief", "workers"
-        or "all".
-      server_arguments: Of ``replicax server``: ``["--snapshot-dir", path]``.
-      devices_per_worker: Virtual CPU devices of each task but the parameter servers.
-      environment: Variables of all tasks, besides those of this process; None takes one away.
-      timeout_s: How long waiting for tasks may take where nothing else is said.
+      num_workers: The number of tasks of type ``worker``.
+      chief: True to add a task of type ``chief``.
+      num_ps: The number of parameter servers.
+      evaluator: True to add an evaluator.
+      script_in: The tasks that run the program if there are parameter servers, as for ``replicax launch``: "chief",
+        "workers" or "all".
+      server_arguments: The arguments of ``replicax server``: ``["--snapshot-dir", path]``.
+      devices_per_worker: The number of virtual CPU devices of each task except parameter servers.
+      environment: Variables of all tasks, besides those of this process; None removes a variable.
+      timeout_s: The default time limit of waits for tasks.
 
     Attributes:
       cluster: The addresses of the tasks, by type, as in ``TF_CONFIG``.
       own_environment: Further variables of single tasks, by type and index. Fill it before the tasks start.
 
     Raises:
-      ClusterError: There would be no tasks.
+      ClusterError: The cluster would have no tasks.
 
     >>> with LocalCluster(num_workers=2) as cluster:
     ...     cluster.start("import os\\nprint(os.environ['TF_CONFIG'][-31:])")
@@ -82,7 +82,7 @@ class LocalCluster:
     ):
         if isinstance(devices_per_worker, bool) or devices_per_worker < 1:
             raise InvalidArgumentError(
-                f"devices_per_worker is a number of at least 1, got {devices_per_worker!r}."
+                f"devices_per_worker must be a number of at least 1, got {devices_per_worker!r}."
             )
         self._layout = Layout(num_workers, chief, num_ps, evaluator)
         self._servers, self._script_in = self._layout.servers(script_in), script_in
@@ -105,7 +105,7 @@ class LocalCluster:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of all processes that tasks have had."""
+        """The numbers of all processes that tasks have had."""
         return tuple(pid for task in self._tasks.values() for pid in task.pids)
 
     @property
@@ -114,7 +114,9 @@ class LocalCluster:
         return tuple(task for task in self._tasks.values() if task.task in self._servers)
 
     def environment_of(self, task_type: str, index: int) -> dict[str, str]:
-        """What a task of the cluster is told in its environment, for a process that the test starts, or is, itself."""
+        """Returns the environment of a task, for a process that the test starts itself, or for the test's own
+        process.
+        """
         task = Task(task_type, index)
         told = {"TF_CONFIG": tf_config(self.cluster, task)}
         if self._devices_per_worker > 1:
@@ -124,18 +126,20 @@ class LocalCluster:
 
     @property
     def resolver(self) -> TFConfigClusterResolver:
-        """What the coordinator's strategy takes, in the process of the test."""
+        """The cluster resolver for the coordinator's strategy in the process of the test."""
         return TFConfigClusterResolver(environ=self.environment_of("chief", 0))
 
     def start_servers(self) -> None:
-        """Starts the tasks that run ``replicax server``, and waits until they answer (2 s, for all together).
+        """Starts the tasks that run ``replicax server``, and waits until they answer (about 2 s for all together).
 
         Raises:
-          InvalidArgumentError: There are none, or tasks were started already.
-          ProcessTimeoutError: One has ended, or does not answer within ``timeout_s``. None is left.
+          InvalidArgumentError: There are no such tasks, or tasks were started already.
+          ProcessTimeoutError: A server has ended, or does not answer within ``timeout_s``. No process is left.
         """
         if not self._servers:
-            raise InvalidArgumentError("There are no servers in this cluster. Make it with num_ps=1, say.")
+            raise InvalidArgumentError(
+                "There are no servers in this cluster. Create it with num_ps=1, for example."
+            )
         if self._tasks or self._is_closed:
             raise InvalidArgumentError(_STARTED.format("start_servers"))
         self._start({task: self._server_command for task in self._layout.tasks if task in self._servers})
@@ -146,10 +150,10 @@ class LocalCluster:
             raise
 
     def wait_for_servers(self, timeout_s: float | None = None) -> None:
-        """Waits until all servers listen, after a restart, say.
+        """Waits until all servers listen, for example after a restart.
 
         Raises:
-          ProcessTimeoutError: One has ended, or does not in time.
+          ProcessTimeoutError: A server has ended, or does not listen in time.
         """
         for task in self.servers:
             task.wait_for_output(" listens at ", timeout_s, of_this_process=True)
@@ -158,13 +162,13 @@ class LocalCluster:
         """Starts a program as every task.
 
         Args:
-          program: The path of a script; or its source, a str of more than one line; or a function, whose source is
-            taken: it imports what it needs, and is called with ``args``, all str.
+          program: The path of a script; its source, a str of more than one line; or a function. The source of a
+            function is copied: it must contain its imports, and is called with ``args``, all str.
           args: The arguments on its command line.
 
         Raises:
-          InvalidArgumentError: There is no such script, no source of that function, or tasks were started already.
-          ProcessStartError: A process could not be made. None is left.
+          InvalidArgumentError: The script or the function's source does not exist, or tasks were started already.
+          ProcessStartError: A process could not be created. No process is left.
         """
         if all(self._started_already(task) for task in self._layout.tasks):
             raise InvalidArgumentError(_STARTED.format("start"))
@@ -177,7 +181,7 @@ class LocalCluster:
         return self._is_closed or (task.type, task.index) in self._tasks
 
     def _start(self, commands: Mapping[Task, Sequence[str]]) -> None:
-        """Starts those that have not been started."""
+        """Starts the tasks that have not been started."""
         try:
             for task, command in commands.items():
                 if not self._started_already(task):
@@ -218,16 +222,16 @@ class LocalCluster:
         return path
 
     def wait(self, timeout_s: float | None = None) -> ClusterResults:
-        """Waits until all tasks have ended; servers are ended when the others have, by SIGTERM. Blocks.
+        """Waits until all tasks have ended. Servers get SIGTERM when all other tasks have ended. Blocks.
 
         Args:
-          timeout_s: How long at most; the cluster's ``timeout_s`` by default.
+          timeout_s: The time limit; the cluster's ``timeout_s`` by default.
 
         Returns:
-          What became of each task. ``raise_if_failed()`` of it raises if one did not exit with 0.
+          The result of each task. Its ``raise_if_failed()`` raises if a task did not exit with 0.
 
         Raises:
-          ProcessTimeoutError: Some still run; it names them, with their last lines. They go on.
+          ProcessTimeoutError: Some tasks still run. It shows their names and last lines. They keep running.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
@@ -247,7 +251,7 @@ class LocalCluster:
         return ClusterResults([task.wait(timeout_s) for task in self._tasks.values()])
 
     def restart(self, task_type: str, index: int) -> None:
-        """Starts the process of a task again, on the same port; kills it first if it runs."""
+        """Restarts the process of a task on the same port. Kills it first if it runs."""
         self._task(task_type, index).restart()
 
     def _task(self, task_type: str, index: int) -> LocalTask:
@@ -260,15 +264,15 @@ class LocalCluster:
             ) from None
 
     def close(self) -> None:
-        """Kills what runs, and waits until all is gone: 10 ms for each task."""
+        """Kills all processes, and waits until they are gone: about 10 ms for each task."""
         self._is_closed = True
-        with contextlib.ExitStack() as stack:  # all are closed, also if one raises
+        with contextlib.ExitStack() as stack:  # closes all tasks, even if one raises
             stack.callback(self._directory.cleanup)
             for task in self._tasks.values():
                 stack.callback(task.close)
 
     def statistics(self) -> dict[str, Any]:
-        """The statistics of each task, by its name."""
+        """Returns the statistics of each task, by its name."""
         return {"tasks": {str(task.task): task.statistics() for task in self._tasks.values()}}
 
     def __enter__(self) -> LocalCluster:
@@ -280,20 +284,20 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def server_cluster(workers: int = 2, ps: int = 1, **options: Any) -> Iterator[LocalCluster]:
-    """Workers and parameter servers in processes of their own; this process is their coordinator.
+    """Runs workers and parameter servers in separate processes; this process is their coordinator.
 
-    In the block ``TF_CONFIG`` and ``REPLICAX_TOKEN`` of this process are those of the chief, so that a program that
-    makes its strategy from the environment finds them; ``cluster.resolver`` says the same. It takes 2 s to start them,
-    all at once. Nothing is left afterwards.
+    In the block this process has the ``TF_CONFIG`` and ``REPLICAX_TOKEN`` of the chief, so a strategy that is created
+    from the environment finds the cluster. ``cluster.resolver`` describes the same cluster. The tasks start in
+    parallel, which takes about 2 s. No process is left afterwards.
 
     Args:
-      workers: How many.
-      ps: How many parameter servers.
-      options: Others of ``LocalCluster``.
+      workers: The number of workers.
+      ps: The number of parameter servers.
+      options: Other arguments of ``LocalCluster``.
 
     Yields:
-      The cluster: ``cluster.tasks["worker", 0].kill()``, ``stop()`` and ``resume()``; ``cluster.restart("ps", 0)``, and
-      ``cluster.wait_for_servers()`` until it listens again.
+      The cluster. Use ``cluster.tasks["worker", 0].kill()``, ``stop()`` and ``resume()``; ``cluster.restart("ps", 0)``;
+      and ``cluster.wait_for_servers()`` until servers listen again.
     """
     with LocalCluster(workers, chief=True, num_ps=ps, **options) as cluster:
         cluster.start_servers()

@@ -1,4 +1,4 @@
-"""Puts the values of two runs side by side: what is compared with what, and which tolerance it has."""
+"""``Comparison``: pairs the values of two runs, and chooses the tolerance of each pair."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from replicax._src.values import DistributedValues, PerReplica, is_value
 
 
 class Comparison:
-    """Two runs of one step, entry by entry.
+    """Compares two runs of one step, entry by entry.
 
     Args:
-      sizes: The rows of each replica.
-      ours, wanted: The strategy's run and one device's.
-      args: What the step was given besides the batch.
+      sizes: The number of rows of each replica.
+      ours, wanted: The strategy's run and one device's run.
+      args: The arguments of the step besides the batch.
     """
 
     def __init__(
@@ -55,10 +55,12 @@ class Comparison:
         self._differences: list[Difference] = []
         self._not_compared: list[str] = []
         self._num_compared = 0
-        self._noise: dict[str, np.ndarray] = {}  # of gradients that agree, by the names of their variables
+        self._noise: dict[
+            str, np.ndarray
+        ] = {}  # relative noise of gradients that agree, by the names of their variables
 
     def report(self) -> OneDeviceReport:
-        """Compares everything."""
+        """Compares all values, and returns the report."""
         self._compare_gradients()
         self._facts = replace(self._facts, do_gradients_differ=bool(self._differences))
         self._compare_results()
@@ -73,7 +75,7 @@ class Comparison:
         )
 
     def _add(self, kind: Kind, name: str, shape: Sequence[int], found: Measure, **told: bool) -> None:
-        """Counts an entry; ``told`` is for the hint, if it differs."""
+        """Adds an entry. If it differs, ``told`` helps to choose the hint."""
         self._num_compared += 1
         if not found.is_same:
             self._append(kind, name, shape, found, hint_for(self._facts, found, **told))
@@ -128,7 +130,7 @@ class Comparison:
         )
 
     def _components(self, mine: Any) -> list[np.ndarray]:
-        """What the replicas have. A Python number is one on each."""
+        """Returns the values of the replicas. A Python number counts as one value on each."""
         if isinstance(mine, PerReplica):
             return list(map(np.asarray, mine.values))
         is_python = isinstance(mine, (bool, int, float, complex)) and not isinstance(mine, np.generic)
@@ -139,11 +141,11 @@ class Comparison:
     ) -> None:
         self._num_compared += 1
         shapes = [c.shape for c in components]
-        hint = f"Of shape {other.shape} on one device; the replicas' shapes {shapes} do not make that."
+        hint = f"The shape is {other.shape} on one device; the replicas' shapes {shapes} do not add up to it."
         self._append(kind, name, other.shape, _NOTHING_ALIKE, hint)
 
     def _compare_keys(self, name: str, components: Sequence[np.ndarray], other: np.ndarray) -> None:
-        """Random keys are the same or not: their words are not added."""
+        """Compares random keys for equality only: keys have no sum or mean."""
         is_one_each = all(c.shape == other.shape for c in components)
         if is_one_each and any(not np.array_equal(c, components[0]) for c in components):
             self._not_compared.append(
@@ -161,7 +163,7 @@ class Comparison:
             self._append("output", name, other.shape, replace(found, factor=None), hint)
 
     def _is_mean_by_rows(self, components: list[np.ndarray], other: np.ndarray) -> bool:
-        """Whether one device's value is the replicas' mean, each weighed by its rows."""
+        """Returns True if one device's value is the mean of the replicas, weighted by their rows."""
         if len(components) != len(self._facts.rows) or any(c.shape != other.shape for c in components):
             return False
         total = sum(self._facts.rows)
@@ -174,7 +176,7 @@ class Comparison:
         num_hidden = max(self._ours.num_hidden, self._wanted.num_hidden)
         if num_hidden:
             self._not_compared.append(
-                f"{num_hidden} gradient(s), which are applied in a scan, loop or condition; the variables tell."
+                f"{num_hidden} gradient(s), which are applied in a scan, loop or condition; compare the variables instead."
             )
         ours, wanted = self._ours.gradients, self._wanted.gradients
         if [name for name, *_ in ours] != [name for name, *_ in wanted]:
@@ -188,7 +190,7 @@ class Comparison:
         self._facts = replace(self._facts, gradient_factor=factor)
         largest = max((magnitude(value) for _, value, _ in wanted), default=0.0)
         for (name, mine, weighed), (_, other, _) in zip(ours, wanted, strict=True):
-            # A gradient that cancels to 0 consists of rounding in values as large as the others'.
+            # A gradient that cancels to 0 is only the rounding error of values as large as the other gradients.
             floor = 16 * float(jnp.finfo(other.dtype).eps) * largest if _is_inexact(other) else 0.0
             found = measure(mine, other, self._tolerance, floor)
             is_mean = measure(weighed, other, self._tolerance, floor).is_same
@@ -207,8 +209,8 @@ class Comparison:
             assert known is not None
             if (mine and mine.new is None) or (other and other.new is None):
                 self._not_compared.append(
-                    f"variable {known.name!r}: it has one component per replica, and aggregation NONE does not say what "
-                    f"all of them are together."
+                    f"variable {known.name!r}: it has one component per replica, and aggregation NONE does not define a "
+                    f"common value."
                 )
                 continue
             self._compare_variable(known, _after(mine, known), _after(other, known))
@@ -233,7 +235,9 @@ class Comparison:
         )
 
     def _noise_in(self, name: str, change: np.ndarray) -> Any:
-        """How uncertain the change of a variable, or of an optimizer's binding for it, is because its gradient is."""
+        """Returns the uncertainty of the change of a variable or of its optimizer slots that its gradient's noise
+        causes.
+        """
         for gradient, noise in self._noise.items():
             is_own = name.endswith(gradient) or gradient.replace("/", "_") in name  # as Keras names bindings
             if is_own and noise.shape == change.shape:
@@ -255,9 +259,7 @@ def _is_inexact(array: np.ndarray) -> bool:
 
 
 def _as_one(components: Sequence[np.ndarray], shape: tuple[int, ...]) -> list[np.ndarray]:
-    """What the replicas' values may stand for as one value of ``shape``: the value that all have, a sum, a mean,
-    rows.
-    """
+    """Returns the values of ``shape`` that the replicas' values may represent: a common value, sum, mean, or rows."""
     values = [wide(c) for c in components]
     if all(c.shape == shape for c in components):
         total = sum(values[1:], values[0])
@@ -270,9 +272,9 @@ def _as_one(components: Sequence[np.ndarray], shape: tuple[int, ...]) -> list[np
 
 
 def _values_before(result: Any, args: Sequence[Any]) -> dict[int, np.ndarray]:
-    """By the number of a leaf of ``result``: what it was before, where a part of ``result`` is like one of ``args``.
+    """Returns earlier values by leaf number of ``result``, for the parts of ``result`` that match one of ``args``.
 
-    Functional state goes in as an argument and comes out as a result.
+    Such a part is functional state, which enters as an argument and returns as a result.
     """
     parts = list(result) if isinstance(result, (tuple, list)) and type(result) in (tuple, list) else [result]
     before: dict[int, np.ndarray] = {}

@@ -1,6 +1,6 @@
 """The pytest fixture ``local_cluster``; ``replicax.pytest_plugin`` is its public name.
 
-The one file that needs pytest.
+Only this file needs pytest.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _CLUSTERS: pytest.StashKey[list[LocalCluster]] = pytest.StashKey()
 
 @pytest.fixture
 def local_cluster(request: pytest.FixtureRequest) -> Iterator[Callable[..., LocalCluster]]:
-    """Makes ``LocalCluster``s, with its arguments, that end with the test: ``local_cluster(num_workers=2)``.
+    """Creates ``LocalCluster``s that end with the test: ``local_cluster(num_workers=2)`` takes the same arguments.
 
-    After the test all are closed, and it is an error if a process of them is left. When the test fails, the output of
-    all tasks is in its report.
+    All are closed after the test, which fails if a process is left. If the test fails, its report has the output of all
+    tasks.
     """
     clusters: list[LocalCluster] = []
     request.node.stash[_CLUSTERS] = clusters
@@ -49,7 +49,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process, or one of its group, is there."""
+    """Returns True if a process, or another one of its group, exists."""
     for look in (os.kill, os.killpg):
         try:
             look(pid, 0)

@@ -1,4 +1,4 @@
-"""From a factor to the mistake that it comes from."""
+"""Guesses the mistake behind a difference from its factor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _ADVICE = "Divide by the global batch size: rx.nn.compute_average_loss(per_examp
 
 @dataclass(frozen=True)
 class Facts:
-    """What the hints go by.
+    """The facts that hints are based on.
 
     Attributes:
-      rows: How many rows each replica got.
-      statistics: Names of variables that each replica computed from its own rows (moving statistics).
-      has_randomness: Random numbers are drawn in the step.
-      do_gradients_differ: Some do, as applied.
-      gradient_factor: Of all gradients together, by least squares.
+      rows: The number of rows of each replica.
+      statistics: The names of variables that each replica computed from its own rows (moving statistics).
+      has_randomness: True if the step draws random numbers.
+      do_gradients_differ: True if some applied gradients differ.
+      gradient_factor: The factor of all gradients together, by least squares.
     """
 
     rows: tuple[int, ...]
@@ -46,21 +46,21 @@ def hint_for(
     is_statistic: bool = False,
     is_count: bool = False,
 ) -> str:
-    """What the mistake may be.
+    """Returns the likely mistake in words.
 
     Args:
-      is_local_mean: Weighing each replica's share by its rows gives one device's value.
-      is_gradient: As an optimizer applies it.
-      is_state: The value is a variable's change, or that of functional state.
-      is_statistic: It is one of ``facts.statistics``.
-      is_count: It is an integer.
+      is_local_mean: True if the mean of the replicas' values, weighted by rows, is one device's value.
+      is_gradient: True for a gradient as an optimizer applies it.
+      is_state: True for the change of a variable or of functional state.
+      is_statistic: True for one of ``facts.statistics``.
+      is_count: True for an integer.
     """
     if found.has_new_nan:
         return _nan(facts)
     if is_local_mean and facts.is_uneven:
         return (
-            f"Each replica took the mean over its own rows {facts.rows}, and they do not have equally many: means of "
-            f"replicas neither add up nor average to the mean of the batch. {_ADVICE}"
+            f"Each replica took the mean over its own rows {facts.rows}, whose numbers differ. The replicas' means neither "
+            f"add up nor average to the mean of the batch. {_ADVICE}"
         )
     known = _count(facts, found.factor) if is_count else _known_factor(facts, found.factor, is_state)
     if known:
@@ -149,7 +149,9 @@ def _by_design(facts: Facts) -> str:
 
 
 def _roughly(facts: Facts) -> str:
-    """What all gradients together tell besides, where statistics blur them; random numbers blur too much."""
+    """Returns a hint from all gradients together if statistics blur the single ones. Random numbers blur them too
+    much.
+    """
     num = facts.num_replicas
     if facts.has_randomness or num == 1:
         return ""

@@ -1,4 +1,4 @@
-"""How far two arrays are apart, and by what factor. Pure NumPy."""
+"""Measures the distance between two arrays, and the factor between them. Pure NumPy."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-# Of the largest magnitude. Sums are taken in another order on several devices, and errors grow on the way.
+# Relative to the largest magnitude. Several devices sum in a different order, and rounding errors grow.
 _RTOL = {"float64": 1e-9, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 _WIDER_FOR_FACTORS = 100
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as rounding.
+    """The tolerance for rounding.
 
     Attributes:
-      rtol: Of the largest magnitude of one device's value.
-      atol: Absolute.
+      rtol: The tolerance relative to the largest magnitude of one device's value.
+      atol: The absolute tolerance.
     """
 
     rtol: float
@@ -28,17 +28,17 @@ class Tolerance:
 
 
 def default_rtol(dtype: Any) -> float:
-    """The relative tolerance for what is computed in ``dtype``."""
+    """Returns the relative tolerance for values that are computed in ``dtype``."""
     return _RTOL.get(jnp.dtype(dtype).name, 0.0 if not jnp.issubdtype(dtype, jnp.inexact) else 1e-5)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How an array compares with the one that it should be.
+    """The comparison of an array with the expected one.
 
     Attributes:
-      is_same: To rounding.
-      has_new_nan: It is nan or inf where the other is not.
+      is_same: True if they are equal up to rounding.
+      has_new_nan: True if it has nan or inf where the expected array is finite.
       max_difference, relative_difference, factor: See ``Difference``.
     """
 
@@ -55,7 +55,7 @@ def measure(
     """Compares two arrays of one shape.
 
     Args:
-      allowance: A further absolute tolerance, for each element or for all.
+      allowance: A further absolute tolerance, one number or one per element.
     """
     ours, wanted = wide(ours), wide(wanted)
     if not ours.size:
@@ -78,30 +78,30 @@ def measure(
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """In double precision; integers and bools too."""
+    """Returns an array in double precision, also for integers and bools."""
     array = np.asarray(array)
     return array.astype(np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)
 
 
 def least_squares(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float | None:
-    """The number that, times the second ones, comes nearest to the first ones of all pairs of arrays."""
+    """Returns the factor that brings the second arrays of all pairs nearest to the first ones, by least squares."""
     wides = [(wide(ours), wide(wanted)) for ours, wanted in pairs]
     norm = sum(float(np.vdot(wanted, wanted).real) for _, wanted in wides)
     return sum(float(np.vdot(wanted, ours).real) for ours, wanted in wides) / norm if norm > 0 else None
 
 
 def rounding_of(array: np.ndarray, dtype: Any) -> float:
-    """What a change of ``array`` is uncertain by, because its elements are stored in ``dtype``."""
+    """Returns the uncertainty of a change of ``array`` that comes from storing its elements in ``dtype``."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return 4 * float(jnp.finfo(dtype).eps) * magnitude(array)
 
 
 def noise_of(ours: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """How uncertain each element of two gradients that agree is, of its own magnitude; at most 1.
+    """Returns the uncertainty of each element of two agreeing gradients, relative to its magnitude; at most 1.
 
-    Optimizers such as Adam divide by the gradient's own magnitude: rounding in elements that are nearly 0 becomes a
-    step of full size.
+    Optimizers such as Adam divide by the gradient's magnitude. Rounding in elements that are nearly 0 then becomes a
+    full step.
     """
     ours, wanted = wide(ours), wide(wanted)
     own = np.abs(wanted)
@@ -109,6 +109,6 @@ def noise_of(ours: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def magnitude(array: np.ndarray) -> float:
-    """The largest finite absolute value; 0 of no elements."""
+    """Returns the largest finite absolute value; 0 for an empty array."""
     values = np.abs(wide(array))
     return float(np.max(values, where=np.isfinite(values), initial=0.0))

@@ -1,4 +1,4 @@
-"""Looks on while a strategy runs replica functions: which gradients are applied, and which state is per replica."""
+"""``ObservedRunner``: observes which gradients replica functions apply, and which state is per replica."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _PER_REPLICA = (SyncPolicy.AVERAGED, SyncPolicy.FIRST)
 
 @final
 class ObservedRunner:
-    """A runner whose replica functions also return the gradients that they apply.
+    """A runner that also collects the gradients that its replica functions apply.
 
     Args:
-      runner: Runs them. Only inside a trace.
-      num_rows: B, of the global batch.
-      num_replicas: How many replicas ``runner`` has.
+      runner: The runner to wrap. It works only inside a trace.
+      num_rows: The number of rows of the global batch.
+      num_replicas: The number of replicas of ``runner``.
 
     Attributes:
-      names: Of the gradients that the runs since ``restart`` gave to optimizers: their variables', or where the
-        gradient stands in a pytree.
-      values: These gradients as applied: values of the trace around the runs.
-      weighed: Of each gradient every replica's share times its part of the batch's rows, summed: what one device has
-        where the shares are means.
-      per_replica_state: Variables that are the same on all replicas after the step only because they were averaged, or
-        the first replica's taken.
-      num_hidden: How many gradients were applied where they could not be looked at (in a scan, in a condition).
+      names: The names of the gradients that optimizers got since ``restart``: the variable's name, or the path in a
+        pytree.
+      values: These gradients as applied, as values of the trace around the runs.
+      weighed: Each gradient as the sum of the replicas' shares, weighted by their fractions of the rows. It is one
+        device's gradient if the shares are means.
+      per_replica_state: The variables that became equal on all replicas only because they were averaged, or copied from
+        the first replica.
+      num_hidden: The number of gradients that were applied inside a scan or condition, where they cannot be observed.
     """
 
     def __init__(self, runner: Runner, num_rows: int, num_replicas: int):
@@ -49,7 +49,7 @@ class ObservedRunner:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets everything: the function around the runs is traced again."""
+        """Clears the observations, because the function around the runs is traced again."""
         self.names: list[str] = []
         self.values: list[Any] = []
         self.weighed: list[Any] = []
@@ -60,8 +60,8 @@ class ObservedRunner:
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> Any:
-        """Runs ``fn`` once per replica, and remembers what it applies."""
-        del options  # memory and compiler options change no numbers
+        """Runs ``fn`` once per replica, and records the gradients that it applies."""
+        del options  # memory and compiler options do not change results
         self.num_runs += 1
         fn = key.unwrap(fn)
         cells = key.lifted_cells(fn)
@@ -100,19 +100,19 @@ class ObservedRunner:
         return result
 
     def owned(self, array: Any) -> Any:
-        """As the runner's."""
+        """Calls ``owned`` of the runner."""
         return self._runner.owned(array)
 
 
 def _whole(value: Any) -> Any:
-    """What all replicas have, of a value that is the same on all."""
+    """Returns the common value of a value that is equal on all replicas."""
     if isinstance(value, PerReplica):
         return value.array if value.is_equal else value.array[0]
     return value.as_array() if isinstance(value, DistributedValues) else value
 
 
 def on_one_device(pytree: Any) -> Any:
-    """Arguments for a single replica: values that several replicas have alike are plain arrays there."""
+    """Returns arguments for a single replica: values that are replicated become plain arrays."""
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, Mirrored) or (isinstance(leaf, PerReplica) and leaf.is_equal):
@@ -126,18 +126,18 @@ def on_one_device(pytree: Any) -> Any:
 
 
 class KeyWords(np.ndarray):
-    """The words of typed random keys, [..., words]: numbers that may be compared, and not added."""
+    """The words of typed random keys, [..., words]. They may be compared, but not added."""
 
 
 def on_host(value: Any) -> np.ndarray:
-    """An array as a NumPy one; typed random keys as their words."""
+    """Returns an array as a NumPy array, and typed random keys as their words."""
     if jax_compat.is_typed_key(value.dtype):
         return np.asarray(jax.random.key_data(value)).view(KeyWords)
     return np.asarray(value)
 
 
 class _Notes:
-    """What one replica function applies, noted while it is traced."""
+    """Records the gradients that one replica function applies while it is traced."""
 
     def __init__(self, num_rows: int, names: list[str], hidden: list[int]):
         capture = current_capture()
@@ -165,4 +165,4 @@ class _Notes:
     def _share(self, gradient: Any) -> Any:
         if self._part:
             return gradient * jnp.asarray(self._part, gradient.dtype)
-        return jnp.where(jnp.isfinite(gradient), gradient * 0, 0)  # without rows it may be nan
+        return jnp.where(jnp.isfinite(gradient), gradient * 0, 0)  # a replica without rows may have nan

@@ -1,4 +1,4 @@
-"""What a comparison with one device says: entries, and a table of them for people."""
+"""The report of a comparison with one device: its entries, and a table of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["loss", "gradient", "variable", "output"]
 
 
 def shown_factor(factor: float) -> str:
-    """``2.0 ×``, ``0.3333 ×``."""
+    """Formats a factor: ``2.0 ×``, ``0.3333 ×``."""
     return f"{factor:.1f} ×" if round(factor, 3).is_integer() and factor else f"{factor:.4g} ×"
 
 
@@ -23,13 +23,14 @@ class Difference:
     Attributes:
       kind: "loss" (a scalar that the function returns), "output" (anything else that it returns), "gradient" (as an
         optimizer applies it), or "variable" (after the step).
-      name: Of the variable, or where the value stands in what the function returns.
-      shape: Of one device's value.
-      max_difference: The largest absolute difference of an element; inf where only one of both is nan.
-      relative_difference: That, divided by the largest magnitude on one device (of a variable: of its change).
-      factor: What one device's value (a variable's change) must be multiplied with to give the strategy's, by least
-        squares; None if no one number does it for all elements.
-      hint: What the mistake may be.
+      name: The name of the variable, or the path of the value in the function's result.
+      shape: The shape of one device's value.
+      max_difference: The largest absolute difference of an element; inf if only one of both is nan.
+      relative_difference: ``max_difference`` divided by the largest magnitude on one device (for a variable: of its
+        change).
+      factor: The strategy's value divided by one device's value (for a variable: of the change), by least squares; None
+        if no single number fits all elements.
+      hint: The likely mistake.
     """
 
     kind: Kind
@@ -43,14 +44,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class OneDeviceReport:
-    """How one step under a strategy compares with the same step on one device. ``print`` it.
+    """The comparison of a step under a strategy with the same step on one device. ``print`` it.
 
     Attributes:
-      strategy: Its name.
-      rows: How many rows of the batch each replica got.
-      num_compared: How many losses, outputs, gradients and variables were compared.
-      differences: Those that differ by more than rounding.
-      not_compared: What could not be compared, and why.
+      strategy: The name of the strategy.
+      rows: The number of rows of each replica.
+      num_compared: The number of losses, outputs, gradients and variables that were compared.
+      differences: The values that differ by more than rounding.
+      not_compared: The values that could not be compared, with the reasons.
     """
 
     strategy: str
@@ -61,14 +62,14 @@ class OneDeviceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs; also true where nothing was compared, see ``num_compared``."""
+        """True if nothing differs. It is also True if nothing was compared; see ``num_compared``."""
         return not self.differences
 
     def raise_if_different(self) -> None:
-        """Raises if anything differs: for tests.
+        """Raises if a value differs. Meant for tests.
 
         Raises:
-          OneDeviceDifferenceError: With the table. It is an ``AssertionError``.
+          OneDeviceDifferenceError: A value differs. The message has the table. It is an ``AssertionError``.
         """
         if not self.ok:
             raise OneDeviceDifferenceError(str(self))

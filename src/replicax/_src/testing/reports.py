@@ -1,4 +1,4 @@
-"""``report``: what a task of a ``LocalCluster`` tells the test."""
+"""``report``: sends values from a task of a ``LocalCluster`` to the test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REPORT_FILE_VARIABLE: Final = "REPLICAX_REPORT_FILE"
 
 
 def report(**values: Any) -> None:
-    """Tells the test that started this process some values; it finds them in ``TaskResult.reports``, in order.
+    """Sends values to the test that started this process, which finds them in ``TaskResult.reports``, in order.
 
     Call it in the script of a task of a ``LocalCluster``, in any context outside of traced functions. Does not block.
     A script that does not import replicax can append lines of JSON to the file ``REPLICAX_REPORT_FILE`` itself.
 
     Args:
-      **values: What JSON has; arrays and NumPy's numbers become lists and numbers.
+      **values: Values that JSON can hold. Arrays and NumPy numbers become lists and numbers.
 
     Raises:
       ContextError: No ``LocalCluster`` has started this process.
@@ -29,16 +29,16 @@ def report(**values: Any) -> None:
     path = os.environ.get(REPORT_FILE_VARIABLE)
     if path is None:
         raise ContextError(
-            "replicax.testing.report was called in a process that no LocalCluster has started, so there is nobody to "
-            f"report to. Run the script with LocalCluster.start, or set {REPORT_FILE_VARIABLE} to the path of a file."
+            "replicax.testing.report was called in a process that no LocalCluster has started, so no test receives "
+            f"the report. Run the script with LocalCluster.start, or set {REPORT_FILE_VARIABLE} to the path of a file."
         )
     line = json.dumps(values, default=lambda value: np.asarray(value).tolist()) + "\n"
-    with open(path, "ab", buffering=0) as file:  # one write: lines of several threads do not mix
+    with open(path, "ab", buffering=0) as file:  # a single write, so that lines of several threads do not mix
         file.write(line.encode())
 
 
 def read_reports(path: Path) -> tuple[dict[str, Any], ...]:
-    """All that was reported until now; a line that is being written is left out."""
+    """Returns all reports until now, without a line that is still being written."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:

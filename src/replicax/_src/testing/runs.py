@@ -1,4 +1,4 @@
-"""Runs one step as a pure function of the state, under a strategy or as its only replica. Nothing is assigned."""
+"""Runs one step as a pure function of the state, on all replicas or on one. It assigns no variable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 @dataclass(frozen=True)
 class State:
-    """A variable before and after the step, as one device sees it; ``new`` is None where it has no one value."""
+    """A variable before and after the step, as one device sees it; ``new`` is None if it has no single value."""
 
     variable: Any
     name: str
@@ -49,16 +49,15 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of the step did, on the host.
+    """The result of one run of the step, on the host.
 
     Attributes:
-      result: What the function returned, each array a NumPy one, typed keys KeyWords; PerReplica where run
-        returns such.
-      gradients: Of all calls of ``strategy.run``: the name, the value as applied, and the weighed one.
-      states: The variables that it assigned, by ``id``.
-      per_replica_state, num_hidden: See ``ObservedRunner``.
-      has_randomness: Random numbers were drawn.
-      dtypes: The floating dtypes that it computes in.
+      result: The result of the function. Arrays are NumPy arrays, typed keys are KeyWords; PerReplica values stay
+        PerReplica.
+      gradients: The gradients of all calls of ``strategy.run``: the name, the value as applied, and the weighted value.
+      states: The variables that the step assigned, by ``id``. per_replica_state, num_hidden: See ``ObservedRunner``.
+      has_randomness: True if the step drew random numbers.
+      dtypes: The floating dtypes of the computation.
     """
 
     result: Any
@@ -71,7 +70,7 @@ class Outcome:
 
 
 class Side:
-    """One of the two ways to run a step: the parts that the strategy has meanwhile, and how state gets to them."""
+    """One of the two ways to run a step. It provides the strategy's parts during the run, and loads the state."""
 
     def __init__(
         self, strategy: Strategy, parts: Parts, num_rows: int, load: Callable[[list[Binding]], list[Any]]
@@ -86,7 +85,7 @@ class Side:
 
     @classmethod
     def of_replicas(cls, strategy: Strategy, num_rows: int) -> Side:
-        """The strategy as it is."""
+        """Returns the side that runs on all replicas of the strategy."""
         parts = strategy.parts
 
         def load(bindings: list[Binding]) -> list[Any]:
@@ -100,7 +99,7 @@ class Side:
 
     @classmethod
     def of_one_device(cls, strategy: Strategy, num_rows: int) -> Side:
-        """The strategy with one replica, on its first device."""
+        """Returns the side that runs on one replica, on the strategy's first device."""
         own = strategy.parts
         topology = Topology.of(own.topology.devices[:1])
         parts = Parts(topology, VariablePlacement(topology), BindingTable(1), Runner(strategy, topology))
@@ -117,7 +116,7 @@ class Side:
 
     @property
     def has_run(self) -> bool:
-        """Whether the step called ``strategy.run``."""
+        """True if the step called ``strategy.run``."""
         return self._has_run or self.observed.num_runs > 0
 
     def run(self, step: Callable[..., Any], arguments: Any) -> Outcome:
@@ -181,7 +180,7 @@ class Side:
 def _evaluate(
     variant: Variant, state: list[Any], args: list[Any], topology: Topology
 ) -> tuple[list[Any], list[Any]]:
-    """The leaves that the function returned, on the host, and the new values of the written variables."""
+    """Returns the leaves of the function's result on the host, and the new values of the written variables."""
     consts = topology.put_whole(variant.consts)
     program = jax.jit(lambda *inputs: jax_compat.eval_jaxpr(variant.jaxpr, inputs))
     jax.block_until_ready(state)
@@ -192,7 +191,7 @@ def _evaluate(
 
 
 def _held(binding: Binding) -> Any:
-    """What the variable holds, as one device would: a copy."""
+    """Returns a copy of the variable's value as one device would hold it."""
     with state_lock:
         value = binding.value
         check_no_tracer(binding, value)
@@ -202,7 +201,7 @@ def _held(binding: Binding) -> Any:
 
 
 def _as_one_device(binding: Binding, new: Any) -> np.ndarray | None:
-    """The new value of a variable, of several replicas as one device would have it; None if that is not defined."""
+    """Returns the new value of a variable as one device would have it; None if that is not defined."""
     value = on_host(new)
     if binding.sync_policy is SyncPolicy.SUMMED:
         return value.sum(axis=0, dtype=value.dtype)
@@ -213,7 +212,7 @@ def _as_one_device(binding: Binding, new: Any) -> np.ndarray | None:
 
 
 def _aggregate(variable: Variable, components: np.ndarray) -> tuple[np.ndarray, bool]:
-    """One value of components [R, ...], and whether the variable's aggregation defines it."""
+    """Returns one value for components [R, ...], and True if the variable's aggregation defines it."""
     if variable.aggregation is VariableAggregation.SUM:
         return components.sum(axis=0, dtype=components.dtype), True
     if variable.aggregation is VariableAggregation.MEAN:

@@ -1,4 +1,4 @@
-"""One task of a ``LocalCluster``: the process that a test kills and stops, and what became of it."""
+"""``LocalTask``: one task of a ``LocalCluster``, whose process a test can kill and stop; and its result."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class TaskFailedError(ReplicaxError, AssertionError):
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task.
+    """The result of a task.
 
     Attributes:
-      task: Which one.
-      exit_code: Of its process; 128 and the signal if one killed it, as shells say: 137 for SIGKILL.
+      task: The task.
+      exit_code: The exit code of its process. It is 128 plus the signal if one killed it: 137 for SIGKILL.
       signal: The signal that killed it, or None.
-      output: Its lines, standard error included, also of the processes before a restart.
-      reports: What it said with ``rx.testing.report``, one dict for each call.
+      output: The lines of all its processes, including those before a restart and standard error.
+      reports: Its calls of ``rx.testing.report``, one dict for each.
     """
 
     task: Task
@@ -43,12 +43,12 @@ class TaskResult:
 
     @property
     def report(self) -> dict[str, Any]:
-        """All reports in one dict; of a name that comes again it has the last value."""
+        """All reports in one dict. A repeated name has its last value."""
         return {name: value for report in self.reports for name, value in report.items()}
 
 
 class ClusterResults(Mapping[tuple[str, int], TaskResult]):
-    """What became of each task: ``results["worker", 1]``."""
+    """The results of all tasks: ``results["worker", 1]``."""
 
     def __init__(self, results: Sequence[TaskResult]):
         self._results = {(result.task.type, result.task.index): result for result in results}
@@ -77,7 +77,7 @@ class ClusterResults(Mapping[tuple[str, int], TaskResult]):
         """Raises if a task did not exit with 0.
 
         Raises:
-          TaskFailedError: With the last lines of each that did not. It is an ``AssertionError``.
+          TaskFailedError: A task failed. The message has its last lines. It is an ``AssertionError``.
         """
         bad = [result for result in self.values() if result.exit_code]
         if bad:
@@ -89,14 +89,14 @@ class ClusterResults(Mapping[tuple[str, int], TaskResult]):
 
 
 class LocalTask:
-    """A task of a ``LocalCluster``, which makes it. Its methods may be called from any thread.
+    """A task of a ``LocalCluster``, which creates it. Any thread may call its methods.
 
     Args:
-      task: Which one.
-      command: What runs.
+      task: The task.
+      command: The command to run.
       environment: All its variables.
-      report_file: Where it writes reports.
-      timeout_s: How long waiting may take where nothing else is said.
+      report_file: The file for its reports.
+      timeout_s: The default time limit of waits.
     """
 
     def __init__(
@@ -127,54 +127,54 @@ class LocalTask:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The number of its process."""
         return self._process.pid
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of all processes that it has had."""
+        """The numbers of all processes that it has had."""
         return tuple(self._pids)
 
     @property
     def is_running(self) -> bool:
-        """Whether its process has not ended; a stopped one has not."""
+        """True until its process has ended. A stopped process has not ended."""
         return self._process.is_running
 
     @property
     def ending(self) -> Ending | None:
-        """How its process ended; None while it runs."""
+        """The ending of its process; None while it runs."""
         return self._process.ending
 
     @property
     def output(self) -> tuple[str, ...]:
-        """Its lines until now."""
+        """Its output lines until now."""
         return (*self._earlier_output, *self._process.lines)[-_NUM_LINES_KEPT:]
 
     @property
     def reports(self) -> tuple[dict[str, Any], ...]:
-        """What it has reported until now."""
+        """Its reports until now."""
         return read_reports(self._report_file)
 
     def kill(self) -> None:
-        """``kill -9``."""
+        """Kills the process, like ``kill -9``."""
         self._process.kill()
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Sends SIGTERM."""
         self._process.terminate()
 
     def stop(self) -> None:
-        """SIGSTOP: it is there, and does nothing, until ``resume``."""
+        """Sends SIGSTOP, which halts the process until ``resume``."""
         self._process.stop()
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         self._process.resume()
 
     def restart(self) -> None:
-        """Starts its process again, with the same command, ports and environment; kills it first if it runs.
+        """Restarts its process with the same command, ports and environment. Kills it first if it runs.
 
-        ``REPLICAX_RESTART_COUNT`` is one more. Output and reports go on.
+        ``REPLICAX_RESTART_COUNT`` increases by one. Output and reports continue.
         """
         self._process.close()
         self._num_restarts += 1
@@ -185,10 +185,10 @@ class LocalTask:
         """Waits until its process has ended.
 
         Args:
-          timeout_s: How long at most; the cluster's ``timeout_s`` by default.
+          timeout_s: The time limit; the cluster's ``timeout_s`` by default.
 
         Raises:
-          ProcessTimeoutError: It still runs.
+          ProcessTimeoutError: The process still runs.
         """
         ending = self._process.wait(self._timeout_s if timeout_s is None else timeout_s)
         return TaskResult(self.task, ending.exit_code, ending.signal, self.output, self.reports)
@@ -196,15 +196,15 @@ class LocalTask:
     def wait_for_output(
         self, text: str, timeout_s: float | None = None, *, of_this_process: bool = False
     ) -> str:
-        """Waits until a line has ``text`` in it; returns the first such line.
+        """Waits until a line contains ``text``. Returns the first such line.
 
         Args:
-          text: Of the line.
-          timeout_s: How long at most; the cluster's ``timeout_s`` by default.
-          of_this_process: Whether only lines count that were written since it was started last.
+          text: The text to find in a line.
+          timeout_s: The time limit; the cluster's ``timeout_s`` by default.
+          of_this_process: True to search only the lines since its last start.
 
         Raises:
-          ProcessTimeoutError: None has in time, or the process has ended without one.
+          ProcessTimeoutError: No line has it in time, or the process has ended without one.
         """
 
         def found() -> str | None:
@@ -214,10 +214,10 @@ class LocalTask:
         return self._wait_for(found, f"a line with {text!r}", timeout_s)
 
     def wait_for_report(self, name: str, timeout_s: float | None = None) -> Any:
-        """Waits until it has reported a value of this name; returns the first.
+        """Waits until the task has reported a value with this name. Returns the first one.
 
         Raises:
-          ProcessTimeoutError: It has not in time, or the process has ended without.
+          ProcessTimeoutError: The task has not reported it in time, or the process has ended.
         """
 
         def found() -> tuple[Any] | None:
@@ -240,9 +240,9 @@ class LocalTask:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Kills it, and all that it has started, if they run."""
+        """Kills the process and all processes that it has started."""
         self._process.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Its process's, and how often it was restarted."""
+        """Returns the statistics of its process, and the number of its restarts."""
         return {**self._process.statistics(), "num_restarts": self._num_restarts}

@@ -1,4 +1,4 @@
-"""``Gate``: what a task passes before each of its steps, and waits at while the others say how far they are."""
+"""``PreemptionBarrier``: each task waits here before a step while the tasks agree where to save."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Message = Mapping[str, Any]
 
 
 @final
-class Gate:
-    """The rules of ``save_points.py``, for the thread that trains. What the controller says comes in another thread.
+class PreemptionBarrier:
+    """Applies the rules of ``save_points.py`` in the training thread. Messages of the controller arrive in another
+    thread.
 
     Args:
-      peers: The other tasks; None: there are none, and this process is its own controller.
-      on_preempted: Called in some thread, with the number of the task that is to end, and why.
+      peers: The other tasks. None if there are none: this process is then its own controller.
+      on_preempted: Called in any thread, with the number of the preempted task and the reason.
     """
 
     def __init__(self, peers: Peers | None, on_preempted: Callable[[int, str], None]):
@@ -31,20 +32,21 @@ class Gate:
         self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
         self._tell({"kind": "watching"})
 
-    def notice(self, text: str, *, is_final: bool) -> None:
-        """This task is to end. From any thread; does not block.
+    def signal(self, text: str, *, is_final: bool) -> None:
+        """Reports that this task is preempted. May be called from any thread; does not block.
 
         Args:
-          text: Why.
-          is_final: Whether all end after having saved, or go on.
+          text: The reason.
+          is_final: True if all tasks end after they have saved; False if they continue.
         """
-        self._tell({"kind": "notice", "is_final": is_final, "text": text})
+        self._tell({"kind": "signal", "is_final": is_final, "text": text})
 
     def begin(self) -> bool:
-        """Before a step. Waits, milliseconds, while the tasks agree after which step they save.
+        """Starts a step, unless all tasks must save now. Waits milliseconds while the tasks agree on the step to save
+        after.
 
         Returns:
-          Whether the step has begun. If not, it is now that all save.
+          True if the step may run; False if all tasks must save now.
 
         Raises:
           ClusterFailureError: Another task is gone.
@@ -57,23 +59,23 @@ class Gate:
             return found is AtPoint.RUN
 
     def count_step(self) -> None:
-        """A step more is run before saving: by all."""
+        """Counts one more step that every task runs before it saves."""
         with self._changed:
             self._points.started += 1
 
     @property
     def is_final(self) -> bool:
-        """Where all save: whether they end then."""
+        """True if the tasks end after the save they are at."""
         return self._points.is_final
 
     def note_saved(self) -> None:
-        """This task has saved. Steps begin again."""
+        """Reports that this task has saved. Its steps may start again."""
         with self._changed:
             message = self._points.save()
         self._tell(message)
 
     def close(self) -> None:
-        """Nobody waits for this task any more when they agree."""
+        """Leaves the barrier: the other tasks no longer wait for this one."""
         if self._end_hearing is not None:
             self._end_hearing()
         self._tell({"kind": "closed"})

@@ -1,4 +1,4 @@
-"""Where it comes from that this task is to end: SIGTERM, or a function that is asked once a second."""
+"""``PreemptionSignals``: the sources of a preemption signal, SIGTERM or a function that is polled once a second."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ POLL_S = 1.0
 
 
 @final
-class Notices:
-    """Calls ``on_notice`` with the reason, once, in a thread.
+class PreemptionSignals:
+    """Calls ``on_signal`` once with the reason, in a thread, when this task is preempted.
 
     Args:
-      config: What is watched.
-      on_notice: What is done then.
+      config: Names the source to watch.
+      on_signal: The callback.
 
     Raises:
-      ContextError: SIGTERM is to be watched, and this is not the main thread.
+      ContextError: The source is SIGTERM, and this is not the main thread.
     """
 
-    def __init__(self, config: TerminationConfig, on_notice: Callable[[str], None]):
-        self._on_notice = on_notice
+    def __init__(self, config: TerminationConfig, on_signal: Callable[[str], None]):
+        self._on_signal = on_signal
         self._lock = threading.Lock()
         self._has_come = False
         self._error: BaseException | None = None
@@ -40,10 +40,10 @@ class Notices:
             ).start()
 
     def check(self) -> None:
-        """To be called by the training, now and then.
+        """Raises the watcher's error, if any, and keeps SIGTERM watched. The training calls it before each step.
 
         Raises:
-          Exception: What the watcher has raised.
+          Exception: The error that the watcher raised.
         """
         error, self._error = self._error, None
         if error is not None:
@@ -52,7 +52,7 @@ class Notices:
             sigterm.tend()
 
     def close(self) -> None:
-        """Ends the watching."""
+        """Stops watching."""
         self._must_end.set()
         if self._token is not None:
             sigterm.ignore(self._token)
@@ -62,7 +62,7 @@ class Notices:
             if self._has_come:
                 return
             self._has_come = True
-        self._on_notice(text)
+        self._on_signal(text)
 
     def _poll(self, watcher: Callable[[], bool]) -> None:
         while not self._must_end.is_set() and not self._has_come:
