@@ -83,3 +83,69 @@ def test_two_interrupts_within_a_second_end_the_process(source, trial):
             time.sleep(moment.uniform(0, longest_s))
             process.send_signal(signal.SIGINT)
         assert_interrupted(process, process.communicate(timeout=100)[1])
+
+
+KEEPS = """
+import random, signal
+import numpy as np
+import keras
+import replicax as rx
+
+rx.config.set_local_devices(2)
+strategy = rx.MirroredStrategy()
+with strategy.scope():
+    variables = [rx.Variable(np.zeros((3, 3), np.float32)) for _ in range(20)]
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+x = np.ones((64, 8), np.float32)
+
+def step():
+    for variable in variables:
+        variable.assign_add(np.ones((3, 3), np.float32))
+
+def fit():
+    model.fit(x, x[:, :1], batch_size=8, epochs=10**6, verbose=0)
+
+def loop():
+    while True:
+        strategy.run(step)
+
+code = rx.function(lambda: strategy.run(step))
+
+def function():
+    while True:
+        code()
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+strategy.run(step), code()
+model.fit(x, x[:, :1], batch_size=8, verbose=0)
+moment, lost = random.Random(0), 0
+train = {"loop": loop, "function": function, "fit": fit}[__import__("sys").argv[1]]
+for _ in range(40):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, moment.uniform(2e-3, 2e-2), 0.5)  # again, if a destructor swallows it
+        train()
+    except KeyboardInterrupt:
+        pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        counts = {float(variable.numpy()[0, 0]) for variable in variables}
+        assert len(counts) == 1, "all variables are of one step"
+        model.get_weights()
+    except RuntimeError:
+        lost += 1
+        break
+print("lost", lost)
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("train", ["loop", "function", "fit"])
+def test_an_interrupt_loses_no_state(train):
+    """Ctrl-C may come while a step runs, which owns the memory of the variables."""
+    with started(KEEPS, train) as process:
+        output, errors = process.communicate(timeout=200)
+    assert "lost 0" in output, errors

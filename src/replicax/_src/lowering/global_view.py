@@ -332,12 +332,22 @@ class _Program:
             written = [values[i] for i in self.written]
             read = [values[i] for i in self._read]
             del values
+            kept: list[Any] = []
             try:
-                new, outputs, tokens = self._compiled(written, read, self._consts, leaves, *counts)
+                # As in ``ProgramState``: Ctrl-C comes before the program, or finds its results.
+                args = (written, read, self._consts, leaves, *counts)
+                kept.extend(itertools.starmap(self._compiled, [args]))
             except jax.errors.JaxRuntimeError as error:
                 note_loss(error, written)
                 raise
-            state.store(self.written, new)
+            finally:
+                if kept:
+                    try:
+                        state.store(self.written, kept[0][0])
+                    except KeyboardInterrupt:
+                        state.store(self.written, kept[0][0])
+                        raise
+            _, outputs, tokens = kept[0]
         for token in tokens:
             in_flight.add(token)
         if self._keeps_all:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import logging
 import operator
 import weakref
@@ -339,14 +340,21 @@ class ProgramState:
         written, read = ([binding.described(topology) for binding in group] for group in groups)
         return written, read
 
-    def run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
+    def run(
+        self,
+        compiled: Callable[..., Any],
+        args: Sequence[Any],
+        donates: bool,
+        check: Callable[[list[Any]], None] | None = None,
+    ) -> list[Any]:
         """Passes the state to a program and stores the returned state.
 
         Args:
-          execute: Takes the written and the read state. Returns the new state, the sums that SUMMED variables show, the
-            results, and the tokens to wait for.
+          compiled: Takes the written state, the read state and ``args``. Returns the new state, the sums that SUMMED
+            variables show, the results, and the tokens to wait for.
           donates: True if the program owns the written state. A program that calls back into Python does not, because a
             callback may read the state; it stores the new state when it has finished.
+          check: Called with the results before the new state is stored, of a program that does not own the state.
         """
         if not jax_compat.is_evaluating():
             raise TraceError(
@@ -360,26 +368,44 @@ class ProgramState:
         )
         try:
             with launch:
-                return self._run(execute, donates)
+                return self._run(compiled, args, donates, check)
         except FloatingPointError as error:
             if not isinstance(error, NotFiniteError):
                 note_nan(error)
             raise
 
-    def _run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
+    def _run(
+        self,
+        compiled: Callable[..., Any],
+        args: Sequence[Any],
+        donates: bool,
+        check: Callable[[list[Any]], None] | None,
+    ) -> list[Any]:
         if donates:
+            assert check is None
             with state_lock:
                 written, read = self.load(for_donation=True)
+                kept: list[Any] = []
                 try:
-                    new, sums, outs, tokens = execute(written, read)
+                    # No bytecode runs between the call and the list: Ctrl-C comes before, or finds the results.
+                    kept.extend(itertools.starmap(compiled, [(written, read, *args)]))
                 except jax.errors.JaxRuntimeError as error:
                     note_loss(error, written)
                     raise
-                self.written.store(new, sums)
+                finally:
+                    if kept:
+                        try:
+                            self.written.store(kept[0][0], kept[0][1])
+                        except KeyboardInterrupt:
+                            self.written.store(kept[0][0], kept[0][1])
+                            raise
+                _, _, outs, tokens = kept[0]
         else:
             with state_lock:
                 written, read = self.load(for_donation=False)
-            new, sums, outs, tokens = execute(written, read)
+            new, sums, outs, tokens = compiled(written, read, *args)
+            if check is not None:
+                check(outs)
             jax.block_until_ready((new, outs))
             with state_lock:
                 self.written.store(new, sums)
@@ -624,10 +650,9 @@ class Launcher:
         """
         given, kept = self._split(args) if self._donates_args else ([], args)
 
-        def execute(written: list[Any], read: list[Any]) -> Any:
-            new, sums, outs, tokens = self.compiled(written, read, self.consts, given, kept)
-            if self.check is not None:
-                self.check(outs.pop())
-            return new, sums, outs, tokens
+        check = None if self.check is None else self._check_last
+        return self.state.run(self.compiled, (self.consts, given, kept), self._donates, check)
 
-        return self.state.run(execute, self._donates)
+    def _check_last(self, outs: list[Any]) -> None:
+        assert self.check is not None
+        self.check(outs.pop())

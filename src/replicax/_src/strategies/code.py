@@ -249,16 +249,13 @@ class CodeState:
 
     def run(self, compiled: Any, *args: Any) -> list[Any]:
         """Runs a program from ``compile`` and returns the results."""
+        check = self._check if self._code.checks else None
+        return self.state.run(compiled, (self.consts, *args), self.donates, check)
+
+    def _check(self, outs: Sequence[Any]) -> None:
         checks = self._code.checks
-
-        def execute(written: list[Any], read: list[Any]) -> Any:
-            results = compiled(written, read, self.consts, *args)
-            outs = results[2]
-            for check, found in zip(checks, outs[len(outs) - len(checks) :], strict=True):
-                check(found)
-            return results
-
-        return self.state.run(execute, self.donates)
+        for check, found in zip(checks, outs[len(outs) - len(checks) :], strict=True):
+            check(found)
 
     def result_of(self, outs: Sequence[Any]) -> Any:
         """Returns the result of the code, with the arrays of a run."""
