@@ -73,6 +73,7 @@ def test_union_answers_as_its_first():
     assert union.num_accelerators() == {"GPU": 8}
     assert union.rpc_layer == "grpc"
     union.task_type, union.task_id, union.rpc_layer = "worker", 2, "http"
+    assert union.master("ps", 1).startswith("http://")
     assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 2, "http")
 
 

@@ -252,11 +252,9 @@ class UnionResolver(ClusterResolver):
 
     task_type = given_or_read("task_type", lambda union: union._resolvers[0].task_type, str)
     task_id = given_or_read("task_id", lambda union: union._resolvers[0].task_id, int)
-    rpc_layer = given_or_read("rpc_layer", lambda union: union._resolvers[0].rpc_layer, str)
 
     def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
-        self._rpc_layer: str | None = kwargs.pop("rpc_layer", None) or None
-        self.rpc_layer = self._rpc_layer
+        self._rpc_layer: str | None = kwargs.pop("rpc_layer", None)
         self.task_type, self.task_id = kwargs.pop("task_type", None), kwargs.pop("task_id", None)
         if kwargs:
             raise InvalidArgumentError(
@@ -273,6 +271,15 @@ class UnionResolver(ClusterResolver):
                     f"ClusterSpec into a SimpleClusterResolver."
                 )
         self._resolvers = args
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The scheme before addresses: the one that was given or set, or else that of the first resolver."""
+        return self._rpc_layer or self._resolvers[0].rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
 
     @property
     def environment(self) -> str | None:

@@ -205,13 +205,13 @@ class BindingGroup:
         self._reference: weakref.ref[BindingGroup] = weakref.ref(self)
 
     @classmethod
-    def tell_slots(cls, but: BindingGroup | None = None) -> None:
+    def tell_bindings(cls, but: BindingGroup | None = None) -> None:
         """Updates all bindings with the values that were written last, except those of the group ``but``."""
         last = None if BindingGroup._last is None else BindingGroup._last()
         if last is not None and last is not but:
-            last._tell_slots()
+            last._tell_bindings()
 
-    def _tell_slots(self) -> None:
+    def _tell_bindings(self) -> None:
         if self._written is not None:
             for binding, value in zip(self.bindings, self._written, strict=True):
                 if binding.sync_policy is not SyncPolicy.SUMMED:  # their bindings are up to date
@@ -227,7 +227,7 @@ class BindingGroup:
             return self._fetch(values)
         known = map(_placed, self.bindings) if self._written is None else self._written
         if not all(map(operator.is_, values, known)):
-            self._tell_slots()
+            self._tell_bindings()
             for i, binding in enumerate(self.bindings):
                 if binding.placed is not values[i]:
                     adopt(binding, values[i], self._topology)
@@ -235,9 +235,11 @@ class BindingGroup:
         for i in self._summed:
             values[i] = self.bindings[i].components
         if for_donation:
-            for i in held_elsewhere(
-                values, num_own=2
-            ):  # own references: the variable's, and the binding's or that of ``_written``
+            # Own references: the variable's, and the binding's or that of ``_written``. Components have only the binding's.
+            held = set(held_elsewhere(values, num_own=2))
+            if self._summed:
+                held.update(set(self._summed).intersection(held_elsewhere(values, num_own=1)))
+            for i in held:
                 values[i] = own_copy(values[i], values[i].sharding)
         return values
 
@@ -265,20 +267,21 @@ class BindingGroup:
         """Gives the variables the values that the program wrote."""
         shown = list(values)
         for i, total in zip(self._summed, sums, strict=True):
-            self.bindings[i].components = values[i]
-            self.bindings[i].placed = shown[i] = total
+            self.bindings[i].components, shown[i] = values[i], total
         if self._parameter_device is not None:
             shown = [
                 v if s.sync_policy is SyncPolicy.COMPONENTS else jax.device_put(v, self._parameter_device)
                 for s, v in zip(self.bindings, shown, strict=True)
             ]
+        for i in self._summed:
+            self.bindings[i].placed = shown[i]
         if len(self._accessors) == 1:
             self._accessors[0].set(self._holders[0], shown)
         else:
             remaining = iter(shown)
             for accessor, group in zip(self._accessors, self._holders, strict=True):
                 accessor.set(group, [next(remaining) for _ in group])
-        BindingGroup.tell_slots(but=self)  # another thread's program may have stored meanwhile
+        BindingGroup.tell_bindings(but=self)  # another thread's program may have stored meanwhile
         if self._written is None:
             for binding in self.bindings:  # otherwise the earlier arrays would stay alive
                 if binding.sync_policy is not SyncPolicy.SUMMED:
@@ -330,7 +333,7 @@ class ProgramState:
 
     def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
         """Returns the values of the written and of the read group."""
-        BindingGroup.tell_slots(but=self.written)
+        BindingGroup.tell_bindings(but=self.written)
         written = self.written.load(for_donation=for_donation)
         return written, self.read.load(for_donation=False) if self.read.bindings else []
 

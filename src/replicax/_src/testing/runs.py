@@ -91,7 +91,7 @@ class Side:
         def load(bindings: list[Binding]) -> list[Any]:
             group = BindingGroup(bindings, parts.variable_placement)
             with state_lock:
-                BindingGroup.tell_slots()
+                BindingGroup.tell_bindings()
                 values = dict(zip(map(id, group.bindings), group.load(for_donation=False), strict=True))
             return [values[id(binding)] for binding in bindings]
 
