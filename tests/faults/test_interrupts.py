@@ -147,5 +147,8 @@ print("lost", lost)
 def test_an_interrupt_loses_no_state(train):
     """Ctrl-C may come while a step runs, which owns the memory of the variables."""
     with started(KEEPS, train) as process:
-        output, errors = process.communicate(timeout=200)
+        try:
+            output, errors = process.communicate(timeout=200)
+        finally:
+            process.kill()
     assert "lost 0" in output, errors
