@@ -1241,7 +1241,7 @@ def test_global_batch_size_is_text():
 
 def test_shuffle_takes_no_switch():
     dataset = rx.data.from_arrays(np.ones((4, 1)))
-    message(errors.InvalidArgumentError, lambda: dataset.shuffle(True), "got True", "write shuffle()")
+    message(errors.InvalidArgumentError, lambda: dataset.shuffle(True), "got True", "Call shuffle()")
 
 
 def test_a_batch_of_another_structure_than_before(strategy):

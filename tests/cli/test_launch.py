@@ -738,7 +738,7 @@ def test_unreadable_script(script, monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["launch", path])
     assert caught.value.code == 2
-    assert f"the script '{path}' may not be read" in capsys.readouterr().err
+    assert f"the script '{path}' cannot be read" in capsys.readouterr().err
 
 
 def test_help(capsys):

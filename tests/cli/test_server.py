@@ -88,7 +88,7 @@ def test_server_must_know_its_task(monkeypatch, capsys, arguments, says):
     [
         ({"type": "chief", "index": 0}, [], "'worker' or 'ps', got job_name='chief'"),
         ({"type": "ps", "index": 1}, [], "exceeds the maximum id of ps"),
-        ({"type": "ps", "index": 0}, ["--silence-timeout", "0"], "silence_timeout_s=0.0"),
+        ({"type": "ps", "index": 0}, ["--silence-timeout", "0"], "silence_timeout_s must be a number"),
         ({"type": "ps", "index": 0}, [], "would accept everybody"),
     ],
 )

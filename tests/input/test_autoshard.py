@@ -222,7 +222,7 @@ def test_file_needs_files():
 
 def test_hint_without_a_hint():
     assert "every worker reads everything" in choose("HINT").reason
-    assert "says which part" in choose("HINT", has_hint=True).reason
+    assert "gives each worker its part" in choose("HINT", has_hint=True).reason
 
 
 def test_chosen_policy_is_one_log_line(caplog):

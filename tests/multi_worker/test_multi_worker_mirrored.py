@@ -224,7 +224,7 @@ def test_fewer_files_than_workers(fed):
 def test_datasets_that_differ_are_an_error(fed):
     for worker in fed:
         assert "worker 0 2, worker 1 3" in worker["lengths"]
-        assert "do not fit together" in worker["shapes"]
+        assert "do not match" in worker["shapes"]
 
 
 # --- training ------------------------------------------------------------------------------------------

@@ -377,5 +377,5 @@ def test_a_replica_without_rows_is_named_where_a_row_is_needed():
     (batch,) = strategy.experimental_distribute_dataset([np.ones((2, 2))])
     with pytest.raises(ValueError, match="zero-size array") as caught:
         strategy.run(lambda x: jnp.max(x), args=(batch,))
-    (note,) = [note for note in caught.value.__notes__ if "without rows" in note]
+    (note,) = [note for note in caught.value.__notes__ if "has no rows" in note]
     assert "the batch has 2 rows for 3 replicas" in note

@@ -463,8 +463,8 @@ def test_functional_state_that_diverges_warns(caplog):
     [
         (lambda state, x: state, "returns a pair"),
         (lambda state, x: ([state], None), "of the structure"),
-        (lambda state, x: (state.astype("float16"), None), r"float32\[2\], and the step returned float16"),
-        (lambda state, x: (state[:1], None), r"float32\[2\], and the step returned float32\[1\]"),
+        (lambda state, x: (state.astype("float16"), None), r"float32\[2\], but the step returned float16"),
+        (lambda state, x: (state[:1], None), r"float32\[2\], but the step returned float32\[1\]"),
         (lambda state, x: (x, None), r"returned float32\[1\]"),
         (lambda state, x: ("state", None), "returned 'state'"),
     ],

@@ -168,7 +168,7 @@ def test_variables_that_cannot_be_split(strategy):
         counts = rx.Variable(jnp.ones(4), synchronization="ON_READ", aggregation="SUM")
     strategy.run(lambda: v.assign_add(jnp.ones(4)))
     message(VariableError, lambda: split(v, [2]), "before the first step")
-    message(VariableError, lambda: split(counts, [2]), "for each replica")
+    message(VariableError, lambda: split(counts, [2]), "per replica")
     message(
         MixedStrategiesError,
         lambda: tpu_strategy(1, 2).experimental_split_to_logical_devices(v, [2]),

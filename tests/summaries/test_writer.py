@@ -160,7 +160,7 @@ def test_summary_in_traced_functions_says_where_to_write(tmp_path, place):
         (lambda w: w.scalar("x", "1", 0), "real numbers, got <U1"),
         (lambda w: w.scalar("x", None, 0), "real numbers, got object"),
         (lambda w: w.scalar("x", jax.random.key(0), 0), r"real numbers, got key<fry>"),
-        (lambda w: w.histogram("x", [[1], [1, 2]], 0), "no array"),
+        (lambda w: w.histogram("x", [[1], [1, 2]], 0), "not an array"),
         (lambda w: w.histogram("x", [1.0], 0, buckets=0), "buckets must be a whole number of at least 1"),
         (lambda w: w.image("x", np.zeros((3, 3, 3)), 0), r"got float64\[3, 3, 3\].*image\[None\]"),
         (lambda w: w.image("x", np.zeros((1, 3, 3, 1), int), 0), "uint8, or of floats"),

@@ -200,7 +200,7 @@ def test_gradients_of_empty_groups_are_zero(combiner):
         ({"combiner": "max"}, "combiner must be one of 'mean', 'sqrtn' or 'sum', got 'max'"),
         ({"weights": np.ones((2, 3))}, r"weights has shape \(2, 3\), and ids \(2, 2\)"),
         ({"mask": np.ones(2, bool)}, r"mask has shape \(2,\), and ids \(2, 2\)"),
-        ({"params": np.ones((5, 2), np.int32)}, "those of params are int32"),
+        ({"params": np.ones((5, 2), np.int32)}, "params has dtype int32"),
         (
             {"ids": [[0], [1, 2]], "weights": [[1.0], [1.0]]},
             r"weights has rows of \[1, 1\] numbers, and ids of \[1, 2\]",

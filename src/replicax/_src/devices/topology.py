@@ -216,7 +216,9 @@ class Topology:
 
     @functools.cached_property
     def _placed_parts(self) -> tuple[tuple[int, Device], ...]:
-        """All devices of this process's replicas, in mesh order, with the number of each one's replica in this process."""
+        """All devices of this process's replicas, in mesh order, with the number of each one's replica in this
+        process.
+        """
         return tuple((i, device) for i, r in enumerate(self.local_replicas) for device in self.grid[r])
 
     @functools.cached_property
@@ -236,7 +238,9 @@ class Topology:
         return self._put(pytree, self.replicated)
 
     def put_rows(self, pytree: Any) -> Any:
-        """Puts arrays [R, ...], or host values, with row r on the device of replica r. Each process takes its own rows."""
+        """Puts arrays [R, ...], or host values, with row r on the device of replica r. Each process takes its own
+        rows.
+        """
         return self._put(pytree, self.per_replica)
 
     def put_by(self, value: Any, sharding: NamedSharding) -> Any:
@@ -273,7 +277,9 @@ class Topology:
     def put_parts(
         self, shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: NamedSharding
     ) -> jax.Array:
-        """Returns the array of the given shape and sharding of which each replica of this process has one of ``parts``."""
+        """Returns the array of the given shape and sharding of which each replica of this process has one of
+        ``parts``.
+        """
         if self.num_logical_devices > 1:
             parts = [parts[i] for i, _ in self._placed_parts]
         return jax_compat.put_parts(shape, parts, sharding)

@@ -88,7 +88,9 @@ class StackedSteps:
 
 
 class _Items:
-    """The items that the thread reads, in the form of the latest request. It continues after an error if the pass can."""
+    """The items that the thread reads, in the form of the latest request. It continues after an error if the pass
+    can.
+    """
 
     def __init__(self, elements: Pass, is_resumable: bool, placer: Placer, places_ahead: bool):
         self._elements, self._is_resumable = elements, is_resumable

@@ -103,7 +103,9 @@ def _communicator() -> Any:
 
 
 def stateless_scope() -> Any:
-    """Returns the innermost ``keras.StatelessScope``, or None outside of all. No public name returns it (Keras 3.15)."""
+    """Returns the innermost ``keras.StatelessScope``, or None outside of all. No public name returns it (Keras
+    3.15).
+    """
     return get_stateless_scope()
 
 

@@ -72,7 +72,9 @@ class InitialValue:
 
 
 def _draw(initializer: Any, shape: tuple[int, ...]) -> Draw | None:
-    """Returns the function that draws some rows, if the initializer draws each element independently; otherwise None."""
+    """Returns the function that draws some rows, if the initializer draws each element independently; otherwise
+    None.
+    """
     kinds = keras.initializers
     kind = type(initializer)
     if kind is kinds.Zeros:

@@ -61,7 +61,9 @@ def _mean_loss_error(loss: Any, num_replicas: int) -> KerasLossError:
 
 
 def _not_differentiable(value: Any, error: Exception) -> Any:
-    """Returns ``value`` with a derivative that raises ``error``, also when scans or jits inside of jax.grad contain it."""
+    """Returns ``value`` with a derivative that raises ``error``, also when scans or jits inside of jax.grad contain
+    it.
+    """
 
     @jax.custom_jvp
     def unchanged(value: Any) -> Any:
@@ -163,7 +165,9 @@ def note_added(loss: Any, caller: Any) -> None:
 
 
 def wrapped_losses(original: property) -> property:
-    """Makes ``Layer.losses`` give losses of the global batch: means over all rows, or values that all replicas share."""
+    """Makes ``Layer.losses`` give losses of the global batch: means over all rows, or values that all replicas
+    share.
+    """
 
     def losses(self: Any) -> list[Any]:
         if not _is_shared():
@@ -213,7 +217,9 @@ def _num_rows(y_pred: Any) -> int:
 
 
 def _nothing(y_pred: Any) -> jax.Array:
-    """Returns 0 for a replica without rows. Its gradients are zero, with the same structure as on the other replicas."""
+    """Returns 0 for a replica without rows. Its gradients are zero, with the same structure as on the other
+    replicas.
+    """
     return jnp.stack([jnp.sum(leaf) for leaf in keras.tree.flatten(y_pred)]).sum()
 
 

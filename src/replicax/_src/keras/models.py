@@ -69,7 +69,9 @@ STEPS_OF_DATA = {
 
 
 def _placed(name: str) -> Method:
-    """Returns a ``fit``, ``evaluate``, ... that enters the scope of the model's strategy and runs the strategy's steps."""
+    """Returns a ``fit``, ``evaluate``, ... that enters the scope of the model's strategy and runs the strategy's
+    steps.
+    """
     original = getattr(keras.Model, name)
     signature = inspect.signature(original)
 

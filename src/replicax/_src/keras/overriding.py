@@ -9,7 +9,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def overridden(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Gives ``owner`` these attributes inside the block. Keras, which tracks attribute assignments, does not see them."""
+    """Gives ``owner`` these attributes inside the block. Keras, which tracks attribute assignments, does not see
+    them.
+    """
     own: dict[str, Any] = owner.__dict__
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)

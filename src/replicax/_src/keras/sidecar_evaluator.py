@@ -1,4 +1,6 @@
-"""``rx.keras.SidecarEvaluator``: evaluates a model beside its training, from the checkpoints that the training writes."""
+"""``rx.keras.SidecarEvaluator``: evaluates a model beside its training, from the checkpoints that the training
+writes.
+"""
 
 from __future__ import annotations
 

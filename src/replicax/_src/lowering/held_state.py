@@ -20,7 +20,9 @@ _made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary
 
 @final
 class Values:
-    """Arrays that change in place, so that every holder sees the current ones. It is no list, which Keras would copy."""
+    """Arrays that change in place, so that every holder sees the current ones. It is no list, which Keras would
+    copy.
+    """
 
     __slots__ = ("arrays",)
 

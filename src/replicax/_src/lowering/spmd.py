@@ -235,7 +235,8 @@ class BindingGroup:
         for i in self._summed:
             values[i] = self.bindings[i].components
         if for_donation:
-            # Own references: the variable's, and the binding's or that of ``_written``. Components have only the binding's.
+            # Own references: the variable's, and the binding's or that of ``_written``. Components have only the
+            # binding's.
             held = set(held_elsewhere(values, num_own=2))
             if self._summed:
                 held.update(set(self._summed).intersection(held_elsewhere(values, num_own=1)))

@@ -1,4 +1,6 @@
-"""The devices of a mesh that exchange in a collective: groups printed in HLO, and the axes of the mesh that they span."""
+"""The devices of a mesh that exchange in a collective: groups printed in HLO, and the axes of the mesh that they
+span.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,9 @@ def _end_of_type(rest: str) -> int:
 
 
 def names_called(instruction: Instruction) -> Iterator[str]:
-    """Returns the names of the computations that an instruction runs as a part of itself, except those of a ``while``."""
+    """Returns the names of the computations that an instruction runs as a part of itself, except those of a
+    ``while``.
+    """
     applied = _APPLIED.findall(instruction.rest) if instruction.opcode in _CALLS else []
     for names in [*_CALLED.findall(instruction.rest), *applied]:
         yield from re.findall(r"%([\w.\-]+)", names)

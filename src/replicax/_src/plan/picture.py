@@ -1,4 +1,6 @@
-"""A plan as an SVG picture: the memory of one device, how each array is split over the mesh, and a device's part of it."""
+"""A plan as an SVG picture: the memory of one device, how each array is split over the mesh, and a device's part of
+it.
+"""
 
 from __future__ import annotations
 

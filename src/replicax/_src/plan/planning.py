@@ -142,7 +142,9 @@ class _Planning:
     def _placed(
         self, step: Step, topology: Topology, state: ShardState | None
     ) -> Iterator[tuple[StepProgram, int | None]]:
-        """Yields the program, and the number of replicas that shard its state (by ``state``, or as the strategy does)."""
+        """Yields the program, and the number of replicas that shard its state (by ``state``, or as the strategy
+        does).
+        """
         if state is None:
             layouts = self.strategy.layouts_on(topology)
         else:

@@ -165,7 +165,9 @@ class Search:
             line = _Line.through(rows, found.peak, self._plan.rows, peak)
 
     def _in_more_pieces(self, change: Change, arguments: int, shard_size: int) -> Iterator[Remedy]:
-        """Handles shards that are too large. Tries as many devices as make the shards small enough, each with its rows."""
+        """Handles shards that are too large. Tries as many devices as make the shards small enough, each with its
+        rows.
+        """
         times = -(-arguments // self._plan.memory.limit)
         if shard_size * times > MOST_SHARDS:
             return

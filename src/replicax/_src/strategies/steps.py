@@ -254,7 +254,9 @@ class StepsRunner:
         *,
         keeps_all: bool,
     ) -> tuple[Any, list[Any]]:
-        """Runs up to ``num_steps`` steps. Returns the state, and the results of each group of steps with equal shapes."""
+        """Runs up to ``num_steps`` steps. Returns the state, and the results of each group of steps with equal
+        shapes.
+        """
         num_steps = _check(fn, num_steps)
         _check_iterator(iterator, self._strategy)
         use_imported()

@@ -142,7 +142,9 @@ class Strategy:
         return Parts(topology, placement, bindings, Runner(self, topology))
 
     def parts_on(self, topology: Topology, layouts: StateLayouts | None) -> Parts:
-        """Returns the parts of the strategy on a plan's devices, as many for each replica. ``layouts`` shard its state."""
+        """Returns the parts of the strategy on a plan's devices, as many for each replica. ``layouts`` shard its
+        state.
+        """
         own = self._own_parts
         logical = own.variable_placement.logical_layouts
         placement = VariablePlacement(topology, None, layouts, logical and logical.on(topology))

@@ -13,7 +13,9 @@ from replicax._src.tracing.markers import read_p
 
 
 def without_conditions(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Returns a jaxpr, whose leading inputs are ``consts``, without conditions. Conditions in inner functions go too."""
+    """Returns a jaxpr, whose leading inputs are ``consts``, without conditions. Conditions in inner functions go
+    too.
+    """
     if not has_any(jaxpr, ("cond",)):
         return jaxpr, list(consts)
     program = FlatProgram(jaxpr, is_selected=lambda eqn: True)

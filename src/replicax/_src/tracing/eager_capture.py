@@ -204,7 +204,9 @@ class EagerCapture(Capture):
         )
 
     def _known_consts(self, subs: Sequence[Any]) -> list[Any]:
-        """Returns arrays that open tapes know and that JAX has made constants of jaxprs, where derivatives miss them."""
+        """Returns arrays that open tapes know and that JAX has made constants of jaxprs, where derivatives miss
+        them.
+        """
         found = [const for sub in subs for const in self._consts_within(sub)]
         return [const for const in found if any(id(const) in record.known for record in self._open)]
 

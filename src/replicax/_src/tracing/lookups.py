@@ -104,7 +104,9 @@ def find_lookups(jaxpr: Any, tables: Sequence[int], axis_env: Sequence[tuple[str
 
 
 def is_looked_up(jaxpr: Any, table: Any) -> bool:
-    """Returns True if some operation of a program, at any depth, takes rows of its variable ``table`` by their numbers."""
+    """Returns True if some operation of a program, at any depth, takes rows of its variable ``table`` by their
+    numbers.
+    """
     same = {table}
     for eqn in jaxpr.eqns:
         atoms = variables(eqn.invars)

@@ -399,7 +399,9 @@ _EAGERLY = "; or run it with options=rx.RunOptions(eager=True) to debug it with 
 
 @contextlib.contextmanager
 def _explained(is_replica: bool):
-    """Context that adds a remedy to JAX's errors about tracers. ``is_replica``: ``run`` may run the function eagerly."""
+    """Context that adds a remedy to JAX's errors about tracers. ``is_replica``: ``run`` may run the function
+    eagerly.
+    """
     try:
         yield
     except ReplicaxError:

@@ -46,7 +46,9 @@ class Names:
             self._is_in_step = before
 
     def _tell_replicas(self, topology: Topology) -> None:
-        """Writes one event per replica, once, that names its device, because programs of one name run on all replicas."""
+        """Writes one event per replica, once, that names its device, because programs of one name run on all
+        replicas.
+        """
         if topology in self._told:
             return
         self._told.add(topology)

@@ -46,7 +46,9 @@ class Record:
             self.know(value)
 
     def is_active(self, value: Any, index: int) -> bool:
-        """Returns True if step ``index`` used the array after the tape began to watch it, or the array is not watched."""
+        """Returns True if step ``index`` used the array after the tape began to watch it, or the array is not
+        watched.
+        """
         return self.watched_at.get(id(value), 0) <= index
 
 

@@ -113,7 +113,9 @@ class _Body:
         return [self._read(self.env, a) for a in self.jaxpr.outvars]
 
     def _run_up_to(self, stop: int, sliced: Sequence[int], done: set[int]) -> None:
-        """Evaluates the equations before ``stop``, except those of the slice, which wait for the gradient at ``stop``."""
+        """Evaluates the equations before ``stop``, except those of the slice, which wait for the gradient at
+        ``stop``.
+        """
         waiting = set(sliced) - done
         delayed: list[int] = []
         missing = {v for i in waiting for v in self.eqns[i].outvars}

@@ -125,7 +125,9 @@ def _apply(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
 
 
 def _keeps_rows(eqn: Any, kinds: Sequence[_Kind]) -> bool:
-    """Returns True if row i of the results is computed from row i of the operands or from values independent of rows."""
+    """Returns True if row i of the results is computed from row i of the operands or from values independent of
+    rows.
+    """
     name = eqn.primitive.name
     if name == "iota":
         return eqn.params["dimension"] != 0

@@ -148,7 +148,9 @@ class ServerArray:
         return jax.device_put(self.holder.read([self])[0])
 
     def read_rows(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the current rows for valid ids, [*ids.shape, ...]. Only these rows travel. Communicates, and blocks."""
+        """Returns the current rows for valid ids, [*ids.shape, ...]. Only these rows travel. Communicates, and
+        blocks.
+        """
         return self.holder.read_rows(self, ids.reshape(-1)).reshape(*ids.shape, *self.shape[1:])
 
     def assign(self, value: Any) -> None:

@@ -124,7 +124,9 @@ def array_of_table(variable: Any) -> ServerArray | None:
 
 
 def owner_of_table(variable: Any) -> tuple[Any, Any]:
-    """Returns the strategy in whose scope a variable was made, and the variable with all rows; None if there is none."""
+    """Returns the strategy in whose scope a variable was made, and the variable with all rows; None if there is
+    none.
+    """
     if isinstance(variable, ShardedVariable):
         variable, *others = variable.shards.held
         if others:

@@ -185,7 +185,9 @@ def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 
 
 def _extreme(value: Any, kind: Layout) -> Any:
-    """Returns the largest or smallest value over replicas. A NaN stays NaN; XLA's own maximum over replicas drops it."""
+    """Returns the largest or smallest value over replicas. A NaN stays NaN; XLA's own maximum over replicas drops
+    it.
+    """
     combine = jnp.max if kind is Shared.MAX else jnp.min
     if value.dtype == bool:
         return _extreme(value.astype(jnp.int32), kind).astype(bool)

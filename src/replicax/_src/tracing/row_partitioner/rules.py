@@ -196,7 +196,9 @@ def _of_parts(eqn: Any, layouts: Sequence[Layout]) -> Applied:
 
 
 def _is_plain(atom: Any) -> bool:
-    """Returns True for a constant that parts of a sum may be multiplied by. Others, such as 0 and inf, could give NaN."""
+    """Returns True for a constant that parts of a sum may be multiplied by. Others, such as 0 and inf, could give
+    NaN.
+    """
     if not isinstance(atom, jax_compat.Literal) or not jnp.issubdtype(np.result_type(atom.val), jnp.inexact):
         return False
     return bool(np.isfinite(atom.val)) and atom.val != 0
@@ -221,7 +223,9 @@ def _keeps_sums(old: Any, new: Any) -> bool:
 
 
 def _movement(where: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]]) -> Rule:
-    """Returns a rule that moves one operand's data. ``where`` gives the new layout of the rows and changed parameters."""
+    """Returns a rule that moves one operand's data. ``where`` gives the new layout of the rows and changed
+    parameters.
+    """
 
     def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
         is_larger = (
