@@ -356,9 +356,8 @@ class Strategy:
 
         Returns:
           The results of ``fn``, with the steps as a new first dim of every array: ``[steps, ...]`` per replica. Python
-            values
-          are unchanged. With ``state`` it is the pair ``(state, results)``, with the arrays of the state in the form
-          that ``run`` returns.
+          values are unchanged. With ``state`` it is the pair ``(state, results)``, with the arrays of the state in the
+          form that ``run`` returns.
 
         Raises:
           OutOfRangeError: There is no further batch.
