@@ -358,7 +358,7 @@ def test_two_processes_with_one_index(local_cluster, tmp_path):
     refused = [report for report in seen if "kind" in report]
     assert [report["kind"] for report in refused] == ["ClusterStartError"], seen
     assert "worker 0" in refused[0]["text"]
-    assert "another process is worker 1" in refused[0]["text"]
+    assert "another process is already worker 1" in refused[0]["text"]
 
 
 @pytest.mark.rest

@@ -241,7 +241,7 @@ def test_a_dataset_without_end(mirrored):
     model = model_of(mirrored)
     dataset = rx.data.from_arrays((features(), targets())).repeat().batch(BATCH)
     error = errors.InvalidArgumentError
-    refused(error, lambda: model.fit(dataset), "without end", "steps_per_epoch")
+    refused(error, lambda: model.fit(dataset), "infinite", "steps_per_epoch")
     refused(error, lambda: model.evaluate(dataset), "`steps`")
     given = (features(), targets())
     refused(error, lambda: model.fit(*given, validation_data=dataset, verbose=0), "validation_steps")
