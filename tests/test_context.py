@@ -138,7 +138,7 @@ def test_stand_in_affects_one_strategy_and_one_thread(strategy, other):
     elsewhere = []
 
     def look():
-        elsewhere.append((strategy.topology is own, context.is_standing_in()))
+        elsewhere.append((strategy.topology is own, context.stand_in_of(strategy) is not None))
 
     def fail_inside():
         with context.standing_in(strategy, parts):
@@ -151,12 +151,12 @@ def test_stand_in_affects_one_strategy_and_one_thread(strategy, other):
             thread = threading.Thread(target=look)
             thread.start()
             thread.join()
-            assert context.is_standing_in()
+            assert context.stand_in_of(strategy) is not None
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_inside()
     assert elsewhere == [(True, False)]
     assert strategy.topology is own
-    assert not context.is_standing_in()
+    assert context.stand_in_of(strategy) is None
     assert not context._stand_ins

@@ -202,3 +202,23 @@ def test_references_are_counted_in_one_place():
     folder = Path(rx.__file__).parent
     users = [file.name for file in folder.rglob("*.py") if "getrefcount" in file.read_text()]
     assert users == ["holders.py"]
+
+
+def test_metrics_on_one_device_are_spread_once(monkeypatch):
+    """Under CentralStorage the sum that a metric shows is on one device, and its components stay on the replicas."""
+    spread = []
+    original = spmd.spread_sum
+    monkeypatch.setattr(spmd, "spread_sum", lambda *args: [spread.append(args), original(*args)][1])
+    strategy = rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0")
+    with strategy.scope():
+        metric = keras.metrics.Sum()
+
+    def step():
+        metric.update_state(jnp.ones(3))
+
+    strategy.run(step)
+    spread.clear()
+    for _ in range(3):
+        strategy.run(step)
+    assert spread == []
+    assert float(metric.result()) == 4 * 2 * 3

@@ -334,11 +334,6 @@ def stand_in_of(strategy: Strategy) -> Any | None:
     return stand_in[1] if stand_in is not None and stand_in[0] is strategy else None
 
 
-def is_standing_in() -> bool:
-    """Returns True if some strategy has substitute parts in this thread."""
-    return threading.get_ident() in _stand_ins
-
-
 @contextlib.contextmanager
 def standing_in(strategy: Strategy, parts: Any) -> Iterator[None]:
     """Context in which ``strategy`` has other parts in this thread, such as fewer replicas.

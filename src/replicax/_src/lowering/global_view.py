@@ -27,7 +27,7 @@ from replicax._src.devices.topology import Topology
 from replicax._src.lowering import whole_operations
 from replicax._src.lowering.batch import Batch, BatchLayout
 from replicax._src.lowering.held_state import HeldState
-from replicax._src.lowering.spmd import in_flight, note_loss
+from replicax._src.lowering.spmd import in_flight, run_and_store
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import state_lock
@@ -332,22 +332,11 @@ class _Program:
             written = [values[i] for i in self.written]
             read = [values[i] for i in self._read]
             del values
-            kept: list[Any] = []
-            try:
-                # As in ``ProgramState``: Ctrl-C comes before the program, or finds its results.
-                args = (written, read, self._consts, leaves, *counts)
-                kept.extend(itertools.starmap(self._compiled, [args]))
-            except jax.errors.JaxRuntimeError as error:
-                note_loss(error, written)
-                raise
-            finally:
-                if kept:
-                    try:
-                        state.store(self.written, kept[0][0])
-                    except KeyboardInterrupt:
-                        state.store(self.written, kept[0][0])
-                        raise
-            _, outputs, tokens = kept[0]
+            _, outputs, tokens = run_and_store(
+                self._compiled,
+                (written, read, self._consts, leaves, *counts),
+                lambda results: state.store(self.written, results[0]),
+            )
         for token in tokens:
             in_flight.add(token)
         if self._keeps_all:

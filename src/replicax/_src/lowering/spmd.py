@@ -110,13 +110,13 @@ def replica_body(
 
     def body(consts: Sequence[Sequence[Any]], state: Sequence[Any], args: Sequence[Any]):
         by_variant = [[state[i] for i in order] for order in orders]
-        has_pieces = any(isinstance(value, Sharded) for value in state)
+        has_shards = any(isinstance(value, Sharded) for value in state)
         if evaluate_uneven is None:
             variant = program.variants[0]
-            evaluate = evaluate_gathering if has_pieces else evaluate_whole
+            evaluate = evaluate_gathering if has_shards else evaluate_whole
             outs = evaluate(variant.jaxpr, [*consts[0], *by_variant[0], *args])
             outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
-        elif has_pieces:
+        elif has_shards:
             outs, writes = evaluate_uneven_gathering(program, consts, by_variant, args)
         else:
             outs, writes = evaluate_uneven(consts, by_variant, args)
@@ -308,6 +308,31 @@ def note_loss(error: BaseException, donated: Sequence[Any]) -> None:
         )
 
 
+def run_and_store(
+    compiled: Callable[..., Any], args: Sequence[Any], store: Callable[[Sequence[Any]], None]
+) -> Sequence[Any]:
+    """Runs a program that owns the state, the first of ``args``, and stores its results, even if Ctrl-C interrupts it.
+
+    Args:
+      store: Stores the state among the results. It may be called twice with the same results.
+    """
+    kept: list[Any] = []
+    try:
+        # No bytecode runs between the call and the list: Ctrl-C comes before, or finds the results.
+        kept.extend(itertools.starmap(compiled, [args]))
+    except jax.errors.JaxRuntimeError as error:
+        note_loss(error, args[0])
+        raise
+    finally:
+        if kept:
+            try:
+                store(kept[0])
+            except KeyboardInterrupt:
+                store(kept[0])
+                raise
+    return kept[0]
+
+
 class ProgramState:
     """The variables that one compiled program writes and those that it only reads.
 
@@ -389,21 +414,9 @@ class ProgramState:
             assert check is None
             with state_lock:
                 written, read = self.load(for_donation=True)
-                kept: list[Any] = []
-                try:
-                    # No bytecode runs between the call and the list: Ctrl-C comes before, or finds the results.
-                    kept.extend(itertools.starmap(compiled, [(written, read, *args)]))
-                except jax.errors.JaxRuntimeError as error:
-                    note_loss(error, written)
-                    raise
-                finally:
-                    if kept:
-                        try:
-                            self.written.store(kept[0][0], kept[0][1])
-                        except KeyboardInterrupt:
-                            self.written.store(kept[0][0], kept[0][1])
-                            raise
-                _, _, outs, tokens = kept[0]
+                _, _, outs, tokens = run_and_store(
+                    compiled, (written, read, *args), lambda results: self.written.store(*results[:2])
+                )
         else:
             with state_lock:
                 written, read = self.load(for_donation=False)
