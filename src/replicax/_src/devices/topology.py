@@ -21,7 +21,7 @@ from replicax._src.cluster.layout import TASKS_ON_HOST_VARIABLE, num_usable_core
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.devices.autoshard import WorkerShare
-from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError
+from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError, UnsupportedError
 from replicax._src.jax_compat import Device
 from replicax._src.options import whole_number
 
@@ -413,7 +413,15 @@ class Topology:
           name: The display name.
           has_one_form: True if the result is always called with arrays of the same shapes and dtypes.
           **options: The options of ``jax.jit``.
+
+        Raises:
+          UnsupportedError: Replicas have several devices, and JAX's partitioner Shardy is off.
         """
+        if self.num_logical_devices > 1 and not jax_compat.uses_shardy():
+            raise UnsupportedError(
+                f"{name}: replicas of several devices need XLA's partitioner Shardy, and jax_use_shardy_partitioner is False. With the "
+                "older partitioner such programs can abort the process. Leave this option of JAX at its default, True."
+            )
         if not self.devices:
             options.pop("out_shardings", None)
         compiled = jax.jit(function, **options)

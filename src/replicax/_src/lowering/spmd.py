@@ -506,7 +506,7 @@ class Launcher:
             program = make_whole(program, topology)
         self.program = program
         self._topology = topology
-        self._layouts: Any = placement.layouts
+        self._layouts = placement.layouts
         self._is_row = list(is_row)
         self._donated_args = list(donated)
         self._donates_args = any(donated)
@@ -562,6 +562,7 @@ class Launcher:
         written = [before.bindings[i] for i in before.written]
         state = ProgramState(before.bindings, written, placement)
         placed = self._place(before, state, rows)
+        assert placement.layouts is not None
         return followed_by_updates(placed, state, self.state, updates, placement.layouts)
 
     def _place(
@@ -633,7 +634,7 @@ class Launcher:
             return placed
 
         def given_to_replicas(binding: Binding, value: Any) -> Any:
-            if binding.layout is None:
+            if binding.layout is None or layouts is None:
                 return value
             if is_late[id(binding)]:
                 return layouts.in_rows(value, binding.layout)

@@ -243,6 +243,6 @@ def _notes_of_logical_devices(topology: Topology) -> Iterator[str]:
     hosts = max(len({device.process_index for device in replica}) for replica in topology.grid)
     if hosts > 1:
         yield (
-            f"A replica has devices of {hosts} hosts here, but TPUStrategy needs them in one process. Use a device "
-            "assignment with fewer devices for each replica."
+            f"A replica has devices of {hosts} hosts here, but all devices of a replica must be in one process. Use "
+            "fewer devices for each replica."
         )

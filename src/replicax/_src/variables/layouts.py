@@ -206,10 +206,11 @@ class VariableLayouts:
             ]
 
         def gather(shard: Any, spec: PartitionSpec) -> Any:
-            def gathered(piece: Any) -> Any:
-                dim = dim_of(spec, SHARD_AXIS)
-                return jax.lax.all_gather(piece, REPLICA_AXIS, axis=dim, tiled=True, axis_index_groups=groups)
-
+            dim = dim_of(spec, SHARD_AXIS)
+            assert dim is not None
+            gathered = functools.partial(
+                jax.lax.all_gather, axis_name=REPLICA_AXIS, axis=dim, tiled=True, axis_index_groups=groups
+            )
             return self.topology.collective_on_shards(gathered, shard, without(spec, SHARD_AXIS))
 
         size = math.prod(shape) * shard.dtype.itemsize
