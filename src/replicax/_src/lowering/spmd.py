@@ -117,7 +117,9 @@ def replica_body(
             outs = evaluate(variant.jaxpr, [*consts[0], *by_variant[0], *args])
             outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
         elif has_shards:
-            outs, writes = evaluate_uneven_gathering(program, consts, by_variant, args)
+            outs, writes = evaluate_uneven_gathering(
+                program, consts, by_variant, args, evaluates_all=is_sharded
+            )
         else:
             outs, writes = evaluate_uneven(consts, by_variant, args)
         ordered = _in_written_order(program, writes)

@@ -30,14 +30,20 @@ def evaluate_uneven_gathering(
     consts: Sequence[Sequence[Any]],
     state: Sequence[Sequence[Any]],
     args: Sequence[Any],
+    *,
+    evaluates_all: bool,
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the results of ``UnevenEvaluator`` for state that is partly ``Sharded``. Call it inside ``shard_map``."""
-    cut = _cut_at_gathers(program, state)
+    """Returns the results of ``UnevenEvaluator`` for state that is partly ``Sharded``. Call it inside ``shard_map``.
+
+    Args:
+      evaluates_all: See ``UnevenEvaluator``. No gather is then in a branch, so none is cut out of one.
+    """
+    cut = None if evaluates_all else _cut_at_gathers(program, state)
     if cut is None and any(shows_how_often(variant.jaxpr) for variant in program.variants):
         shards = {id(value): value for values in state for value in values if isinstance(value, Sharded)}
         whole = {key: value.whole() for key, value in shards.items()}
         gathered = [[whole.get(id(value), value) for value in values] for values in state]
-        return UnevenEvaluator(program)(consts, gathered, args)
+        return UnevenEvaluator(program, evaluates_all)(consts, gathered, args)
     if cut is None:
         divided = {
             id(entry.binding)
