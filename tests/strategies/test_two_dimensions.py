@@ -102,7 +102,10 @@ def on_one_device(how):
 
 def bytes_of(num_logical, num_shards):
     """The bytes of one device for each variable of the model: a share of every dim that is long enough."""
-    fits = [n % (num_logical * num_shards if divided else num_shards) == 0 for n, divided in zip(OF_MODEL, DIVIDED)]
+    fits = [
+        n % (num_logical * num_shards if divided else num_shards) == 0
+        for n, divided in zip(OF_MODEL, DIVIDED)
+    ]
     return [
         4 * n // (num_logical if divided else 1) // (num_shards if fit else 1)
         for n, divided, fit in zip(OF_MODEL, DIVIDED, fits)
@@ -178,10 +181,14 @@ def test_only_shards_are_exchanged_over_replicas(how, num_logical, monkeypatch):
     assert {kind for kind, _ in got} == {"all-gather", "all-reduce"}
     assert {axes for kind, axes in got if kind == "all-gather"} == {("replica",)}
     of_replica = bytes_of(num_logical, 1)
-    times = 2 if how == "fit" else 1  # forward and backward; XLA on CPU merges the gathers of one replica's program
+    times = (
+        2 if how == "fit" else 1
+    )  # forward and backward; XLA on CPU merges the gathers of one replica's program
     of_gathers = got["all-gather", ("replica",)]
     assert sum(of_replica) <= of_gathers <= times * sum(of_replica)
-    rest = got["all-reduce", ("replica",)] - sum(of_replica)  # gradients, and a few sums of the loss and the norm
+    rest = got["all-reduce", ("replica",)] - sum(
+        of_replica
+    )  # gradients, and a few sums of the loss and the norm
     assert 0 <= rest <= 64
     assert set(got) <= {
         ("all-gather", ("replica",)),
