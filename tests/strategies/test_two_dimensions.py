@@ -304,6 +304,58 @@ def exchanged_by(collectives, axis):
     return {kind: size for (kind, axes), size in exchanged(collectives).items() if axes == (axis,)}
 
 
+def scanned(ups, downs, x):
+    def layer(h, weights):
+        return h + jnp.tanh(h @ weights[0]) @ weights[1], None
+
+    return jax.lax.scan(jax.checkpoint(layer), x, (ups, downs))[0]
+
+
+def unrolled(ups, downs, x):
+    for i in range(len(ups)):
+        x = x + jnp.tanh(x @ ups[i]) @ downs[i]
+    return x
+
+
+@pytest.mark.parametrize(("function", "num_gathers"), [(scanned, 12), (unrolled, None)])
+@REST
+def test_stacked_layers_gather_shards_of_one_layer_at_a_time(function, num_gathers, monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
+    layouts = {"up": (None, None, "logical"), "down": (None, "logical")}
+
+    def results(strategy):
+        random = np.random.default_rng(1)
+        values = [random.normal(size=shape).astype(np.float32) / 4 for shape in ((3, 8, 16), (3, 16, 8))]
+        with strategy.scope():
+            variables = [rx.Variable(value, name=name) for value, name in zip(values, ("up", "down"))]
+
+        def step(x):
+            with rx.GradientTape() as tape:
+                outputs = function(variables[0].value, variables[1].value, x)
+                loss = rx.nn.compute_average_loss((outputs**2).sum(-1))
+            gradients = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, variables))
+            for variable, gradient in zip(variables, gradients, strict=True):
+                variable.assign_sub(0.01 * gradient)
+            return loss
+
+        batches = strategy.experimental_distribute_dataset(rx.data.from_arrays(rows()[1][:22]).batch(11))
+        losses = [float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)) for x in batches]
+        return step, [losses, [variable.numpy() for variable in variables]]
+
+    strategy = rx.MirroredStrategy(devices_per_replica=2, layout_map=layouts, shard_state="all")
+    step, got = results(strategy)
+    assert_close(got, results(rx.MirroredStrategy(["cpu:0"]))[1], 1e-5, 1e-6)
+    described = (jax.ShapeDtypeStruct((4, WIDTH), np.float32),)
+    text = strategy.lower(step, described).compile().as_text()
+    collectives = read_hlo(text, 8, 8, dict(strategy.topology.mesh.shape)).collectives
+    found = [c for c in collectives if c.kind == "all-gather"]
+    of_layer = 4 * 8 * 16 // 2  # what the logical device computes with
+    assert {(c.axes, c.bytes) for c in found} == {(("replica",), of_layer)}
+    assert num_gathers in (None, sum(c.count for c in found))  # of three layers, forward and backward
+    of_gradients = 2 * 3 * of_layer
+    assert exchanged_by(collectives, "replica")["all-reduce"] == of_gradients
+
+
 # --- other state ----------------------------------------------------------------------------------------------
 
 
