@@ -645,6 +645,44 @@ def divided(state, size, devices_per_replica="1"):
     report(after=values(model))
 
 
+def restored_in_two_dimensions(path):
+    """Trains with kernels that are sharded over replicas and over the devices of each, saves, and restores into another
+    model."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy(
+        devices_per_replica=2, layout_map={"kernel": (None, "logical")}, shard_state="all"
+    )
+    x = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
+
+    def made(seed):
+        keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="up")])
+            model.compile("adam", "mse")
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    def values(model):
+        return [np.asarray(v).tolist() for v in [*model.variables, *model.optimizer.variables]]
+
+    trained = made(0)
+    trained.fit(x, x[:, :4], batch_size=8, verbose=0)
+    saved = rx.Checkpoint(model=trained).write(path)
+    restored = made(1)
+    rx.Checkpoint(model=restored).restore(saved).assert_consumed()
+    kernel = restored.trainable_variables[0]._value
+    report(
+        trained=values(trained),
+        restored=values(restored),
+        shards=sorted({shard.data.shape for shard in kernel.addressable_shards}),
+    )
+
+
 def saving_between_batches(folder):
     """Keras's own callbacks save every second batch; only the chief writes."""
     import keras

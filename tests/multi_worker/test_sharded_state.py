@@ -3,7 +3,7 @@ save."""
 
 import jax
 import pytest
-from programs import divided, divided_saves
+from programs import divided, divided_saves, restored_in_two_dimensions
 
 from checks import assert_close
 
@@ -34,6 +34,13 @@ def test_training_equals_one_device_and_shards_memory(reports_of, devices, state
         assert sorted(got["of_optimizer"]) == sorted(of_bindings)
         of_model = [share] * 3 if state == "all" else [devices / num_logical] * 3
         assert got["held"] == got["held_after"] == [*of_model, devices]
+
+
+@pytest.mark.rest
+def test_checkpoint_of_variables_in_two_dimensions_is_restored(reports_of, tmp_path):
+    for got in reports_of(restored_in_two_dimensions, str(tmp_path / "a"), workers=2, devices=4):
+        assert got["restored"] == got["trained"]
+        assert got["shards"] == [[2, 2]]
 
 
 @pytest.mark.rest

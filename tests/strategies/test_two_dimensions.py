@@ -102,7 +102,10 @@ def on_one_device(how):
 
 def bytes_of(num_logical, num_shards):
     """The bytes of one device for each variable of the model: a share of every dim that is long enough."""
-    fits = [n % (num_logical * num_shards if divided else num_shards) == 0 for n, divided in zip(OF_MODEL, DIVIDED)]
+    fits = [
+        n % (num_logical * num_shards if divided else num_shards) == 0
+        for n, divided in zip(OF_MODEL, DIVIDED)
+    ]
     return [
         4 * n // (num_logical if divided else 1) // (num_shards if fit else 1)
         for n, divided, fit in zip(OF_MODEL, DIVIDED, fits)
@@ -178,10 +181,14 @@ def test_only_shards_are_exchanged_over_replicas(how, num_logical, monkeypatch):
     assert {kind for kind, _ in got} == {"all-gather", "all-reduce"}
     assert {axes for kind, axes in got if kind == "all-gather"} == {("replica",)}
     of_replica = bytes_of(num_logical, 1)
-    times = 2 if how == "fit" else 1  # forward and backward; XLA on CPU merges the gathers of one replica's program
+    times = (
+        2 if how == "fit" else 1
+    )  # forward and backward; XLA on CPU merges the gathers of one replica's program
     of_gathers = got["all-gather", ("replica",)]
     assert sum(of_replica) <= of_gathers <= times * sum(of_replica)
-    rest = got["all-reduce", ("replica",)] - sum(of_replica)  # gradients, and a few sums of the loss and the norm
+    rest = got["all-reduce", ("replica",)] - sum(
+        of_replica
+    )  # gradients, and a few sums of the loss and the norm
     assert 0 <= rest <= 64
     assert set(got) <= {
         ("all-gather", ("replica",)),
@@ -295,6 +302,58 @@ def test_collectives_of_split_values_move_shards():
 
 def exchanged_by(collectives, axis):
     return {kind: size for (kind, axes), size in exchanged(collectives).items() if axes == (axis,)}
+
+
+def scanned(ups, downs, x):
+    def layer(h, weights):
+        return h + jnp.tanh(h @ weights[0]) @ weights[1], None
+
+    return jax.lax.scan(jax.checkpoint(layer), x, (ups, downs))[0]
+
+
+def unrolled(ups, downs, x):
+    for i in range(len(ups)):
+        x = x + jnp.tanh(x @ ups[i]) @ downs[i]
+    return x
+
+
+@pytest.mark.parametrize(("function", "num_gathers"), [(scanned, 12), (unrolled, None)])
+@REST
+def test_stacked_layers_gather_shards_of_one_layer_at_a_time(function, num_gathers, monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
+    layouts = {"up": (None, None, "logical"), "down": (None, "logical")}
+
+    def results(strategy):
+        random = np.random.default_rng(1)
+        values = [random.normal(size=shape).astype(np.float32) / 4 for shape in ((3, 8, 16), (3, 16, 8))]
+        with strategy.scope():
+            variables = [rx.Variable(value, name=name) for value, name in zip(values, ("up", "down"))]
+
+        def step(x):
+            with rx.GradientTape() as tape:
+                outputs = function(variables[0].value, variables[1].value, x)
+                loss = rx.nn.compute_average_loss((outputs**2).sum(-1))
+            gradients = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, variables))
+            for variable, gradient in zip(variables, gradients, strict=True):
+                variable.assign_sub(0.01 * gradient)
+            return loss
+
+        batches = strategy.experimental_distribute_dataset(rx.data.from_arrays(rows()[1][:22]).batch(11))
+        losses = [float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)) for x in batches]
+        return step, [losses, [variable.numpy() for variable in variables]]
+
+    strategy = rx.MirroredStrategy(devices_per_replica=2, layout_map=layouts, shard_state="all")
+    step, got = results(strategy)
+    assert_close(got, results(rx.MirroredStrategy(["cpu:0"]))[1], 1e-5, 1e-6)
+    described = (jax.ShapeDtypeStruct((4, WIDTH), np.float32),)
+    text = strategy.lower(step, described).compile().as_text()
+    collectives = read_hlo(text, 8, 8, dict(strategy.topology.mesh.shape)).collectives
+    found = [c for c in collectives if c.kind == "all-gather"]
+    of_layer = 4 * 8 * 16 // 2  # what the logical device computes with
+    assert {(c.axes, c.bytes) for c in found} == {(("replica",), of_layer)}
+    assert num_gathers in (None, sum(c.count for c in found))  # of three layers, forward and backward
+    of_gradients = 2 * 3 * of_layer
+    assert exchanged_by(collectives, "replica")["all-reduce"] == of_gradients
 
 
 # --- other state ----------------------------------------------------------------------------------------------

@@ -76,11 +76,9 @@ def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, 
     has_strategy = context.has_strategy() and not making.is_alone
     strategy = context.strategy_for_new_variable() if has_strategy else None
     initializer = args[0] if args else kwargs.get("initializer")
-    if making.is_for_optimizer and strategy is not None and "layout" in kwargs:
-        kwargs = {
-            **kwargs,
-            "layout": None,
-        }  # Keras passes its variable's, which may have no shards over replicas
+    if making.is_for_optimizer and strategy is not None and strategy.variable_placement.layouts is not None:
+        # Keras gives a slot the layout in which its variable is stored.
+        kwargs = {key: value for key, value in kwargs.items() if key != "layout"}
     with laid_out(strategy, initializer) as agreed:
         if args:
             original(variable, agreed, *args[1:], **kwargs)
