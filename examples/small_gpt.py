@@ -19,6 +19,7 @@ import argparse
 import importlib.util
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,9 @@ def make_model(size):
     x = x + layers.Embedding(size.length, size.width, name="places")(places)
     for number in range(size.num_blocks):
         name = f"block_{number}"
-        attention = layers.MultiHeadAttention(size.num_heads, size.width // size.num_heads, name=f"{name}_attention")
+        attention = layers.MultiHeadAttention(
+            size.num_heads, size.width // size.num_heads, name=f"{name}_attention"
+        )
         normed = layers.LayerNormalization(name=f"{name}_norm")(x)
         x = x + attention(normed, normed, use_causal_mask=True)
         hidden = layers.LayerNormalization(name=f"{name}_middle_norm")(x)
@@ -95,17 +98,24 @@ def train(arguments):
         model = make_model(size)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(3e-3), loss)
-    told = lambda epoch, logs: print(f"epoch {epoch + 1}   loss {logs['loss']:.5f}", flush=True)
-    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=told)]
-    if arguments.directory:
-        callbacks.append(rx.keras.callbacks.CheckpointCallback(arguments.directory))
+    saving = rx.keras.callbacks.CheckpointCallback(arguments.directory) if arguments.directory else None
+
+    def end_of_epoch(epoch, logs):
+        print(f"epoch {epoch + 1}   loss {logs['loss']:.5f}", flush=True)
+
+    def start_of_epoch(epoch, logs):
+        if epoch == arguments.killed_after:
+            saving.manager.wait()  # for the thread that writes
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    telling = keras.callbacks.LambdaCallback(on_epoch_begin=start_of_epoch, on_epoch_end=end_of_epoch)
     model.fit(
         *make_data(size),
         batch_size=size.batch_size,
         epochs=NUM_EPOCHS,
         shuffle=False,
         verbose=0,
-        callbacks=callbacks,
+        callbacks=[telling, *([saving] if saving else [])],
     )
     variables = [*model.variables, *model.optimizer.variables]
     whole = sum(variable.value.nbytes for variable in variables)
@@ -113,32 +123,27 @@ def train(arguments):
     print(f"a device holds {held:,} of {whole:,} bytes of state; an eighth is {whole // 8:,}")
 
 
-def started(*options):
+def losses_of(*options):
+    """Trains in a process of its own.
+
+    Returns:
+      The losses of the epochs that it ran, as text.
+    """
     command = [sys.executable, __file__, "train", *map(str, options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def losses_of(process, last=NUM_EPOCHS):
-    """Returns the losses of the epochs that a training runs. Kills it after the last."""
-    losses = {}
-    for line in process.stdout:
-        if line.startswith("epoch"):
-            _, epoch, _, loss = line.split()
-            losses[int(epoch)] = loss
-            if int(epoch) == last < NUM_EPOCHS:
-                process.kill()
-        else:
-            print(line, end="")
-    process.wait()
-    return losses
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
+    for line in lines:
+        if not line.startswith("epoch"):
+            print(line)
+    return {int(line.split()[1]): line.split()[3] for line in lines if line.startswith("epoch")}
 
 
 def show():
     with tempfile.TemporaryDirectory() as directory:
+        saved = "--directory", directory
         columns = {
-            "4 x 2": losses_of(started("--devices-per-replica", 2)),
-            "4 x 2, killed": losses_of(started("--devices-per-replica", 2, "--directory", directory), last=2),
-            "2 x 4, resumed": losses_of(started("--devices-per-replica", 4, "--directory", directory)),
+            "4 x 2": losses_of("--devices-per-replica", 2),
+            "4 x 2, killed": losses_of("--devices-per-replica", 2, *saved, "--killed-after", 2),
+            "2 x 4, resumed": losses_of("--devices-per-replica", 4, *saved),
         }
     print("epoch", *(f"{title:>15}" for title in columns))
     for epoch in range(1, NUM_EPOCHS + 1):
@@ -148,15 +153,28 @@ def show():
             print(f"no plan for {topology}: pip install 'replicax[plan-gpu,plan-tpu]'")
             continue
         options = ["--topology", topology, "--global-batch", "256", __file__, "train"]
-        command = [sys.executable, "-m", "replicax", "plan", *options, "--size", "7b", "--devices-per-replica", "8"]
+        command = [
+            sys.executable,
+            "-m",
+            "replicax",
+            "plan",
+            *options,
+            "--size",
+            "7b",
+            "--devices-per-replica",
+            "8",
+        ]
         subprocess.run(command, check=False)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", nargs="?", choices=["show", "train"], default="show")
     parser.add_argument("--devices-per-replica", type=int, default=2)
     parser.add_argument("--directory", help="of the checkpoints")
+    parser.add_argument("--killed-after", type=int, help="this number of epochs, which are saved")
     parser.add_argument("--size", choices=SIZES, default="small")
     arguments = parser.parse_args()
     if arguments.action == "train":
