@@ -10,7 +10,7 @@ what is left over the replicas. Without arguments the example shows a life of su
 
 python examples/small_gpt.py
 python examples/small_gpt.py train --devices-per-replica 2 --directory training   # one training
-replicax plan --topology h100:32x8 --global-batch 256 examples/small_gpt.py train --size 7b --devices-per-replica 8
+replicax plan --topology h100:32x8 --global-batch 256 examples/small_gpt.py train --size 7b --devices-per-replica 4
 
 Plans need pip install 'replicax[plan-gpu,plan-tpu]', and some minutes.
 """
