@@ -162,7 +162,7 @@ def show():
             "--size",
             "7b",
             "--devices-per-replica",
-            "8",
+            "4",
         ]
         subprocess.run(command, check=False)
 
