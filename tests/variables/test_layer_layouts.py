@@ -69,7 +69,7 @@ def test_attention_is_sharded_by_heads(written):
     of_four = chosen(layers, 4)
     assert of_four["attention/query/kernel"] == by_heads
     assert of_four["attention/key/kernel"] == of_four["attention/key/bias"] == WHOLE
-    assert "2 heads" in reasons(layers, 4)["attention/key/kernel"]
+    assert "heads (2)" in reasons(layers, 4)["attention/key/kernel"]
     assert set(chosen(layers, 3).values()) == {WHOLE}
 
 
@@ -127,7 +127,7 @@ def test_layers_of_two_parents_are_no_pair():
 def test_hidden_units_that_do_not_divide_leave_both_layers_whole():
     layers = [dense("up", 16, 63), dense("down", 63, 16)]
     assert set(chosen(layers).values()) == {WHOLE}
-    assert reasons(layers)["up/kernel"].startswith("63 units")
+    assert reasons(layers)["up/kernel"].startswith("its units (63)")
 
 
 def test_einsums_without_a_rule_stay_whole():

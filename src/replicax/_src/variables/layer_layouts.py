@@ -205,7 +205,7 @@ def _of_einsum(
     if role is None or role[1] % num_devices:
         what = "heads" if einsum.makes_heads or einsum.takes_heads else "units"
         of_pair = "it is not of a pair of layers, the first sharded by columns and the second by rows"
-        reason = of_pair if role is None else f"{role[1]} {what} do not divide by {num_devices} devices"
+        reason = of_pair if role is None else f"its {what} ({role[1]}) do not divide by {num_devices} devices"
         yield from _replicated(layer, reason)
         return
     is_rows = role[0] is _Role.ROWS
@@ -225,10 +225,10 @@ def _of_embedding(layer: ModelLayer, num_devices: int) -> Iterator[Choice]:
             rows = variable.shape[dim]
             if rows % num_devices:
                 more = math.ceil(rows / num_devices) * num_devices
-                reason = f"{rows} rows do not divide by {num_devices} devices; a vocabulary of {more} does"
+                reason = f"its rows ({rows}) do not divide by {num_devices} devices; {more} do"
                 yield Choice(variable, (), reason)
             elif rows < _LEAST_ROWS * num_devices:
-                yield Choice(variable, (), f"{rows} rows are too few for {num_devices} devices")
+                yield Choice(variable, (), f"its rows ({rows}) are too few for {num_devices} devices")
             else:
                 yield Choice(variable, _sharded(len(variable.shape), dim))
     besides = ("embeddings", "reverse_embeddings")

@@ -30,7 +30,9 @@ class LayoutMap(MutableMapping[str, Layout]):
     first: 4 devices shard two dims as ``("logical_0", "logical_1")``. Several axes may shard one dim: ``(None,
     ("logical_0", "logical_1"))``. Dims at the end may be left out.
 
-    Pass it to ``TPUStrategy``, which also takes a dict. ``rx.experimental.layouts.for_model`` makes one for a model.
+    Pass it to a strategy whose replicas have several devices: ``MirroredStrategy(devices_per_replica=2,
+    layout_map=...)``, or another one that takes it. A dict works too. ``rx.experimental.layouts.for_model`` makes one
+    for a Keras model.
 
     Attributes:
       replicated: In a map of ``for_model``: the patterns of the variables that it leaves replicated, the largest first,
