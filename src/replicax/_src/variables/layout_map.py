@@ -144,7 +144,8 @@ class LayoutMap(MutableMapping[str, Layout]):
                 several = ", ".join(f"{key!r}: {shown(self._layouts[key])}" for key in found)
                 raise InvalidArgumentError(
                     f"Variable {path!r} is matched by several patterns of the layout map: {several}. Make them so that one "
-                    "matches, or add an entry for this path, which takes precedence."
+                    f"matches, or add an entry for this path, which takes precedence: layout_map[{path!r}] = "
+                    f"{shown(self._layouts[found[0]])}."
                 )
             if found:
                 return found[0]
