@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+# keras_hub without all that it declares: tensorflow-text would bring TensorFlow's build for GPUs beside tensorflow-cpu.
+KERAS_HUB := --no-deps keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.38 regex==2026.11.19 sentencepiece==0.2.3 tokenizers==0.23.3
 PLAN_VENV := .venv-plan
 PLAN_STAMP := $(PLAN_VENV)/.installed
 DOCS_VENV := .venv-docs
@@ -65,7 +67,7 @@ help:
 	@echo "make test-versions  run $(VERSION_TESTS) with Python 3.11 and the locked versions, and with"
 	@echo "                Python 3.13 and the newest jax, Keras and orbax"
 	@echo "make test-gpu   run the tests of GPUs (tests/gpu), where there is a GPU"
-	@echo "make test-peers run the tests with TensorFlow, torch and Hugging Face datasets (tests/peers)"
+	@echo "make test-peers run the tests with TensorFlow, torch, Hugging Face datasets and keras_hub (tests/peers)"
 	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
 	@echo "make fuzz       compare operations that mix rows on several devices with one device in float64 (an hour)"
 	@echo "make docs       build the site into $(DOCS_BUILD)/html; warnings are errors"
@@ -196,7 +198,7 @@ $(GPU_STAMP): requirements.lock pyproject.toml
 	$(call install,$(GPU_VENV),-r requirements.lock,$(GPU_JAX))
 
 $(PEERS_STAMP): peers.lock pyproject.toml
-	$(call install,$(PEERS_VENV),-r peers.lock)
+	$(call install,$(PEERS_VENV),-r peers.lock,$(KERAS_HUB))
 
 $(PLAN_STAMP): plan.lock requirements.lock pyproject.toml
 	$(call install,$(PLAN_VENV),-r plan.lock)

@@ -21,6 +21,7 @@ MODULES = [
     "data",
     "errors",
     "experimental",
+    "experimental.layouts",
     "experimental.partitioners",
     "experimental.rpc",
     "keras",

@@ -20,7 +20,7 @@ EPOCH = re.compile(r"epoch +(\d+)/(\d+)   train loss (\S+) accuracy (\S+)   test
 SAYS_DEVICES = ("KERAS_BACKEND", "TF_CONFIG", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
 
 
-def run(name: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
+def run(name: str, *options: str, timeout_s: float = 180, **environment: str) -> subprocess.CompletedProcess:
     """Runs an example without a number of devices in its environment."""
     inherited = {key: value for key, value in os.environ.items() if key not in SAYS_DEVICES}
     environment = {
@@ -35,12 +35,12 @@ def run(name: str, *options: str, **environment: str) -> subprocess.CompletedPro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=timeout_s,
     )
 
 
-def output_of(name: str, *options: str, **environment: str) -> str:
-    done = run(name, *options, **environment)
+def output_of(name: str, *options: str, timeout_s: float = 180, **environment: str) -> str:
+    done = run(name, *options, timeout_s=timeout_s, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -509,6 +509,28 @@ def test_tensor_parallelism_by_a_layout_map():
     assert ("block_0/narrow/kernel", "128, 32", "64, 32") in pieces
     over = set(re.findall(r"all-reduce of [\d,]+ bytes over (\S+)", printed))
     assert {"replica", "logical"} <= over
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(300)
+def test_a_small_gpt_resumes_on_other_replicas_with_the_same_losses():
+    printed = output_of("small_gpt.py", timeout_s=280)
+    rows = re.findall(r"^ +(\d) (.*)$", printed, re.MULTILINE)
+    assert [number for number, _ in rows] == ["1", "2", "3", "4"]
+    losses = [[float(loss) for loss in row.split()] for _, row in rows]
+    whole = [row[0] for row in losses]
+    assert whole == sorted(whole, reverse=True)
+    assert whole[-1] < 0.8 * whole[0]
+    # Two epochs ran before the kill, and two after it.
+    assert [len(row) for row in losses] == [2] * 4
+    for one, other in losses:
+        assert one == pytest.approx(other, rel=1e-4)
+    held = re.findall(r"a device holds ([\d,]+) of [\d,]+ bytes of state; an eighth is ([\d,]+)", printed)
+    assert len(held) == 2
+    for ours, even in held:
+        assert int(ours.replace(",", "")) < 1.06 * int(even.replace(",", ""))
+    missing = [name for name in ("jax_cuda12_plugin", "libtpu") if importlib.util.find_spec(name) is None]
+    assert printed.count("no plan for") == len(missing)
 
 
 # --- checkpoints --------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Tests with libraries that replicax never depends on: TensorFlow, torch, Hugging Face datasets."""
+"""Tests with libraries that replicax never depends on: TensorFlow, torch, Hugging Face datasets, keras_hub."""
 
 import importlib.util
 import os
+import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -10,16 +11,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 LIBRARIES = ("tensorflow", "torch", "torchdata", "datasets")
-MISSING = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+NEEDS = {
+    path.name: ("keras_hub",) if path.name == "test_keras_hub.py" else LIBRARIES
+    for path in pathlib.Path(__file__).parent.glob("test_*.py")
+}
+MISSING = [name for name in (*LIBRARIES, "keras_hub") if importlib.util.find_spec(name) is None]
 
-collect_ignore_glob = ["test_*.py"] if MISSING else []
+collect_ignore = [file for file, names in NEEDS.items() if set(names) & set(MISSING)]
 
 
 def pytest_report_collectionfinish() -> str | list[str]:
     if not MISSING:
         return []
     return (
-        f"tests/peers is left out, as {', '.join(MISSING)} are not installed: it runs with `make test-peers`"
+        f"of tests/peers {len(collect_ignore)} files are left out, as {', '.join(MISSING)} are not installed: they run with "
+        "`make test-peers`"
     )
 
 

@@ -4,6 +4,7 @@
 import re
 
 import hypothesis.strategies as st
+import keras
 import pytest
 from hypothesis import given
 
@@ -88,3 +89,38 @@ def test_layouts_are_shown_as_they_are_written():
         (("logical_0", "logical_1"),),
     ]
     message(InvalidArgumentError, lambda: LayoutMap.of(["a"]), "layout_map must be", "['a']")
+
+
+# --- maps of keras.distribution ------------------------------------------------------------------------
+
+
+def keras_map(**entries):
+    layout_map = keras.distribution.LayoutMap(None)
+    for pattern, axes in entries.items():
+        layout_map[pattern] = axes
+    return layout_map
+
+
+def test_a_map_of_keras_matches_full_paths_and_ignores_the_axis_of_the_data():
+    given = keras_map(**{"dense.*kernel": (None, "model"), "up|down": ("model", "data"), "norm": ("batch",)})
+    layout_map = LayoutMap.from_keras(given)
+    assert len(layout_map) == 2  # "norm" shards nothing over the devices of a replica
+    for path in ("dense_1/kernel", "block/dense_1/kernel", "dense/kernel_1", "up", "down", "upper", "norm"):
+        layout = given[path]
+        wanted = None if layout is None or "model" not in layout.axes else layout_map[path]
+        assert layout_map[path] == wanted
+    assert layout_map["dense_1/kernel"] == ((), ("logical",))
+    assert layout_map["up"] == layout_map["down"] == (("logical",), ())
+    assert layout_map["block/dense_1/kernel"] is layout_map["upper"] is None
+
+
+def test_other_axes_of_keras_need_a_name():
+    given = keras_map(kernel=("fsdp", "tp"))
+    message(InvalidArgumentError, lambda: LayoutMap.from_keras(given), "'kernel'", "'fsdp'", "axes={'fsdp'")
+    layout_map = LayoutMap.from_keras(given, axes={"fsdp": None, "tp": "logical_0"})
+    assert layout_map["kernel"] == ((), ("logical_0",))
+
+
+@pytest.mark.parametrize("given", [{"kernel": COLUMNS}, LayoutMap(), None, [("kernel", COLUMNS)]])
+def test_only_a_map_of_keras_is_one(given):
+    message(InvalidArgumentError, lambda: LayoutMap.from_keras(given), "keras.distribution.LayoutMap")

@@ -19,7 +19,7 @@ from replicax._src.strategies.table_files import load_table, save_table
 from replicax._src.variables.caching import cache_variable_reads
 from replicax._src.variables.layout_map import LayoutMap
 from replicax._src.variables.sharded import ShardedVariable
-from replicax.experimental import partitioners, rpc
+from replicax.experimental import layouts, partitioners, rpc
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = collective_hints
@@ -44,6 +44,7 @@ __all__ = [
     "ValueContext",
     "cache_variable_reads",
     "coordinator",
+    "layouts",
     "load_table",
     "partitioners",
     "rpc",

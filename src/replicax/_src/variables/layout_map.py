@@ -31,7 +31,12 @@ class LayoutMap(MutableMapping[str, Layout]):
     ("logical_0", "logical_1"))``. Dims at the end may be left out.
 
     Pass it to a strategy whose replicas have several devices: ``MirroredStrategy(devices_per_replica=2,
-    layout_map=...)``, or another one that takes it. A dict works too.
+    layout_map=...)``, or another one that takes it. A dict works too. ``rx.experimental.layouts.for_model`` makes one
+    for a Keras model.
+
+    Attributes:
+      replicated: In a map of ``for_model``: the patterns of the variables that it leaves replicated, the largest first,
+        each with the bytes and the reason. Empty in other maps.
 
     Args:
       layouts: A mapping with such entries. Others can be set later, one by one.
@@ -52,6 +57,7 @@ class LayoutMap(MutableMapping[str, Layout]):
     def __init__(self, layouts: Mapping[str, Any] | None = None):
         self._layouts: dict[str, Layout] = {}
         self._patterns: dict[str, re.Pattern[str]] = {}
+        self.replicated: dict[str, str] = {}
         layouts = {} if layouts is None else layouts
         if not isinstance(layouts, Mapping):
             raise _no_map(layouts)
@@ -62,10 +68,49 @@ class LayoutMap(MutableMapping[str, Layout]):
     def of(cls, given: Any) -> LayoutMap:
         """Returns a copy of a map, or of a dict of its entries."""
         if isinstance(given, LayoutMap):
-            return cls(given._layouts)
+            copy = cls(given._layouts)
+            copy.replicated = dict(given.replicated)
+            return copy
         if isinstance(given, Mapping):
             return cls(given)
         raise _no_map(given)
+
+    @classmethod
+    def from_keras(cls, layout_map: Any, axes: Mapping[str, str | None] | None = None) -> LayoutMap:
+        """Returns the layouts of a ``keras.distribution.LayoutMap``.
+
+        Its patterns match the full path only, as in Keras. Entries that shard no dim over logical devices are left out.
+
+        Args:
+          layout_map: Keras's map.
+          axes: For each axis of Keras's mesh the axis of the layout map, or None to ignore it. By default ``"model"``
+            is ``"logical"``, and ``"data"`` and ``"batch"`` are ignored: ``shard_state`` shards over replicas.
+
+        Raises:
+          InvalidArgumentError: It is not such a map, or names an axis that is not in ``axes``.
+
+        Source: keras.distribution.LayoutMap.
+        """
+        known = {"model": "logical", "data": None, "batch": None} if axes is None else axes
+        if isinstance(layout_map, (cls, dict)) or not isinstance(layout_map, Mapping):
+            raise InvalidArgumentError(
+                f"LayoutMap.from_keras takes a keras.distribution.LayoutMap, got {layout_map!r}. "
+                "rx.experimental.LayoutMap takes a dict."
+            )
+        layouts = cls()
+        for pattern in layout_map:
+            dims = layout_map[pattern].axes
+            for axis in dims:
+                if axis is not None and axis not in known:
+                    raise InvalidArgumentError(
+                        f"Keras's layout map shards {pattern!r} over {axis!r}: {dims!r}. Say what that axis is: "
+                        f"LayoutMap.from_keras(layout_map, axes={{{axis!r}: 'logical', ...}}), or None to ignore it. Known are "
+                        f"{', '.join(map(repr, known))}."
+                    )
+            layout = tuple(None if axis is None else known[axis] for axis in dims)
+            if any(layout):
+                layouts[f"^(?:{pattern})$"] = layout
+        return layouts
 
     def __setitem__(self, pattern: str, layout: Any) -> None:
         if pattern in self._layouts:
@@ -99,7 +144,8 @@ class LayoutMap(MutableMapping[str, Layout]):
                 several = ", ".join(f"{key!r}: {shown(self._layouts[key])}" for key in found)
                 raise InvalidArgumentError(
                     f"Variable {path!r} is matched by several patterns of the layout map: {several}. Make them so that one "
-                    "matches, or add an entry for this path, which takes precedence."
+                    f"matches, or add an entry for this path, which takes precedence: layout_map[{path!r}] = "
+                    f"{shown(self._layouts[found[0]])}."
                 )
             if found:
                 return found[0]

@@ -58,7 +58,8 @@ class MappedLayouts:
             if axis not in known:
                 raise InvalidArgumentError(
                     f"The layout map's {pattern!r}: {shown(layout)} names the axis {axis!r}. A replica has "
-                    f"{self.topology.num_logical_devices} logical device(s), which are {_any_of(known)}."
+                    f"{self.topology.num_logical_devices} logical device(s), which are {_any_of(known)}. Write {LOGICAL_AXIS!r} for all of them. Axes of a "
+                    "keras.distribution.LayoutMap are translated by LayoutMap.from_keras."
                 )
         axes = [axis for dim in layout for axis in self._resolved(dim)]
         if len(set(axes)) < len(axes):
