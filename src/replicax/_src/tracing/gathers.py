@@ -37,7 +37,9 @@ def is_large(num_bytes: int) -> bool:
 
 
 sharded_read_p = jax_compat.identity_primitive("replicax_sharded_read")
-"""A read of a variable in the global view. Params: ``dim``, the sharded dim, and ``whole``, the gathered sharding."""
+"""A read of a variable in the global view. Params: ``dim``, the sharded dim, ``whole``, the gathered sharding, and
+``rows``, the ``RowShards`` for lookups.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.tracing.gathers import Sharded, is_large, sharded_read_p
+from replicax._src.variables.row_shards import RowsInGlobalView, RowsOfReplica
 from replicax._src.variables.state_shards import StateShards
 
 # TPUs lay arrays out in tiles of 8 rows, and would pad thinner shards.
@@ -86,7 +87,8 @@ class StateLayouts:
         size = math.prod(value.shape) * value.dtype.itemsize
         if not is_large(size) or not isinstance(value, jax_compat.Tracer):
             return jax.lax.with_sharding_constraint(value, whole)
-        return sharded_read_p.bind(value, dim=_cut_dim(layout), whole=whole)
+        rows = RowsInGlobalView(value.shape, layout, self.topology)
+        return sharded_read_p.bind(value, dim=_cut_dim(layout), whole=whole, rows=rows)
 
     def is_gathered_late(self, shape: Sequence[int], dtype: Any, layout: Any) -> bool:
         """Returns True if a variable with this layout is gathered where a replica needs it, not at the start of a
@@ -94,6 +96,13 @@ class StateLayouts:
         """
         size = math.prod(shape) * dtype.itemsize
         return layout is not None and layout == self.of_shape(shape) and is_large(size)
+
+    def rows_of(self, shape: Sequence[int], dtype: Any, layout: Any) -> RowsOfReplica | None:
+        """Returns the rows of a variable with this layout, for lookups in replica programs; None if it has none."""
+        is_number = jnp.issubdtype(dtype, jnp.number)
+        if layout is None or layout != self.of_shape(shape) or not is_number:
+            return None
+        return RowsOfReplica(shape, layout, self.topology)
 
     def in_rows(self, value: Any) -> Any:
         """Returns a traced sharded array as [R, ...], whose row r is the shard of replica r. No data moves."""
