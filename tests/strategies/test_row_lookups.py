@@ -100,3 +100,148 @@ def largest_collective(strategy, batch):
     compiled = strategy.runner.last_launcher.lower([getattr(leaf, "stored", leaf) for leaf in batch]).compile()
     found = read_hlo(compiled.as_text(), strategy.num_replicas_in_sync).collectives
     return max((c.bytes for c in found), default=0)
+
+
+def looked_up(how, strategy, table, ids):
+    """Looks up ids [R, n], a row for each replica. Returns the rows of all replicas."""
+    if how == "cross-replica":
+        return rx.experimental.lookup(table, ids)
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: ids[context.replica_id_in_sync_group]
+    )
+
+    def run(values):
+        return strategy.run(lambda ids: rx.experimental.lookup(table, ids), args=(values,))
+
+    run = rx.function(run) if how == "function" else run
+    return np.stack(strategy.experimental_local_results(run(values)))
+
+
+@pytest.mark.parametrize("how", ["run", "function", "cross-replica"])
+@pytest.mark.parametrize("make", [rx.Variable, keras.Variable])
+@pytest.mark.parametrize("shape", [(16, 3), (7, 4)])
+def test_ids_mean_the_same_rows_everywhere(how, make, shape):
+    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    strategy = rx.MirroredStrategy(CPUS[:2], shard_state="all")
+    with strategy.scope():
+        table = make(values)
+    last = shape[0] - 1
+    ids = np.array([[0, -1, 1, last], [last, -last - 1, 5, 5]], np.int32)
+    np.testing.assert_array_equal(looked_up(how, strategy, table, ids), values[ids])
+    beyond = np.array([[last + 1, 0], [-last - 2, 1 << 30]], np.int32)
+    rows = np.asarray(looked_up(how, strategy, table, beyond))
+    np.testing.assert_array_equal(rows[0, 1], values[0])
+    assert np.isnan(rows).sum() == 3 * shape[1]
+
+
+def test_lookup_without_sharded_state():
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    assert rx.experimental.lookup(values, [2, 0]).tolist() == values[[2, 0]].tolist()
+    gradient = jax.grad(lambda table: rx.experimental.lookup(table, jnp.array([1, 1])).sum())(values)
+    assert gradient.tolist() == [[0, 0], [2, 2], [0, 0]]
+    strategy = rx.MirroredStrategy(CPUS[:2])
+    table = strategy.replicate(jnp.asarray(values))
+    rows = strategy.run(lambda table: rx.experimental.lookup(table, jnp.array([2])), args=(table,))
+    assert [np.asarray(r).tolist() for r in strategy.experimental_local_results(rows)] == [[[4, 5]]] * 2
+
+
+def test_table_that_does_not_divide_by_rows_is_cut_by_columns():
+    first = np.random.default_rng(0).normal(size=(4099, 64)).astype(np.float32)
+    results = []
+    for num_replicas, size in ((1, None), (4, 4), (4, 2)):
+        strategy = rx.MirroredStrategy(
+            CPUS[:num_replicas], shard_state="all" if size else None, shard_size=size
+        )
+        with strategy.scope():
+            table = keras.Variable(first)
+            optimizer = keras.optimizers.Adam(0.1)
+            optimizer.build([table])
+
+        def step(ids, table=table, optimizer=optimizer):
+            with rx.GradientTape() as tape:
+                loss = rx.nn.compute_average_loss(
+                    jnp.sum(rx.experimental.lookup(table, ids) ** 2, -1)
+                )
+            optimizer.apply(tape.gradient(loss, [table]), [table])
+
+        ids = np.array([4098, 0, 3, 3, 0, 17, 3], np.int32)
+        (batch,) = strategy.experimental_distribute_dataset(rx.data.from_arrays((ids,)).batch(7))
+        strategy.run(step, args=batch)
+        assert largest_collective(strategy, batch) < 64 * 64
+        held = {shard.data.shape for shard in table.value.addressable_shards}
+        assert held == {(4099, 64 // (size or 1))}
+        results.append(np.asarray(table.value))
+    assert_close(results[1:], [results[0]] * 2, 1e-6)
+
+
+def test_fit_equals_one_device_and_moves_rows():
+    """Each replica has 4 or 5 rows of the batches of 18, and 1 or 2 of the last one of 7."""
+    inputs = np.random.default_rng(0).integers(0, ROWS, (61, 3)).astype(np.int32)
+    inputs[:7] = 5
+    targets = np.random.default_rng(1).normal(size=(61, 1)).astype(np.float32)
+    results = []
+    for num_replicas, size in ((1, None), (4, 4), (4, 2)):
+        strategy = rx.MirroredStrategy(
+            CPUS[:num_replicas], shard_state="all" if size else None, shard_size=size
+        )
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((3,), dtype="int32"),
+                    keras.layers.Embedding(ROWS, WIDTH),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), "mse")
+        losses = model.fit(inputs, targets, batch_size=18, epochs=2, verbose=0).history["loss"]
+        results.append([losses, model.predict(inputs, verbose=0), [np.asarray(v.value) for v in model.weights]])
+        if size:
+            held = {shard.data.shape for shard in model.layers[0].embeddings.value.addressable_shards}
+            assert held == {(ROWS // size, WIDTH)}
+            plan = strategy.plan(
+                model.fit, args=(inputs, targets), kwargs={"batch_size": 18}, topology="cpu:4"
+            )
+            assert max(c.bytes for c in plan.collectives.compiled) < 64 * 4 * WIDTH
+            assert plan.memory.temporaries < FIRST.nbytes
+    assert_close(results[1:], [results[0]] * 2, 1e-5, 1e-6)
+
+
+def of_losses(table, ids):
+    return (rx.nn.embedding_lookup_sparse(table, ids, mask=ids >= 0, combiner="sqrtn") ** 2).sum(-1)
+
+
+def tied(table, ids):
+    rows = rx.experimental.lookup(table, ids)
+    return (rows @ table.value[:4].T).sum((1, 2)) + (rows**2).sum((1, 2))
+
+
+@pytest.mark.parametrize("losses_of", [of_losses, tied])
+def test_functional_gradients_with_optax(losses_of):
+    optax = pytest.importorskip("optax")
+    results = []
+    for num_replicas in (1, 4):
+        strategy = rx.MirroredStrategy(CPUS[:num_replicas], shard_state="all")
+        with strategy.scope():
+            table = rx.Variable(FIRST)
+        optimizer = optax.chain(rx.optax.aggregate_gradients(), optax.adam(0.1))
+        state = strategy.replicate(optimizer.init(FIRST))
+
+        def step(state, ids, table=table, optimizer=optimizer):
+            loss, (gradient,) = rx.value_and_grad(
+                lambda: rx.nn.compute_average_loss(losses_of(table, ids)), variables=[table]
+            )()
+            updates, state = optimizer.update(gradient, state)
+            table.assign_add(updates)
+            return state, loss
+
+        (batch,) = strategy.experimental_distribute_dataset(rx.data.from_arrays((IDS[:5],)).batch(5))
+        for _ in range(2):
+            state, loss = strategy.run(step, args=(state, *batch))
+            state = jax.tree_util.tree_map(
+                lambda leaf: strategy.experimental_local_results(leaf)[0], state
+            )
+            state = strategy.replicate(state)
+        results.append([strategy.reduce("SUM", loss, axis=None), table.numpy()])
+    assert_close(results[1], results[0], 1e-5, 1e-6)

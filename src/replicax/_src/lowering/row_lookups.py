@@ -23,15 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.devices.specs import dim_of
+from replicax._src.devices.topology import REPLICA_AXIS, SHARD_AXIS
 from replicax._src.tracing.equations import called, evaluated, has_any
 from replicax._src.tracing.gathers import is_large, sharded_read_p
 from replicax._src.tracing.markers import rows_p
 from replicax._src.tracing.primitives import ELEMENTWISE, REMATERIALISES, SUMS
 from replicax._src.tracing.program import ReplicaProgram, Variant
 from replicax._src.tracing.replication import collective_axes, is_call
+from replicax._src.variables.layouts import VariableLayouts
 from replicax._src.variables.row_shards import RowShards, RowsOfReplica
-from replicax._src.variables.state_layouts import StateLayouts
 
 log = logging.getLogger("replicax")
 Mode = jax.lax.GatherScatterMode
@@ -127,7 +128,7 @@ class _Evaluation:
     """Evaluates a program, with ``_Sharded`` tables among its operands.
 
     Args:
-      places: The ``RowShards`` of each shape of a table.
+      places: The tables.
       agreed: The exchanges that all variants agree on, in order; None to find those of this program.
       num_askers: The number of replicas with ``num_ids`` ids each: R, or 1 in the global view.
       reads: The results of reads in the global view that are tables.
@@ -138,12 +139,13 @@ class _Evaluation:
 
     def __init__(
         self,
-        places: dict[tuple[int, ...], RowShards],
+        places: Sequence[RowShards],
         agreed: Sequence[_Exchanged] | None,
         num_askers: int,
         reads: Collection[Any] = (),
     ):
         self._places, self._agreed, self._num_askers = places, agreed, num_askers
+        self._shapes = {place.shape for place in places}
         self._reads = reads
         self.found: list[_Exchanged] = []
 
@@ -175,7 +177,7 @@ class _Evaluation:
         kinds = {type(operand) for operand in operands} & {_Sharded, _Filled, _Rows}
         if eqn.primitive is sharded_read_p and eqn.outvars[0] in self._reads:
             return [_Sharded(operands[0], eqn.params["rows"], operands[0].dtype, eqn.outvars[0])]
-        of_tables = [var for var in eqn.outvars if tuple(var.aval.shape) in self._places]
+        of_tables = [var for var in eqn.outvars if tuple(var.aval.shape) in self._shapes]
         if is_call(eqn) and name not in REMATERIALISES and (kinds or of_tables):
             inner, consts, given = called(eqn, operands)
             count = len(self.found)
@@ -304,20 +306,21 @@ class _Evaluation:
 
     def _constrained(self, eqn: Any, value: Any) -> Any:
         """Lays out a gradient in the global view. It needs no sum there."""
-        place = self._places[value.shape]
-        rows = _as_rows(value, eqn)
-        if rows is None:
-            return None
-        if all(axes is None for axes in eqn.params["sharding"].spec):
+        rows, sharding = _as_rows(value, eqn), eqn.params["sharding"]
+        if rows is None or dim_of(sharding.spec, SHARD_AXIS) is None:
             return rows
-        total = self._sum_of_rows(rows) if place.is_laid_out(eqn.params["sharding"]) else None
-        return total.shards if total is not None else None
+        total = self._sum_of_rows(rows, sharding)
+        return None if total is None else total.shards
 
-    def _sum_of_rows(self, rows: _Rows) -> _Sharded | None:
+    def _sum_of_rows(self, rows: _Rows, layout: Any = None) -> _Sharded | None:
+        """Returns the sum over the replicas, in a layout; None if this would move more than the full array."""
+        places = (p for p in self._places if p.shape == rows.shape and layout in (None, p.layout))
+        place = next(places, None)
+        if place is None:
+            return None
         exchange = self._agree(_Exchanged(rows.shape, rows.num_ids, rows.is_explicit))
         if not self._is_worth(exchange, rows.shape, rows.dtype):
             return None
-        place = self._places[rows.shape]
         numbers = [jnp.zeros(0, jnp.int32), *(numbers for numbers, _ in rows.parts)]
         values = [jnp.zeros((0, *rows.shape[1:]), rows.dtype), *(values for _, values in rows.parts)]
         total = place.add(
@@ -424,7 +427,7 @@ class ExchangedProgram:
 
 
 def exchange_rows(
-    program: ReplicaProgram, layouts: StateLayouts | None, first_handed: int | None = None
+    program: ReplicaProgram, layouts: VariableLayouts | None, first_handed: int | None = None
 ) -> ExchangedProgram:
     """Replaces lookups in sharded tables by exchanges of rows.
 
@@ -433,7 +436,7 @@ def exchange_rows(
       first_handed: The position of the first array output that may be a shard.
     """
     unchanged = ExchangedProgram(program)
-    if layouts is None or not any(has_any(v.jaxpr, ("gather",)) for v in program.variants):
+    if layouts is None or layouts.shards is None or not any(has_any(v.jaxpr, ("gather",)) for v in program.variants):
         return unchanged
     places = {id(b): layouts.rows_of(b.shape, b.dtype, b.layout) for b in program.bindings}
     places = {key: place for key, place in places.items() if place is not None}
@@ -450,7 +453,7 @@ def exchange_rows(
 
 def _exchanged(
     program: ReplicaProgram,
-    layouts: StateLayouts,
+    layouts: VariableLayouts,
     places: dict[int, RowShards],
     first_handed: int | None,
 ) -> ExchangedProgram | None:
@@ -470,7 +473,7 @@ def _exchanged(
 
 def _exchanged_variant(
     variant: Variant,
-    layouts: StateLayouts,
+    layouts: VariableLayouts,
     places: dict[int, RowShards],
     first_handed: int | None,
     agreed: Sequence[_Exchanged] | None,
@@ -482,8 +485,7 @@ def _exchanged_variant(
         for i, entry in enumerate(variant.entries)
         if id(entry.binding) in places
     }
-    of_shapes = {place.shape: place for place in places.values()}
-    evaluation = _Evaluation(of_shapes, agreed, layouts.topology.num_replicas)
+    evaluation = _Evaluation(list(places.values()), agreed, layouts.topology.num_replicas)
     shards: dict[int, RowShards] = {}
 
     def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -518,10 +520,13 @@ def exchange_rows_globally(jaxpr: Any) -> Any:
     Returns:
       The changed program, without constvars, and further constants that come before its operands.
     """
-    reads = {eqn.outvars[0]: eqn.params["rows"] for eqn in jaxpr.eqns if eqn.primitive is sharded_read_p}
+    reads = {
+        eqn.outvars[0]: eqn.params["rows"]
+        for eqn in jaxpr.eqns
+        if eqn.primitive is sharded_read_p and eqn.params["rows"].has_rows
+    }
     while reads and has_any(jaxpr, ("gather",)):
-        places = {rows.shape: rows for rows in reads.values()}
-        evaluation = _Evaluation(places, None, 1, frozenset(reads))
+        evaluation = _Evaluation(list(reads.values()), None, 1, frozenset(reads))
 
         def evaluate(*args: Any, evaluation: _Evaluation = evaluation) -> list[Any]:
             return list(map(evaluation.full, evaluation.run(jaxpr, args)))

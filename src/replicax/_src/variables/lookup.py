@@ -72,24 +72,25 @@ def lookup(table: Any, ids: Any) -> jax.Array:
 
     Args:
       table: [rows, ...]: an ``rx.Variable``, a variable of Keras, a ``ShardedVariable``, or an array.
-      ids: Integers of any shape, this replica's own. An id out of range gives a row of NaN in a traced function, and
-        negative ids count from the end.
+      ids: Integers of any shape, this replica's own. An id out of range gives a row of NaN, and negative ids count
+        from the end.
 
     Returns:
       An array ``[*ids.shape, ...]`` of the table's dtype.
 
     Raises:
-      InvalidArgumentError: Ids are not integers or, if their values are known, out of range.
+      InvalidArgumentError: Ids are not integers.
 
     >>> import jax.numpy as jnp
     >>> lookup(jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), [2, 0]).tolist()
     [[5.0, 6.0], [1.0, 2.0]]
     """
-    if array_of_table(table) is None and not isinstance(table, ShardedVariable):
-        table = _table(table)
-        if isinstance(table, jax_compat.Tracer):
-            table = rows_p.bind(table)
-    return embedding_lookup(table, ids)
+    if array_of_table(table) is not None:
+        return embedding_lookup(table, ids)
+    table, ids = _table(table), check_ids(ids, None, "ids")
+    if isinstance(table, ShardedVariable):
+        return table.shards.read_rows(ids)
+    return take_rows(rows_p.bind(table) if isinstance(table, jax_compat.Tracer) else table, ids)
 
 
 def embedding_lookup_sparse(

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.collectives.row_exchange import ReplicaGroups, RowExchange
+from replicax._src.devices.specs import dim_of, without
 from replicax._src.devices.topology import GROUP_AXIS, REPLICA_AXIS, SHARD_AXIS, Topology
 
 _EACH_REPLICA = PartitionSpec((GROUP_AXIS, SHARD_AXIS))
@@ -26,13 +27,15 @@ class RowShards(abc.ABC):
       topology: The devices of the strategy.
 
     Attributes:
-      dim: The sharded dim.
-      shard_shape: The shape of a shard.
+      dim: The dim that is sharded over the replicas.
+      shard_shape: The shape of the shard of a device.
     """
 
     def __init__(self, shape: Sequence[int], layout: NamedSharding, topology: Topology):
         self.shape, self.layout, self.topology = tuple(shape), layout, topology
-        self.dim = next(dim for dim, axis in enumerate(layout.spec) if axis is not None)
+        dim = dim_of(layout.spec, SHARD_AXIS)
+        assert dim is not None
+        self.dim = dim
         self.shard_shape = layout.shard_shape(self.shape)
 
     @abc.abstractmethod
@@ -47,9 +50,10 @@ class RowShards(abc.ABC):
     def gather(self, shards: Any) -> Any:
         """Returns the full array."""
 
-    def is_laid_out(self, sharding: Any) -> bool:
-        """Returns True if a sharding is that of the table."""
-        return sharding == self.layout
+    @property
+    def has_rows(self) -> bool:
+        """True if each device has full rows, or the same columns of all rows, as the replicas exchange them."""
+        return all(axis in (None, SHARD_AXIS) for axis in self.layout.spec[:1])
 
     @property
     def _num_groups(self) -> int:
@@ -66,7 +70,7 @@ class RowShards(abc.ABC):
             mesh=self.layout.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={GROUP_AXIS, SHARD_AXIS},
+            axis_names=set(self.layout.mesh.axis_names),
             check_vma=False,
         )
 
@@ -125,17 +129,23 @@ class RowsInGlobalView(RowShards):
             return self._exchange().take(shard, mine, dtype)
 
         specs = self.layout.spec, PartitionSpec()
-        return self._on_shards(taken, specs, _EACH_REPLICA)(shards, numbers)[:count]
+        return self._on_shards(taken, specs, self._of_rows)(shards, numbers)[:count]
 
     def add(self, numbers: Any, rows: Any) -> Any:
         def added(numbers: Any, rows: Any) -> Any:
             return self._exchange().add(self.shard_shape, numbers, rows)
 
-        add = self._on_shards(added, (_EACH_REPLICA, _EACH_REPLICA), self.layout.spec)
+        add = self._on_shards(added, (_EACH_REPLICA, self._of_rows), self.layout.spec)
         return add(self._padded(numbers, -1), self._padded(rows, 0))
 
     def gather(self, shards: Any) -> Any:
-        return jax.lax.with_sharding_constraint(shards, self.topology.replicated)
+        spec = without(self.layout.spec, SHARD_AXIS)
+        return jax.lax.with_sharding_constraint(shards, NamedSharding(self.topology.mesh, spec))
+
+    @property
+    def _of_rows(self) -> PartitionSpec:
+        """The spec of rows [n, ...]: over all replicas, and over the logical devices as in the table."""
+        return PartitionSpec((GROUP_AXIS, SHARD_AXIS), *without(self.layout.spec, SHARD_AXIS)[1:])
 
     def _exchange(self) -> RowExchange:
         across = ReplicaGroups(GROUP_AXIS) if self._num_groups > 1 else None
