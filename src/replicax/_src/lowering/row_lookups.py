@@ -222,7 +222,9 @@ class _Evaluation:
         for table in operands:
             if isinstance(table, _Sharded) and table.key is not None and self._num_askers > 1:
                 row = table.place.shape[1:]
-                if any(math.prod(v.aval.shape) == 0 and v.aval.shape[-len(row) :] == row for v in eqn.outvars):
+                if any(
+                    math.prod(v.aval.shape) == 0 and v.aval.shape[-len(row) :] == row for v in eqn.outvars
+                ):
                     self._exchanged(table, jnp.zeros(0, jnp.int32))
 
     def _look_up(self, eqn: Any, table: _Sharded, indices: Any) -> Any:
@@ -436,7 +438,11 @@ def exchange_rows(
       first_handed: The position of the first array output that may be a shard.
     """
     unchanged = ExchangedProgram(program)
-    if layouts is None or layouts.shards is None or not any(has_any(v.jaxpr, ("gather",)) for v in program.variants):
+    if (
+        layouts is None
+        or layouts.shards is None
+        or not any(has_any(v.jaxpr, ("gather",)) for v in program.variants)
+    ):
         return unchanged
     places = {id(b): layouts.rows_of(b.shape, b.dtype, b.layout) for b in program.bindings}
     places = {key: place for key, place in places.items() if place is not None}

@@ -256,7 +256,9 @@ def _on_shards(topology: Topology, mesh: Any, axes: Axes, after: Axes) -> Bind:
     def bind(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         with jax.sharding.use_abstract_mesh(mesh):
             result = topology.collective_on_shards(
-                lambda shard: jax_compat.bind_equation(eqn, [shard], mesh=jax.sharding.get_abstract_mesh())[0],
+                lambda shard: jax_compat.bind_equation(eqn, [shard], mesh=jax.sharding.get_abstract_mesh())[
+                    0
+                ],
                 operands[0],
                 spec_of(axes),
                 spec_of(after),
