@@ -64,6 +64,34 @@ LOOKUPS = {
 }
 
 
+def restored(strategy, folder):
+    """Trains in one call of ``run_steps``, saves, zeroes the table and restores it."""
+    with strategy.scope():
+        table = keras.Variable(FIRST)
+        optimizer = OPTIMIZERS["adam"]()
+        optimizer.build([table])
+
+    def step(batch):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(jnp.sum(rx.experimental.lookup(table, batch[0]) ** 2, (1, 2)))
+        optimizer.apply(tape.gradient(loss, [table]), [table])
+
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays((IDS[:6],)).batch(3))
+    strategy.run_steps(step, iter(dataset), 2)
+    checkpoint = rx.Checkpoint(table=table, optimizer=optimizer)
+    path = checkpoint.save(str(folder / "saved"))
+    table.assign(np.zeros_like(FIRST))
+    checkpoint.restore(path)
+    strategy.run_steps(step, iter(dataset), 2)
+    return [np.asarray(v.value) for v in (table, *optimizer.variables)]
+
+
+def test_several_steps_in_one_call_and_a_checkpoint(tmp_path):
+    expected = restored(rx.MirroredStrategy(CPUS[:1]), tmp_path / "one")
+    got = restored(rx.MirroredStrategy(CPUS[:2], shard_state="all"), tmp_path / "two")
+    assert_close(got, expected, 1e-5, 1e-6)
+
+
 @functools.cache
 def on_one_device(optimizer, batches, look_up):
     with jax.default_device(jax.devices()[0]):
@@ -184,9 +212,12 @@ def test_fit_equals_one_device_and_moves_rows():
     inputs[:7] = 5
     targets = np.random.default_rng(1).normal(size=(61, 1)).astype(np.float32)
     results = []
-    for num_replicas, size in ((1, None), (4, 4), (4, 2)):
+    layout_map = rx.experimental.LayoutMap()
+    layout_map["embedding.*/embeddings"] = (None, "logical")
+    of_logical = {"devices_per_replica": 2, "layout_map": layout_map}
+    for num_devices, size, options in ((1, None, {}), (4, 4, {}), (4, 2, {}), (4, 2, of_logical)):
         strategy = rx.MirroredStrategy(
-            CPUS[:num_replicas], shard_state="all" if size else None, shard_size=size
+            CPUS[:num_devices], shard_state="all" if size else None, shard_size=size, **options
         )
         keras.utils.set_random_seed(0)
         with strategy.scope():
@@ -205,13 +236,11 @@ def test_fit_equals_one_device_and_moves_rows():
         )
         if size:
             held = {shard.data.shape for shard in model.layers[0].embeddings.value.addressable_shards}
-            assert held == {(ROWS // size, WIDTH)}
-            plan = strategy.plan(
-                model.fit, args=(inputs, targets), kwargs={"batch_size": 18}, topology="cpu:4"
-            )
+            assert held == {(ROWS // size, WIDTH // 2 if options else WIDTH)}
+            plan = strategy.plan(model.fit, args=(inputs, targets), kwargs={"batch_size": 18})
             assert max(c.bytes for c in plan.compiled) < 64 * 4 * WIDTH
             assert plan.memory.temporaries < FIRST.nbytes
-    assert_close(results[1:], [results[0]] * 2, 1e-5, 1e-6)
+    assert_close(results[1:], [results[0]] * 3, 1e-5, 1e-6)
 
 
 def of_losses(table, ids):
@@ -245,7 +274,7 @@ def test_functional_gradients_with_optax(losses_of):
         (batch,) = strategy.experimental_distribute_dataset(rx.data.from_arrays((IDS[:5],)).batch(5))
         for _ in range(2):
             state, loss = strategy.run(step, args=(state, *batch))
-            state = jax.tree_util.tree_map(lambda leaf: strategy.experimental_local_results(leaf)[0], state)
-            state = strategy.replicate(state)
+            of_first = [strategy.experimental_local_results(leaf)[0] for leaf in jax.tree.leaves(state)]
+            state = strategy.replicate(jax.tree.unflatten(jax.tree.structure(state), of_first))
         results.append([strategy.reduce("SUM", loss, axis=None), table.numpy()])
     assert_close(results[1], results[0], 1e-5, 1e-6)
