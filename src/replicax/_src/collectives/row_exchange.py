@@ -46,8 +46,8 @@ class ReplicaGroups:
 class RowExchange:
     """The exchange of rows between the S replicas of a group that share one table [rows, ...].
 
-    With n ids on each replica, a table that is cut along its rows costs a reduce-scatter of [S·n, ...] in a lookup and an
-    all-gather of [R·n, ...] in its gradient, whatever the ids are. A table that is cut along another dim costs an
+    With n ids on each replica, a table that is cut along its rows costs a reduce-scatter of [S·n, ...] in a lookup and
+    an all-gather of [R·n, ...] in its gradient, whatever the ids are. A table that is cut along another dim costs an
     all-to-all of [n, ...] in each.
 
     Attributes:

@@ -189,13 +189,11 @@ class _Evaluation:
             if name == "broadcast_in_dim" and of_tables and np.ndim(operands[0]) == 0:
                 return [_Filled(operands[0], tuple(eqn.outvars[0].aval.shape))]
             return jax_compat.bind_equation(eqn, operands)
-        made = None
-        if _Sharded in kinds and any(isinstance(o, _Sharded) and o.key is not None for o in operands):
+        if any(isinstance(o, _Sharded) and o.key is not None for o in operands):
             return [self._of_table(eqn, operands)]
         if name in SUMS and collective_axes(eqn) == (REPLICA_AXIS,):
             return self._summed(eqn, operands)
-        if _Sharded not in kinds:
-            made = self._of_gradient(eqn, operands)
+        made = None if _Sharded in kinds else self._of_gradient(eqn, operands)
         return jax_compat.bind_equation(eqn, list(map(self.full, operands))) if made is None else [made]
 
     # --- tables ---
@@ -277,13 +275,12 @@ class _Evaluation:
         if not any(isinstance(operand, _Rows) for operand in operands):
             return _of_filled(eqn, operands)
         if name in ("add", "add_any"):
-            terms = [_as_rows(o, eqn) for o in operands]
-            if None in terms:
+            terms = [rows for rows in (_as_rows(o, eqn) for o in operands) if rows is not None]
+            if len(terms) < len(operands):
                 return None
             parts = tuple(part for term in terms for part in term.parts)
-            return dataclasses.replace(
-                terms[0], parts=parts, is_explicit=any(term.is_explicit for term in terms)
-            )
+            is_explicit = any(term.is_explicit for term in terms)
+            return dataclasses.replace(terms[0], parts=parts, is_explicit=is_explicit)
         if name in ("mul", "div"):
             return _scaled(name, *operands)
         if name in _LINEAR and isinstance(first, _Rows):
@@ -420,7 +417,7 @@ class ExchangedProgram:
     Attributes:
       program: The program.
       tables: The ids of the bindings of which it takes this replica's shard.
-      shards: The ``RowShards`` of each array output that is a shard, by position.
+      shards: The table of each array output that is a shard, by position.
     """
 
     program: ReplicaProgram
@@ -460,7 +457,7 @@ def exchange_rows(
 def _exchanged(
     program: ReplicaProgram,
     layouts: VariableLayouts,
-    places: dict[int, RowShards],
+    places: dict[int, RowsOfReplica],
     first_handed: int | None,
 ) -> ExchangedProgram | None:
     """Returns the changed program; None if the variants exchange different things."""
@@ -480,10 +477,10 @@ def _exchanged(
 def _exchanged_variant(
     variant: Variant,
     layouts: VariableLayouts,
-    places: dict[int, RowShards],
+    places: dict[int, RowsOfReplica],
     first_handed: int | None,
     agreed: Sequence[_Exchanged] | None,
-) -> tuple[Variant, dict[int, RowShards], list[_Exchanged]]:
+) -> tuple[Variant, dict[int, RowsOfReplica], list[_Exchanged]]:
     """Returns the changed variant, its outputs that are shards, and its possible exchanges."""
     first = len(variant.consts)
     tables = {
@@ -492,7 +489,7 @@ def _exchanged_variant(
         if id(entry.binding) in places
     }
     evaluation = _Evaluation(list(places.values()), agreed, layouts.topology.num_replicas)
-    shards: dict[int, RowShards] = {}
+    shards: dict[int, RowsOfReplica] = {}
 
     def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         evaluation.found.clear()
