@@ -27,8 +27,8 @@ def first_group(text: str) -> list[int] | None:
     Args:
       text: The text of the instruction. It lists groups, ``{{0,1},{2,3}}``, or describes them: ``[2,2]<=[4]`` is 0 to 3
         in two rows, and ``[2,2]<=[2,2]T(1,0)`` is the same square transposed. It can also name the axes of a mesh,
-        ``mesh['a'=2,'b'=2] {'b'}``, whose devices may be in another order, ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0))
-        {'b'}``, or a part of an axis: ``{'b':(2)2}`` is the second factor of 4 = 2 x 2.
+        ``mesh['a'=2,'b'=2] {'b'}``. The devices of that mesh may be in another order, as in ``mesh['a'=2,'b'=4],
+        device_ids=([4,2]T(1,0)) {'b'}``. A part of an axis is ``{'b':(2)2}``, the second factor of 4 = 2 x 2.
     """
     listed, iota, mesh = _LISTED.search(text), _IOTA.search(text), _MESH.search(text)
     if listed:

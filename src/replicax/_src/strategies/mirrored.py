@@ -22,8 +22,8 @@ log = logging.getLogger("replicax")
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine: one replica per device, or per group of devices.
 
-    Every device holds every variable, unless ``shard_state`` or ``layout_map`` shards it. Gradients are summed over replicas before they are applied, so that all copies
-    stay the same. The trace of a function proves this.
+    Every device holds every variable, unless ``shard_state`` or ``layout_map`` shards it. Gradients are summed over
+    replicas before they are applied, so that all copies stay the same. The trace of a function proves this.
 
     Args:
       devices: A list of names (``"gpu:0"``, ``"/gpu:0"``, ``"cpu:1"``, …) or ``jax.Device``, or the number of this

@@ -67,8 +67,8 @@ class StateShards:
     def dim_of(
         self, shape: Sequence[int], num_logical: Sequence[int] = (), *, least_rows: int = 1
     ) -> int | None:
-        """Returns the dim to shard: the first of the largest ones that S divides, rather one that the logical devices of
-        a replica do not shard. Returns None if the array stays replicated.
+        """Returns the dim to shard: the first of the largest ones that S divides, and one that the logical devices of a
+        replica shard only if no other dim fits. Returns None if the array stays replicated.
 
         Args:
           shape: The shape [...] of the full array.
