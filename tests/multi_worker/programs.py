@@ -819,3 +819,36 @@ def looking(folder):
             picture=str(rx.visualize(value)),
         )
     rx.testing.report(strategy=strategy._repr_html_())
+
+
+def looking_up_rows():
+    """Trains a table that is sharded over the replicas of all workers; reports each worker's shards."""
+    import jax.numpy as jnp
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy(shard_state="all")
+    ids = np.random.default_rng(0).integers(0, 8192, (29, 2)).astype("int32")
+    ids[:9] = 5
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        table = keras.layers.Embedding(8192, 32)
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Flatten()])
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+
+    def step(ids):
+        with rx.GradientTape() as tape:
+            rows = rx.experimental.lookup(table.embeddings, ids)
+            loss = rx.nn.compute_average_loss(jnp.sum(rows**2, (1, 2)))
+        model.optimizer.apply(tape.gradient(loss, [table.embeddings]), [table.embeddings])
+        return loss
+
+    data = strategy.experimental_distribute_dataset(rx.data.from_arrays((ids,)).batch(13))
+    losses = [float(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)) for batch in data]
+    history = model.fit(ids, np.zeros((29, 64), "float32"), batch_size=13, verbose=0).history["loss"]
+    held = [shard.data.shape[0] for shard in table.embeddings._value.addressable_shards]
+    rows = np.asarray(table.embeddings)[ids[::4]].tolist()
+    report(losses=[*losses, *history], held=held, rows=rows)

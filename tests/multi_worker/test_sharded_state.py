@@ -3,7 +3,7 @@ save."""
 
 import jax
 import pytest
-from programs import divided, divided_saves, restored_in_two_dimensions
+from programs import divided, divided_saves, looking_up_rows, restored_in_two_dimensions
 
 from checks import assert_close
 
@@ -53,3 +53,12 @@ def test_a_chief_saves_alone_at_the_end_of_an_epoch_and_all_save_together(report
     for report in (chief, other):  # none of them waits for ever
         kind, text = report["alone"]
         assert kind in ("PeerFailureError", "ProgramMismatchError"), text
+
+
+@pytest.mark.rest
+def test_workers_exchange_rows_of_a_table(reports_of):
+    """Batches of 13, 13 and 3 rows on 4 replicas, one of which has none of the last."""
+    (expected,) = reports_of(looking_up_rows, workers=1)
+    for got in reports_of(looking_up_rows, workers=2, devices=2):
+        assert got["held"] == [2048, 2048]
+        assert_close([got["losses"], got["rows"]], [expected["losses"], expected["rows"]], 1e-5, 1e-6)

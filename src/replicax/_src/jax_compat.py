@@ -304,16 +304,21 @@ def is_drop_var(atom: Any) -> bool:
     return isinstance(atom, jex.DropVar)
 
 
-def identity_primitive(name: str) -> Any:
+def identity_primitive(name: str, *, is_kept_in_gradients: bool = False) -> Any:
     """Creates a primitive that returns its first operand, to mark a value. Further operands are witnesses.
 
     With one operand it is linear and can be batched.
+
+    Args:
+      is_kept_in_gradients: True if it also marks the gradient of a marked value.
     """
     primitive = jex.Primitive(name)
     primitive.def_impl(lambda x, *_, **__: x)
     primitive.def_abstract_eval(lambda aval, *_, **__: aval)
     mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
-    ad.deflinear2(primitive, lambda ct, x, **params: [ct])
+    ad.deflinear2(
+        primitive, lambda ct, x, **params: [primitive.bind(ct, **params) if is_kept_in_gradients else ct]
+    )
     batching.defvectorized(primitive)
     return primitive
 

@@ -18,6 +18,7 @@ from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.table_files import load_table, save_table
 from replicax._src.variables.caching import cache_variable_reads
 from replicax._src.variables.layout_map import LayoutMap
+from replicax._src.variables.lookup import lookup
 from replicax._src.variables.sharded import ShardedVariable
 from replicax.experimental import layouts, partitioners, rpc
 
@@ -46,6 +47,7 @@ __all__ = [
     "coordinator",
     "layouts",
     "load_table",
+    "lookup",
     "partitioners",
     "rpc",
     "save_table",

@@ -27,6 +27,7 @@ from replicax._src.devices.topology import Topology
 from replicax._src.lowering import whole_operations
 from replicax._src.lowering.batch import Batch, BatchLayout
 from replicax._src.lowering.held_state import HeldState
+from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import in_flight, run_and_store
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
@@ -149,6 +150,9 @@ class _Program:
         self._plan = self._plan_by_rows(num_consts + num_state)
         if self._plan is None and any(layout.is_split for layout in self._layouts):
             self._make_wrong_operations_whole()
+        if self._is_sharded:
+            self._jaxpr, more = exchange_rows_globally(self._jaxpr)
+            self._consts = [*topology.put_whole(more), *self._consts]
         self._needs_token = topology.needs_token
         self._compiled = self._compile()
 

@@ -24,6 +24,7 @@ from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.devices.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
 from replicax._src.errors import NotFiniteError, TraceError
 from replicax._src.lowering.rounds import in_rounds
+from replicax._src.lowering.row_lookups import ExchangedProgram, exchange_rows
 from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.lowering.uneven_gathers import evaluate_uneven_gathering
 from replicax._src.lowering.whole_operations import make_whole
@@ -521,11 +522,12 @@ class Launcher:
         # The compiler does it, with its own collectives.
         is_sharded = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.bindings)
         self._needs_token = (program.has_collectives or is_sharded) and topology.needs_token
-        self.consts = [topology.put_whole(v.consts) for v in program.variants]
         has_shards = placement.layouts is not None and placement.layouts.shards is not None
         cut = _cut(program) if has_shards and is_sharded else None
         if cut is None:
-            self.placed = self._place(program, self.state, rows_of_replica)
+            exchanged = exchange_rows(program, placement.layouts)
+            self.consts = [topology.put_whole(v.consts) for v in exchanged.program.variants]
+            self.placed = self._place(exchanged, self.state, rows_of_replica)
         else:
             self.placed = self._place_cut(*cut, placement, rows_of_replica)
         donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
@@ -563,16 +565,19 @@ class Launcher:
         """Returns the program of ``_place``, with its updates after the ``shard_map``, on the devices' shards."""
         written = [before.bindings[i] for i in before.written]
         state = ProgramState(before.bindings, written, placement)
-        placed = self._place(before, state, rows)
         assert placement.layouts is not None
+        first_handed = len(before.same_outputs) - updates.num_handed
+        exchanged = exchange_rows(before, placement.layouts, first_handed)
+        self.consts = [self._topology.put_whole(v.consts) for v in exchanged.program.variants]
+        placed = self._place(exchanged, state, rows)
         return followed_by_updates(placed, state, self.state, updates, placement.layouts)
 
     def _place(
-        self, program: ReplicaProgram, program_state: ProgramState, rows: Sequence[int] | None
+        self, exchanged: ExchangedProgram, program_state: ProgramState, rows: Sequence[int] | None
     ) -> Callable[..., Any]:
         """Returns a program over the mesh: (written state, read state, constants, donated arguments, other
         arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
-        single = self._topology.num_replicas == 1
+        single, program, shards = self._topology.num_replicas == 1, exchanged.program, exchanged.shards
         body = replica_body(program, self._topology, rows)
         loaded, written_bindings = program_state.bindings, program_state.written.bindings
         position = {id(s): i for i, s in enumerate(loaded)}
@@ -587,14 +592,15 @@ class Launcher:
         given, kept = self._split(self._is_row)
         layouts = self._layouts
         is_late = {
-            id(s): layouts is not None and layouts.is_gathered_late(s.shape, s.dtype, s.layout)
+            id(s): id(s) in exchanged.tables
+            or (layouts is not None and layouts.is_gathered_late(s.shape, s.dtype, s.layout))
             for s in loaded
         }
 
         def component(binding: Binding, value: Any, layouts: Any = layouts) -> Any:
-            if is_late[id(binding)]:
+            if is_late[id(binding)] and id(binding) not in exchanged.tables:
                 return layouts.of_row(value[0], binding.shape, binding.layout)
-            return value[0] if binding.sync_policy.is_per_replica else value
+            return value[0] if binding.sync_policy.is_per_replica or is_late[id(binding)] else value
 
         def on_device(written, read, consts, given_args, kept_args):
             state = list(map(component, loaded, [*written, *read]))
@@ -612,7 +618,7 @@ class Launcher:
             return writes, [sums[i] for i in to_sums], outs, token
 
         is_joined = self._topology.peers is not None and program.has_collectives
-        out_same = [single or same for same in program.same_outputs]
+        out_same = [(single or same) and i not in shards for i, same in enumerate(program.same_outputs)]
         groups = program_state.written.bindings, program_state.read.bindings
         placed = self._topology.on_replicas(
             in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,
@@ -646,7 +652,9 @@ class Launcher:
             state = (
                 list(map(given_to_replicas, *group)) for group in zip(groups, (written, read), strict=True)
             )
-            return placed(*state, *others)
+            new, sums, outs, tokens = placed(*state, *others)
+            outs = [shards[i].joined(out) if i in shards else out for i, out in enumerate(outs)]
+            return new, sums, outs, tokens
 
         return with_layouts
 

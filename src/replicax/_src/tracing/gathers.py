@@ -39,7 +39,9 @@ def is_large(num_bytes: int) -> bool:
 
 
 sharded_read_p = jax_compat.identity_primitive("replicax_sharded_read")
-"""A read of a variable in the global view. Params: ``spec``, as in ``Sharded``, and ``mesh``, that of the replicas."""
+"""A read of a variable in the global view. Params: ``spec``, as in ``Sharded``, ``mesh``, that of the replicas, and
+``rows``, the ``RowShards`` for lookups.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,6 +105,9 @@ assert_same_p = jax_compat.identity_primitive("replicax_assert_same")
 seed_shift_p = jax_compat.identity_primitive("replicax_seed_shift")
 seed_unshift_p = jax_compat.identity_primitive("replicax_seed_unshift")
 
+# A table whose rows the user asks to exchange, or the gradient of one. See ``lowering/row_lookups.py``.
+rows_p = jax_compat.identity_primitive("replicax_rows", is_kept_in_gradients=True)
+
 # A read of a variable on parameter servers. An assignment is sent as an operation on the value that was read last.
 # Params: number.
 read_p = jax_compat.identity_primitive("replicax_read")

@@ -14,7 +14,7 @@ ELEMENTWISE: Final = frozenset(
     clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp
     exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt
     max min mul name ne neg nextafter not or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+    regularized_incomplete_beta rem replicax_rows round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
     sin sinh sqrt square stop_gradient sub tan tanh xor zeta
     """.split()
 ).union(jax_compat.NEWER_ELEMENTWISE)

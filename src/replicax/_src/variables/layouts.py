@@ -24,6 +24,7 @@ from replicax._src.tracing.gathers import Sharded, is_large, sharded_read_p
 from replicax._src.tracing.optimizer_slots import model_variable_of
 from replicax._src.variables.layout_map import LayoutMap
 from replicax._src.variables.mapped_layouts import MappedLayouts
+from replicax._src.variables.row_shards import RowsInGlobalView, RowsOfReplica
 from replicax._src.variables.state_shards import StateShards
 
 # TPUs lay arrays out in tiles of 8 rows, and would pad thinner shards.
@@ -162,7 +163,8 @@ class VariableLayouts:
         size = math.prod(value.shape) * value.dtype.itemsize
         if not is_large(size) or not isinstance(value, jax_compat.Tracer):
             return jax.lax.with_sharding_constraint(value, self.gathered(layout))
-        return sharded_read_p.bind(value, spec=layout.spec, mesh=self.topology.mesh)
+        rows = RowsInGlobalView(value.shape, layout, self.topology)
+        return sharded_read_p.bind(value, spec=layout.spec, mesh=self.topology.mesh, rows=rows)
 
     def summed(self, gradient: Any, layout: NamedSharding | None) -> Any:
         """Sums a traced gradient over the replicas, then cuts it into shards. Without this the partitioner would rather
@@ -178,6 +180,14 @@ class VariableLayouts:
         """
         size = math.prod(shape) * dtype.itemsize
         return layout is not None and dim_of(layout.spec, SHARD_AXIS) is not None and is_large(size)
+
+    def rows_of(self, shape: Sequence[int], dtype: Any, layout: NamedSharding | None) -> RowsOfReplica | None:
+        """Returns the rows of a variable with this layout, for lookups in replica programs; None if it has none."""
+        is_shared = layout is None or dim_of(layout.spec, SHARD_AXIS) is None
+        # A program is changed before the mesh of the logical devices is known.
+        if layout is None or is_shared or self.topology.num_logical_devices > 1:
+            return None
+        return RowsOfReplica(shape, layout, self.topology) if jnp.issubdtype(dtype, jnp.number) else None
 
     def in_rows(self, value: Any, layout: NamedSharding) -> Any:
         """Returns a traced sharded array as [R, ...], whose row r is the shard of replica r. No data moves."""

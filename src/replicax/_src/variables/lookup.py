@@ -1,4 +1,6 @@
-"""Lookups in tables of embeddings: ``rx.nn.embedding_lookup`` and ``embedding_lookup_sparse``."""
+"""Lookups in tables of embeddings: ``rx.nn.embedding_lookup``, ``embedding_lookup_sparse`` and
+``rx.experimental.lookup``.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.framework import is_variable
 from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.markers import rows_p
 from replicax._src.values import ArrayLike
 from replicax._src.variables.server_placement import array_of_table
 from replicax._src.variables.sharded import ShardedVariable, check_ids
@@ -53,6 +57,40 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> ja
     else:
         rows = table.shards.read_rows(ids) if isinstance(table, ShardedVariable) else take_rows(table, ids)
     return rows if max_norm is None else _clipped(rows, max_norm, ids.ndim)
+
+
+def lookup(table: Any, ids: Any) -> jax.Array:
+    """Returns rows of a table that may be sharded over replicas, and never gathers the table for it.
+
+    It is ``table[ids]``, in every context, and is differentiable. With ``shard_state="all"`` each replica holds a shard
+    of a trainable table. In ``Strategy.run`` and ``fit`` the replicas then exchange ids and rows, whatever the number
+    of ids. With n ids on each of the S replicas that share a table, a lookup moves S·n rows to each replica, and so
+    does its gradient. ``embedding_lookup``, ``table[ids]`` and Keras's ``Embedding`` do the same for tables of at least
+    1 MiB if all replicas together look up fewer rows than the table has. Otherwise they gather the table.
+
+    All replicas must call it, also those without rows. It communicates; it does not block.
+
+    Args:
+      table: [rows, ...]: an ``rx.Variable``, a variable of Keras, a ``ShardedVariable``, or an array.
+      ids: Integers of any shape, this replica's own. An id out of range gives a row of NaN, and negative ids count
+        from the end.
+
+    Returns:
+      An array ``[*ids.shape, ...]`` of the table's dtype.
+
+    Raises:
+      InvalidArgumentError: Ids are not integers.
+
+    >>> import jax.numpy as jnp
+    >>> lookup(jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), [2, 0]).tolist()
+    [[5.0, 6.0], [1.0, 2.0]]
+    """
+    if array_of_table(table) is not None:
+        return embedding_lookup(table, ids)
+    table, ids = _table(table), check_ids(ids, None, "ids")
+    if isinstance(table, ShardedVariable):
+        return table.shards.read_rows(ids)
+    return take_rows(rows_p.bind(table) if isinstance(table, jax_compat.Tracer) else table, ids)
 
 
 def embedding_lookup_sparse(

@@ -205,8 +205,8 @@ class ShardedVariable(ArrayLike):
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def check_ids(ids: Any, num_rows: int, what: str) -> Any:
-    """Returns row numbers as an array of ints. Checks their range if their values are known.
+def check_ids(ids: Any, num_rows: int | None, what: str) -> Any:
+    """Returns row numbers as an array of ints. Checks their range if their values are known and ``num_rows`` is given.
 
     Raises:
       InvalidArgumentError: They are not integers, or one is not in ``[0, num_rows)``.
@@ -217,7 +217,7 @@ def check_ids(ids: Any, num_rows: int, what: str) -> Any:
         array = array.astype(np.int32)  # NumPy makes [] an array of floats
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise InvalidArgumentError(f"{what} must be integers, the numbers of rows; got dtype {array.dtype}.")
-    if not isinstance(array, jax_compat.Tracer):
+    if num_rows is not None and not isinstance(array, jax_compat.Tracer):
         known = np.asarray(array)
         wrong = known[(known < 0) | (known >= num_rows)]
         if wrong.size:
