@@ -19,6 +19,7 @@ import replicax as rx
 from checks import assert_close, message, tpu_strategy
 from replicax._src.plan.hlo import read_hlo
 from replicax._src.tracing import gathers
+from replicax._src.tracing.equations import equations, equations_in
 from replicax.errors import InvalidArgumentError, UnsupportedError
 
 ROWS, BATCH, WIDTH, WIDE, WORDS = 61, 24, 8, 32, 16  # batches of 24, 24 and 13 rows
@@ -499,3 +500,34 @@ def test_programs_need_shardy():
         message(UnsupportedError, lambda: strategy.run(lambda: jnp.ones(())), "jax_use_shardy_partitioner")
     finally:
         jax.config.update("jax_use_shardy_partitioner", True)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("prints", [False, True])
+def test_uneven_batches_have_no_branches(prints, monkeypatch):
+    """The compiler may move an exchange of all devices into a branch, which some replicas never take."""
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
+    strategy = strategy_of()
+    with strategy.scope():
+        up = rx.Variable(np.full((WIDTH, WIDE), 0.1, np.float32), name="up/kernel")
+        down = rx.Variable(np.full((WIDE, WIDTH), 0.1, np.float32), name="down/kernel")
+        rx.Variable(np.zeros(WIDE, np.float32), name="up/bias")
+        rx.Variable(np.zeros((WORDS, WIDTH), np.float32), name="tokens/embeddings")
+
+    def step(x):
+        total = jnp.sum(jnp.tanh(x @ up.value) @ down.value)
+        if prints:
+            jax.debug.print("{total}", total=total)
+        return total
+
+    x = strategy.experimental_distribute_values_from_function(
+        lambda context: np.ones((2 if context.replica_id_in_sync_group == 0 else 1, WIDTH), np.float32)
+    )
+    totals = strategy.experimental_local_results(strategy.run(step, args=(x,)))
+    assert_close(totals[0], 2 * totals[1], 1e-5)
+    launcher = strategy.runner.last_launcher
+    traced = launcher.compiled.trace(*launcher.described([x.stored])).jaxpr
+    branches = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == "cond"]  # prints are in some
+    assert not [
+        eqn for eqn in branches for inner in equations_in(eqn) if inner.primitive.name == "dot_general"
+    ]
