@@ -28,7 +28,7 @@ LAYERS = (
     "variables",
     "lowering",
     "input",
-    "strategies function gradients nn control",
+    "strategies function gradients nn control accumulation",
     "checkpoint",
     "frameworks",
     "parameter_servers",
