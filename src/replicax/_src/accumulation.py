@@ -289,8 +289,8 @@ def _scanned(
 def _step(trace: _Trace, carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], None]:
     number = len(trace.sums.arrays)
     outs = jax_compat.eval_jaxpr(trace.jaxpr, [*trace.consts, *carry[number:], *rows])
-    totals = [total + out.astype(total.dtype) for total, out in zip(carry[:number], outs[:number], strict=True)]
-    return [*totals, *outs[number:]], None
+    outs = [jnp.asarray(out, old.dtype) for out, old in zip(outs, carry, strict=True)]
+    return [*map(jnp.add, carry[:number], outs[:number]), *outs[number:]], None
 
 
 def _check_another_size(traced: Callable[[int], _Trace], rows: int, sums: _Sums, name: str) -> None:
