@@ -21,7 +21,7 @@ LAYERS = (
     "wire",
     "cluster",
     "devices",
-    "values framework",
+    "values framework precision",
     "tracing",
     "collectives",
     "context",
