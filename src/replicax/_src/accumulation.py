@@ -18,6 +18,7 @@ from replicax._src.framework import is_variable
 from replicax._src.function import Function
 from replicax._src.tracing.capture import TracedCapture, current_capture
 from replicax._src.tracing.key import is_array, name_of
+from replicax._src.tracing.loss_counts import LossCount, counting, note_loss
 from replicax._src.values import DistributedValues, PerReplica
 
 MicroFunction = Callable[..., tuple[Any, Any]]
@@ -108,6 +109,7 @@ def _share(micro: MicroFunction, batch: Any, num_micro_batches: int, name: str) 
     if replica is not None and replica.communicator is not None:
         # Dividing by a reduced number must not make a gradient that all replicas share look like a reduced one.
         count = assert_same(replica.communicator.sum([count])[0])
+    note_loss(LossCount(lambda: count))
     shares = [_divided(total, count, dtype) for total, dtype in zip(sums.arrays, sums.dtypes, strict=True)]
     return sums.tree.unflatten(shares[:-1])
 
@@ -212,7 +214,8 @@ def _looped(flat: Callable[[Sequence[Any]], _Sums], arrays: Sequence[Any], group
     start, total = 0, None
     for number, rows in groups or [(1, 0)]:
         for _ in range(number):
-            sums = flat([array[start : start + rows] for array in arrays])
+            with counting():
+                sums = flat([array[start : start + rows] for array in arrays])
             added = [array.astype(_dtype_of_total(array.dtype)) for array in sums.arrays]
             if total is not None:
                 total.check_alike(sums, name)
@@ -247,7 +250,7 @@ def _scanned(
         found: list[_Sums] = []
 
         def body(*given: Any) -> list[Any]:
-            with capture.branch() as branch:
+            with capture.branch() as branch, counting():
                 for variable, value in zip(known, given[: len(known)], strict=True):
                     branch.writes[id(variable)] = (variable, value, written[id(variable)][1])
                 found.append(flat(given[len(known) :]))
