@@ -27,7 +27,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 def add_count(optimizer: Any) -> None:
     """Gives an optimizer that accumulates gradients a variable for the sum of the denominators."""
-    if optimizer.gradient_accumulation_steps and context.has_strategy() and not context.get_strategy().has_servers:
+    if optimizer.gradient_accumulation_steps and context.has_strategy():
         optimizer.accumulated_count = optimizer.add_variable(
             (), dtype="float32", aggregation="only_first_replica", name="accumulated_count"
         )
