@@ -276,7 +276,9 @@ def test_statistics_seeds_and_metrics_of_keras(num_replicas, number):
     )
     assert mean == pytest.approx(np.average(losses, weights=SIZES), rel=1e-5)
     assert np.abs(np.asarray(model.layers[1].moving_mean.value)).max() > 0
-    assert int(model.layers[2].seed_generator.state.value[1]) == 2 * number  # each micro-batch drops other units
+    assert (
+        int(model.layers[2].seed_generator.state.value[1]) == 2 * number
+    )  # each micro-batch drops other units
     assert int(optimizer.iterations.value) == 2
 
 
@@ -287,7 +289,10 @@ def sums_of_dtypes(batch):
 def test_dtypes_of_shares():
     rows = np.ones(600, np.float32)
     shares = rx.experimental.accumulate(600)(sums_of_dtypes)(rows)
-    assert (shares["half"].dtype, float(shares["half"])) == (jnp.bfloat16, 1.0)  # in bfloat16 the sum would be 256
+    assert (shares["half"].dtype, float(shares["half"])) == (
+        jnp.bfloat16,
+        1.0,
+    )  # in bfloat16 the sum would be 256
     assert (shares["int"].dtype, float(shares["int"])) == (jnp.float32, 1.0)
     assert shares["none"] is None
 
@@ -336,7 +341,9 @@ def test_one_exchange_and_less_memory(options, monkeypatch):
         assert reduced <= of_gradients + 64  # the gradients, and the count
         if options:
             gathered = sum(c.bytes * c.count for c in collectives if c.kind == "all-gather")
-            assert gathered <= 2 * of_gradients + (number == 1) * of_gradients  # not once for each micro-batch
+            assert (
+                gathered <= 2 * of_gradients + (number == 1) * of_gradients
+            )  # not once for each micro-batch
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     # 4096 rows of 256 floats in 3 layers and their gradients, or 512 of them.
     assert temporaries[1] < temporaries[0] - 2 * 4096 * 256 * 4

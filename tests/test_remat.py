@@ -79,16 +79,22 @@ def test_numbers_are_those_without_remat(is_scanned, how, options, number, half,
     got = trained(
         rx.MirroredStrategy(CPUS, **options), rows, remat=True, how=how, number=number, half=half, is_scanned=is_scanned
     )  # fmt: skip
-    rtol, atol = (0.02, 0.02) if half else (1e-4, 1e-5)  # bfloat16 has 8 bits; fused operations round less often
+    rtol, atol = (
+        (0.02, 0.02) if half else (1e-4, 1e-5)
+    )  # bfloat16 has 8 bits; fused operations round less often
     assert_close(got[:2], expected[:2], rtol, atol)
 
 
-@pytest.mark.parametrize(("options", "number"), [({}, 1), ({"shard_state": "all"}, 1), ({"shard_state": "all"}, 2)])
+@pytest.mark.parametrize(
+    ("options", "number"), [({}, 1), ({"shard_state": "all"}, 1), ({"shard_state": "all"}, 2)]
+)
 def test_remat_needs_less_memory(options, number, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     rows = 4096
     sizes = [
-        trained(rx.MirroredStrategy(CPUS[:2], **options), rows, remat=remat, number=number, is_scanned=True)[2]
+        trained(rx.MirroredStrategy(CPUS[:2], **options), rows, remat=remat, number=number, is_scanned=True)[
+            2
+        ]
         for remat in (False, True)
     ]
     # Without it, 4 activations of each of 4 layers are kept; with it, 1 of each layer and 4 of one.

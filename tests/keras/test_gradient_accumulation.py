@@ -25,9 +25,11 @@ class OwnStep(keras.Sequential):
     def train_step(self, data):
         x, y, *weight = data
         with rx.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True), sample_weight=(*weight, None)[0])
+            loss = self.compute_loss(
+                x=x, y=y, y_pred=self(x, training=True), sample_weight=(*weight, None)[0]
+            )
         self.optimizer.apply_gradients(
-            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+            zip(tape.gradient(target, self.trainable_variables), self.trainable_variables, strict=True)
         )
         return {"loss": loss}
 
@@ -48,13 +50,14 @@ def fitted(strategy, batch_size, number, *, make=adam, cls=keras.Sequential, mas
            reduction="sum_over_batch_size", **options):  # fmt: skip
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        layers = [keras.layers.Embedding(9, 4, mask_zero=masked), keras.layers.Dense(1, kernel_regularizer="l2")]
+        layers = [
+            keras.layers.Embedding(9, 4, mask_zero=masked),
+            keras.layers.Dense(1, kernel_regularizer="l2"),
+        ]
         model = cls([keras.Input((TOKENS,), dtype="int32"), *layers])
         optimizer = make(gradient_accumulation_steps=number) if number else make()
         model.compile(optimizer, keras.losses.MeanSquaredError(reduction=reduction), **options)
-    model.fit(
-        IDS, Y, sample_weight=weights, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0
-    )
+    model.fit(IDS, Y, sample_weight=weights, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
     return [np.asarray(v.value) for v in model.weights]
 
 
@@ -175,7 +178,9 @@ def test_several_losses_with_masks_have_no_single_count():
         model = keras.Model(ids, [keras.layers.Dense(1)(hidden), keras.layers.Dense(1)(hidden)])
         model.compile(adam(gradient_accumulation_steps=2), ["mse", "mae"])
     message(
-        rx.errors.KerasLossError, lambda: model.fit(IDS, [Y, Y], batch_size=8, verbose=0), "rx.experimental.accumulate"
+        rx.errors.KerasLossError,
+        lambda: model.fit(IDS, [Y, Y], batch_size=8, verbose=0),
+        "rx.experimental.accumulate",
     )
 
 

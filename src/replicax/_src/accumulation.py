@@ -188,8 +188,8 @@ def _rows_of(leaves: Sequence[Any], name: str) -> tuple[list[Any], int]:
             )
     arrays = [leaf.as_array() if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
     shapes = [jnp.shape(array) if is_array(array) else () for array in arrays]
-    rows = {shape[0] if shape else None for shape in shapes}
-    if len(rows) != 1 or None in rows:
+    rows = {shape[0] if shape else -1 for shape in shapes}
+    if len(rows) != 1 or -1 in rows:
         raise InvalidArgumentError(
             f"{name} splits its first argument into micro-batches by rows, and the shapes of its leaves are {shapes}. "
             "Give it a pytree of arrays [rows, ...] with the same number of rows; pass all else as further arguments."
@@ -209,7 +209,9 @@ def _divided(total: Any, count: Any, dtype: Any) -> Any:
     return jnp.where(count == 0, 0, share).astype(result)
 
 
-def _looped(flat: Callable[[Sequence[Any]], _Sums], arrays: Sequence[Any], groups: Groups, name: str) -> _Sums:
+def _looped(
+    flat: Callable[[Sequence[Any]], _Sums], arrays: Sequence[Any], groups: Groups, name: str
+) -> _Sums:
     """Adds up the sums of micro-batches, one call after the other."""
     start, total = 0, None
     for number, rows in groups or [(1, 0)]:

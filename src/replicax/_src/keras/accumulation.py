@@ -85,7 +85,9 @@ def _count() -> Any:
     return found[0][0]
 
 
-def note_keras_loss(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, mask: Any, *, is_local: bool) -> None:
+def note_keras_loss(
+    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, mask: Any, *, is_local: bool
+) -> None:
     """Records the denominator of a ``keras.losses.Loss``, if it is a mean.
 
     Args:

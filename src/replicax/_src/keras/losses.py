@@ -217,8 +217,9 @@ def _of_whole_batch(
     y_true, sample_weight = (
         keras.tree.map_structure(gather.fixed, pytree) for pytree in (y_true, sample_weight)
     )
-    _note(loss, y_true, y_pred, sample_weight)
-    value = call(loss, y_true, keras.tree.map_structure(gather.differentiable, y_pred), sample_weight)
+    gathered = keras.tree.map_structure(gather.differentiable, y_pred)
+    _note(loss, y_true, gathered, sample_weight)
+    value = call(loss, y_true, gathered, sample_weight)
     return value if rows else value + _nothing(y_pred).astype(value.dtype)
 
 

@@ -40,8 +40,8 @@ class PlacedOptimizer(_Keras):
         with sharded_state.made_alone(type(self) is keras.optimizers.Optimizer):
             super().__init__(*args, **kwargs)
 
-    @functools.wraps(keras.optimizers.Optimizer.build)
     def build(self, variables: Any) -> None:
+        """Makes the optimizer's variables, and the count of micro-batches where it accumulates gradients."""
         super().build(variables)
         accumulation.add_count(self)
 

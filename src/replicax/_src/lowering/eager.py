@@ -27,8 +27,8 @@ from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import Call
 from replicax._src.tracing.capture import created_again, current_capture, replaced_capture
-from replicax._src.tracing.loss_counts import counting
 from replicax._src.tracing.eager_capture import NO_AXIS, EagerCapture, on_no_device
+from replicax._src.tracing.loss_counts import counting
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 
-
 class LossCount(NamedTuple):
     """The denominator of one mean loss.
 
