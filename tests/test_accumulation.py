@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import replicax as rx
 from checks import assert_close, message
@@ -159,6 +160,40 @@ def test_functional_state_and_optax():
         state, loss = strategy.run(step, args=(state, batch))
         losses.append(strategy.reduce("SUM", loss, axis=None))
     check(losses, [strategy.experimental_local_results(p)[0] for p in state[0]])
+
+
+def test_state_of_nnx_modules():
+    strategy = rx.MirroredStrategy(CPUS)
+    model = nnx.Linear(5, 1, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model, nnx.Param)
+    optimizer = optax.chain(rx.optax.aggregate_gradients(), optax.sgd(0.1))
+
+    def loss(params, x, y):
+        return jnp.sum((nnx.merge(graph, params)(x)[:, 0] - y) ** 2)
+
+    @rx.experimental.accumulate(3)
+    def gradients_of(batch, params):
+        return jax.value_and_grad(loss)(params, *batch), len(batch[0])
+
+    def step(params, batch):
+        value, gradients = gradients_of(batch, params)
+        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        return optax.apply_updates(params, updates), value
+
+    rows = rx.data.from_arrays((X[:, 0], Y[:, 0])).batch(ROWS)
+    (batch,) = strategy.experimental_distribute_dataset(rows)
+    new, value = strategy.run(step, args=(strategy.replicate(params), batch))
+    expected, gradients = jax.value_and_grad(lambda p: loss(p, X[:, 0], Y[:, 0]) / ROWS)(params)
+    assert_close(float(strategy.reduce("SUM", value, axis=None)), float(expected), 1e-5)
+    got = [
+        strategy.experimental_local_results(leaf)[0] for leaf in jax.tree.leaves(new, is_leaf=_is_distributed)
+    ]
+    wanted = [p - 0.1 * g for p, g in zip(jax.tree.leaves(params), jax.tree.leaves(gradients), strict=True)]
+    assert_close(list(map(np.asarray, got)), list(map(np.asarray, wanted)), 1e-5, 1e-6)
+
+
+def _is_distributed(value):
+    return isinstance(value, rx.DistributedValues)
 
 
 def test_value_and_grad_inside():

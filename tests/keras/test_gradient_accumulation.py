@@ -28,6 +28,7 @@ class OwnStep(keras.Sequential):
             loss = self.compute_loss(
                 x=x, y=y, y_pred=self(x, training=True), sample_weight=(*weight, None)[0]
             )
+            target = self.optimizer.scale_loss(loss)
         self.optimizer.apply_gradients(
             zip(tape.gradient(target, self.trainable_variables), self.trainable_variables, strict=True)
         )
