@@ -111,6 +111,21 @@ def test_on_logical_devices(number):
     assert_close(got[:2], expected[:2], 1e-4, 1e-5)
 
 
+@pytest.mark.parametrize(("number", "half", "rows"), [(1, False, 26), (3, False, 26), (2, True, 24)])
+@pytest.mark.parametrize("is_scanned", [False, True], ids=["unrolled", "scanned"])
+def test_sharded_over_replicas_and_in_each_replica(number, half, rows, is_scanned, monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
+    spec = (None, None, "logical") if is_scanned else (None, "logical")
+    layouts = rx.experimental.LayoutMap({f"w{i}": spec for i in range(1 if is_scanned else DEPTH)})
+    options = {"number": number, "half": half, "is_scanned": is_scanned}
+    expected = trained(rx.MirroredStrategy(CPUS), rows, remat=False, **options)
+    strategy = rx.MirroredStrategy(
+        [f"cpu:{i}" for i in range(8)], devices_per_replica=2, layout_map=layouts, shard_state="all"
+    )
+    got = trained(strategy, rows, remat=True, **options)
+    assert_close(got[:2], expected[:2], *((0.02, 0.02) if half else (1e-4, 1e-5)))  # bfloat16 has 8 bits
+
+
 def fitted(strategy, *, remat, policy="float32", accumulation=None):
     keras.utils.set_random_seed(0)
     with strategy.scope(), keras.RematScope(mode="full" if remat else None):

@@ -40,7 +40,7 @@ INTERNAL = {
     "ParameterServerStrategy": "is_coordinator topology_of_worker run_here run_replica_here run_as_one has_servers",
     "ReplicaContext": "communicator",
     "RemoteValue": "array pytree_of settle",
-    "Strategy": "parts_on layouts_on parts topology variable_placement bindings runner steps_runner user_ops reduce_in_replica "
+    "Strategy": "parts_on shards_on parts topology variable_placement bindings runner steps_runner user_ops reduce_in_replica "
     "joins_trace mirrored is_default has_servers partitions_by_spmd worker_of_own",
     "SummaryWriter": "keras_model",
     "Variable": "has_components",

@@ -562,19 +562,21 @@ def on_hosts_of_a_tpu():
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(rows).batch(8))
     losses = [float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)) for x in dataset]
     whole = strategy.experimental_local_results(strategy.run(lambda: w1.value))[0]
-    pieces = sorted({shard.data.shape for shard in w1.value.addressable_shards})
+    np.testing.assert_array_equal(w1.numpy(), np.asarray(whole))  # a read gathers it from all hosts
+    pieces = sorted({shard.data.shape for shard in w1._value.addressable_shards})
     report(losses=losses, w1=np.asarray(whole).tolist(), w2=w2.numpy().tolist(), shards=pieces)
 
     history = model.fit(rows, rows[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
-    kernel = model.trainable_variables[0].value
+    kernel = model.trainable_variables[0]._value
     report(fit=history["loss"], kernel=sorted({shard.data.shape for shard in kernel.addressable_shards}))
     jax.block_until_ready(kernel)
 
 
-def divided(state, size):
+def divided(state, size, devices_per_replica="1"):
     """Loops of each kind with state that is sharded over the replicas of all workers; reports each worker's shards.
 
-    ``size``: the number of shards; "0" for the number of replicas.
+    ``size``: the number of shards; "0" for the number of replicas. The devices of a replica shard the kernels and the
+    first bias.
     """
     import time
 
@@ -586,7 +588,13 @@ def divided(state, size):
     from replicax.testing import report
 
     gathers.LEAST_GATHERED_BYTES = 1
-    strategy = rx.MultiWorkerMirroredStrategy(shard_state=state, shard_size=int(size) or None)
+    layout_map = {"up/kernel": (None, "logical"), "up/bias": ("logical",), "down/kernel": ("logical",)}
+    strategy = rx.MultiWorkerMirroredStrategy(
+        shard_state=state,
+        shard_size=int(size) or None,
+        devices_per_replica=int(devices_per_replica),
+        layout_map=layout_map if devices_per_replica != "1" else None,
+    )
     rng = np.random.default_rng(0)
     x = rng.normal(size=(45, 6)).astype("float32")
     y = rng.normal(size=(45, 1)).astype("float32")
@@ -594,8 +602,8 @@ def divided(state, size):
     def made(seed):
         keras.utils.set_random_seed(seed)
         with strategy.scope():
-            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
-            model = keras.Sequential([keras.Input((6,)), *layers])
+            up, down = keras.layers.Dense(8, "tanh", name="up"), keras.layers.Dense(1, name="down")
+            model = keras.Sequential([keras.Input((6,)), up, keras.layers.Dropout(0.2), down])
             model.compile(keras.optimizers.AdamW(1e-2, global_clipnorm=0.5), "mse")
         return model
 
@@ -635,6 +643,44 @@ def divided(state, size):
     if strategy.cluster_resolver.task_id == 1:
         time.sleep(3)  # where each worker has all pieces the other one has ended by now
     report(after=values(model))
+
+
+def restored_in_two_dimensions(path):
+    """Trains with kernels that are sharded over replicas and over the devices of each, saves, and restores into another
+    model."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy(
+        devices_per_replica=2, layout_map={"kernel": (None, "logical")}, shard_state="all"
+    )
+    x = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
+
+    def made(seed):
+        keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="up")])
+            model.compile("adam", "mse")
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    def values(model):
+        return [np.asarray(v).tolist() for v in [*model.variables, *model.optimizer.variables]]
+
+    trained = made(0)
+    trained.fit(x, x[:, :4], batch_size=8, verbose=0)
+    saved = rx.Checkpoint(model=trained).write(path)
+    restored = made(1)
+    rx.Checkpoint(model=restored).restore(saved).assert_consumed()
+    kernel = restored.trainable_variables[0]._value
+    report(
+        trained=values(trained),
+        restored=values(restored),
+        shards=sorted({shard.data.shape for shard in kernel.addressable_shards}),
+    )
 
 
 def saving_between_batches(folder):

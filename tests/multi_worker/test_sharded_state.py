@@ -3,7 +3,7 @@ save."""
 
 import jax
 import pytest
-from programs import divided, divided_saves
+from programs import divided, divided_saves, restored_in_two_dimensions
 
 from checks import assert_close
 
@@ -11,26 +11,36 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize(
-    ("devices", "state", "shards"),
+    ("devices", "state", "shards", "num_logical"),
     [
-        (1, "all", 2),
-        pytest.param(2, "all", 2, marks=pytest.mark.long),
-        pytest.param(2, "all", 4, marks=pytest.mark.long),
-        pytest.param(2, "optimizer", 4, marks=pytest.mark.long),
+        (1, "all", 2, 1),
+        pytest.param(2, "all", 2, 1, marks=pytest.mark.long),
+        pytest.param(2, "all", 4, 1, marks=pytest.mark.long),
+        pytest.param(2, "optimizer", 4, 1, marks=pytest.mark.long),
+        (4, "all", 4, 2),  # 4 replicas of 2 devices
+        pytest.param(4, "all", 2, 2, marks=pytest.mark.long),
+        pytest.param(4, "optimizer", 4, 2, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.rest
-def test_training_equals_one_device_and_shards_memory(reports_of, devices, state, shards):
+def test_training_equals_one_device_and_shards_memory(reports_of, devices, state, shards, num_logical):
     (expected,) = reports_of(divided, "all", "0", workers=1)
-    for got in reports_of(divided, state, str(shards), workers=2, devices=devices):
+    for got in reports_of(divided, state, str(shards), str(num_logical), workers=2, devices=devices):
         assert_close(jax.tree.leaves(got["initial"]), jax.tree.leaves(expected["initial"]), 0)
         for name in ("history", "fitted", "predicted", "losses", "trained", "assigned", "after"):
             assert_close(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), 1e-5, 1e-6, name)
-        share = devices / shards  # of a worker: a bias of one number stays whole
+        share = devices / shards / num_logical  # of a worker: a bias of one number stays whole
         of_bindings = [share] * 6 + [devices] * 2
         assert sorted(got["of_optimizer"]) == sorted(of_bindings)
-        of_model = [share] * 3 if state == "all" else [devices] * 3
+        of_model = [share] * 3 if state == "all" else [devices / num_logical] * 3
         assert got["held"] == got["held_after"] == [*of_model, devices]
+
+
+@pytest.mark.rest
+def test_checkpoint_of_variables_in_two_dimensions_is_restored(reports_of, tmp_path):
+    for got in reports_of(restored_in_two_dimensions, str(tmp_path / "a"), workers=2, devices=4):
+        assert got["restored"] == got["trained"]
+        assert got["shards"] == [[2, 2]]
 
 
 @pytest.mark.rest

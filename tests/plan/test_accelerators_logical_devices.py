@@ -1,8 +1,12 @@
 """Plans for replicas of several TPUs or GPUs: groups, layouts of variables, memory. Nothing ran on any device."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from logical_training import F32, ROWS, WIDTH, Training
+import replicax as rx
+from logical_training import F32, ROWS, WIDE, WIDTH, Training
 from replicax._src.devices.hardware import hardware_of
 
 
@@ -26,6 +30,35 @@ def test_a_step_of_replicas_of_two(training, topology):
     assert {axes for _, axes, _ in exchanged} <= {("logical",), ("replica",)}
     assert {a.name: a.split for a in found.arrays}["up"] == (None, "logical")
     assert not any("hosts" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])
+def test_sharded_state_gathers_only_shards_over_replicas(topology):
+    """Of the two sharded kernels a device needs the half of its logical device."""
+    layouts = {"up": (None, "logical"), "down": ("logical",)}
+    strategy = rx.MirroredStrategy(devices_per_replica=2, layout_map=layouts, shard_state="all")
+    with strategy.scope():
+        up = rx.Variable(np.ones((WIDTH, WIDE), np.float32), name="up")
+        down = rx.Variable(np.ones((WIDE, WIDTH), np.float32), name="down")
+
+    def step(x):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(jnp.sum((jnp.tanh(x @ up.value) @ down.value) ** 2, axis=1))
+        gradients = rx.get_replica_context().all_reduce("sum", tape.gradient(loss, [up, down]))
+        up.assign_sub(0.1 * gradients[0])
+        down.assign_sub(0.1 * gradients[1])
+        return loss
+
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)
+    found = strategy.plan(step, args=(x,), topology=topology)
+    of_kernels = 2 * WIDTH * WIDE * F32
+    assert found.memory.arguments == of_kernels // 8 + ROWS * WIDTH * F32
+    gathered = [c for c in found.compiled if c.kind == "all-gather"]
+    assert {c.axes for c in gathered} == {("replica",)}
+    assert sum(c.bytes * c.count for c in gathered) in (
+        of_kernels // 2,
+        of_kernels,
+    )  # once, or twice for "down"
 
 
 def test_replica_over_several_hosts_raises():

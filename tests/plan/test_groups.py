@@ -19,6 +19,14 @@ from replicax._src.plan.groups import axes_of, first_group
         ("all-gather(%x), replica_groups=[4,4]<=[2,2,4]T(0,2,1)", [0, 4, 1, 5]),
         ("collective-permute(%x), source_target_pairs={{0,1},{1,0},{2,3}}", [0, 1]),
         ("all-reduce(%x), replica_groups=mesh['replica'=2,'logical'=3] {'replica'}", [0, 3]),
+        (
+            "all-reduce(%x), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, x=true",
+            [0, 2, 4, 6],
+        ),
+        ("all-reduce(%x), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, x=true", [0, 1]),
+        ("all-reduce(%x), replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", [3, 2]),
+        ("all-gather(%x), replica_groups=mesh['a'=4,'b'=2] {'a':(1)2}, dimensions={0}", [0, 4]),
+        ("all-gather(%x), replica_groups=mesh['a'=4,'b'=2] {'a':(2)2,'b'}, dimensions={0}", [0, 1, 2, 3]),
         ("all-reduce(%x), replica_groups={}, to_apply=%add", None),
     ],
 )

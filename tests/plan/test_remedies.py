@@ -158,4 +158,4 @@ def test_note_says_why_functional_state_is_not_sharded():
     (told,) = notes_of_whole_arguments(replace(plan, num_replicas=1))
     assert 'shard_state="all" would shard them over replicas, but there is one replica here' in told
     (told,) = notes_of_whole_arguments(replace(plan, num_logical_devices=2))
-    assert "as variables a layout_map could shard them over the logical devices" in told
+    assert "2.2 GiB of them on each of 8 replicas" in told

@@ -10,9 +10,7 @@ import pytest
 
 import replicax as rx
 from checks import assert_close, message, tpu_strategy
-from replicax._src.strategies.strategy import Strategy
-from replicax.errors import InvalidArgumentError, UnsupportedError
-from replicax.experimental import LayoutMap
+from replicax.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.rest
 
@@ -214,17 +212,6 @@ def test_optimizers(name):
 @pytest.mark.quick
 def test_unknown_axes(layout, says):
     message(InvalidArgumentError, lambda: tpu_strategy(2, 2, layout_map={"w": layout}), *says)
-
-
-def test_layouts_and_sharded_state_exclude_one_another():
-    topology = tpu_strategy(2, 2).topology
-    message(
-        UnsupportedError,
-        lambda: Strategy(lambda: topology, layout_map=LayoutMap(), shard_state="all"),
-        "layout_map",
-        "shard_state='all'",
-        "Leave one of them out",
-    )
 
 
 def test_axes_that_share_devices():

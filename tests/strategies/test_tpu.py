@@ -15,7 +15,6 @@ from replicax.errors import (
     DivergentCollectiveError,
     InvalidArgumentError,
     MixedStrategiesError,
-    UnsupportedError,
     VariableError,
 )
 
@@ -421,7 +420,7 @@ def test_forgotten_variables_leave_nothing_behind(strategy):
     number = id(w)
     del w
     gc.collect()
-    assert number not in strategy.bindings._layouts
+    assert number not in strategy.variable_placement.layouts._given
 
 
 # --- Keras ------------------------------------------------------------------------------------------------
@@ -537,11 +536,6 @@ def test_collectives_of_a_single_replica():
 
     total, num_replicas = strategy.run(step, args=(np.ones((4, 8), np.float32),))
     assert (float(total), num_replicas) == (64, 1)
-
-
-def test_state_is_sharded_over_replicas_of_one_core():
-    with pytest.raises(UnsupportedError, match="2 logical devices"):
-        tpu_strategy(2, 2, shard_state="all")
 
 
 def test_mark_under_a_varying_condition_raises():

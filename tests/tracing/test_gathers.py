@@ -106,7 +106,6 @@ def counted(jaxpr, is_in_loop=False):
 def test_each_equation_gathers_what_it_needs(monkeypatch, function, is_one, expected):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))
-    whole = NamedSharding(mesh, PartitionSpec())
     random = np.random.default_rng(0)
     x = random.normal(size=(4, WIDTH)).astype(np.float32)
     weights = random.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32)
@@ -114,9 +113,9 @@ def test_each_equation_gathers_what_it_needs(monkeypatch, function, is_one, expe
         weights = weights[0] if expected[0] < 4 else list(weights)
 
     def step(weights, x):
-        dim = 1 if is_one else 0
+        spec = PartitionSpec(None, "shard", None) if is_one else PartitionSpec("shard", None)
         marked = jax.tree_util.tree_map(
-            lambda w: gathers.sharded_read_p.bind(w, dim=dim, whole=whole), weights
+            lambda w: gathers.sharded_read_p.bind(w, spec=spec, mesh=mesh), weights
         )
         return jax.grad(function)(marked, x)
 
@@ -141,7 +140,7 @@ def test_gradients_of_stacked_variables_are_sharded_in_the_loop(monkeypatch):
     weights = random.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32)
 
     def step(weights, x):
-        read = gathers.sharded_read_p.bind(weights, dim=1, whole=whole)
+        read = gathers.sharded_read_p.bind(weights, spec=PartitionSpec(None, "shard", None), mesh=mesh)
         gradient = 2.0 * jax.grad(scanned)(read, x)
         for sharding in (whole, pieces):
             gradient = jax.lax.with_sharding_constraint(gradient, sharding)
@@ -153,7 +152,8 @@ def test_gradients_of_stacked_variables_are_sharded_in_the_loop(monkeypatch):
     asked = [
         eqn.params["sharding"].spec for eqn in _constraints(jax_compat.inner_jaxpr(back.params["jaxpr"])[0])
     ]
-    assert asked == [PartitionSpec(), PartitionSpec(), PartitionSpec("shard")]  # a gather, and these two
+    # A gather, and these two.
+    assert asked == [PartitionSpec(None, None), PartitionSpec(), PartitionSpec("shard")]
     assert [eqn.params["sharding"] for eqn in _constraints(closed.jaxpr)] == [pieces]
     got = jax.jit(jex.jaxpr_as_fun(closed))(weights, x)
     wanted = 2.0 * jax.jit(jax.grad(scanned))(weights, x)

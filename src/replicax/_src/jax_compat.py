@@ -877,6 +877,11 @@ atexit.register(end_at_interrupt)  # registered after JAX's handlers, so it runs
 # --- several processes ----------------------------------------------------------------------------------
 
 
+def uses_shardy() -> bool:
+    """Returns True if XLA partitions programs by Shardy, the default since jax 0.7."""
+    return jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
+
+
 def cpu_collectives() -> str:
     """Returns the implementation of CPU collectives between processes: ``gloo``, or ``mpi`` if
     JAX_CPU_COLLECTIVES_IMPLEMENTATION or JAX's option of that name chooses it.

@@ -25,6 +25,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "config.jax_cpu_collectives_implementation",
         "config.jax_num_cpu_devices",
         "config.jax_persistent_cache_min_compile_time_secs",
+        "config.jax_use_shardy_partitioner",
         "config.update",
         "config.values",
         "device_put",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import logging
@@ -20,8 +21,9 @@ from replicax._src.cluster.layout import TASKS_ON_HOST_VARIABLE, num_usable_core
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.devices.autoshard import WorkerShare
-from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError
+from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError, UnsupportedError
 from replicax._src.jax_compat import Device
+from replicax._src.options import whole_number
 
 REPLICA_AXIS = "replica"
 LOGICAL_AXIS = "logical"
@@ -103,9 +105,26 @@ class Topology:
     is_ahead: bool = False
 
     @classmethod
-    def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0) -> Topology:
-        """Returns the topology of ``devices``, with replica r on the r-th device."""
-        return cls.of_mesh(replica_mesh([[device] for device in devices]), bytes_per_pack)
+    def of(
+        cls, devices: Sequence[Device], bytes_per_pack: int = 0, *, devices_per_replica: int = 1
+    ) -> Topology:
+        """Returns the topology of ``devices``, of which each replica has the next ``devices_per_replica``.
+
+        Raises:
+          InvalidArgumentError: The number of a process's devices is not divisible by ``devices_per_replica``.
+        """
+        count = whole_number("devices_per_replica", devices_per_replica, least=1)
+        of_processes = collections.Counter(device.process_index for device in devices)
+        for number, found in of_processes.items():
+            if found % count:
+                whose = f"process {number} has {found}" if len(of_processes) > 1 else f"there are {found}"
+                allowed = ", ".join(str(n) for n in range(1, found + 1) if found % n == 0)
+                raise InvalidArgumentError(
+                    f"devices_per_replica={count} does not divide the number of devices: {whose}. All replicas have equally many "
+                    f"devices of one process. Give one of {allowed}, or other devices."
+                )
+        grid = [devices[i : i + count] for i in range(0, len(devices), count)]
+        return cls.of_mesh(replica_mesh(grid), bytes_per_pack)
 
     @classmethod
     def of_mesh(cls, mesh: Mesh, bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
@@ -160,16 +179,15 @@ class Topology:
             dims.append(tuple(names) or otherwise)
         return PartitionSpec(*dims)
 
-    def in_shards(self, dim: int, num_shards: int) -> NamedSharding:
-        """Returns the sharding of an array that is split along ``dim``, with a shard for each of ``num_shards``
-        adjacent replicas.
+    def mesh_of_shards(self, num_shards: int) -> Mesh:
+        """Returns a mesh of the same devices in the same order, with the replica axis split in two: groups of
+        ``num_shards`` adjacent replicas, and the replicas of a group.
 
-        The mesh has the same devices in the same order, with the replica axis split in two. Programs take arrays of
-        both meshes.
+        Programs take arrays of both meshes.
         """
-        devices = np.array(self.devices, dtype=object).reshape(-1, num_shards)
-        spec = PartitionSpec(*[None] * dim, SHARD_AXIS)
-        return NamedSharding(Mesh(devices, (GROUP_AXIS, SHARD_AXIS)), spec)
+        assert isinstance(self.mesh, Mesh)
+        devices, names = self.mesh.devices, self.mesh.axis_names[1:]
+        return Mesh(devices.reshape(-1, num_shards, *devices.shape[1:]), (GROUP_AXIS, SHARD_AXIS, *names))
 
     @functools.cached_property
     def grid(self) -> np.ndarray:
@@ -362,6 +380,29 @@ class Topology:
             check_vma=False,
         )
 
+    def collective_on_shards(
+        self, collective: Callable[[Any], Any], value: Any, spec: PartitionSpec, out_spec: Any = None
+    ) -> Any:
+        """Applies a collective over the replicas to the shards of ``value`` that the logical devices of a replica have.
+
+        Every gather, reduce-scatter and all-to-all over replicas in a replica program goes through here. XLA would
+        otherwise gather the value over the logical devices first, and then move L times the bytes (jax 0.10 to 0.12).
+        Call it inside of ``on_replicas``. Sums, extremes and permutations need no such call.
+
+        Args:
+          collective: A function of a shard, such as ``lambda x: jax.lax.all_gather(x, REPLICA_AXIS, tiled=True)``.
+          value: The replica's array.
+          spec: The axes of the logical devices that shard each dim of ``value``; an empty one replicates it.
+          out_spec: The same for the result; by default ``spec``.
+        """
+        if self.num_logical_devices == 1:
+            return collective(value)
+        out_spec = spec if out_spec is None else out_spec
+        axes = set(self.mesh.axis_names[1:])
+        return jax_compat.shard_map(
+            collective, in_specs=(spec,), out_specs=out_spec, axis_names=axes, check_vma=False
+        )(value)
+
     def compile(
         self, function: Callable[..., Any], name: str, *, has_one_form: bool = False, **options: Any
     ) -> Any:
@@ -372,7 +413,15 @@ class Topology:
           name: The display name.
           has_one_form: True if the result is always called with arrays of the same shapes and dtypes.
           **options: The options of ``jax.jit``.
+
+        Raises:
+          UnsupportedError: Replicas have several devices, and JAX's partitioner Shardy is off.
         """
+        if self.num_logical_devices > 1 and not jax_compat.uses_shardy():
+            raise UnsupportedError(
+                f"{name}: replicas of several devices need XLA's partitioner Shardy, and jax_use_shardy_partitioner is False. With the "
+                "older partitioner such programs can abort the process. Leave this option of JAX at its default, True."
+            )
         if not self.devices:
             options.pop("out_shardings", None)
         compiled = jax.jit(function, **options)

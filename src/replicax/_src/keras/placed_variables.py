@@ -23,7 +23,11 @@ _HOST_VALUES = (np.ndarray, np.generic, bool, int, float, list, tuple)
 def place(variable: Any) -> None:
     """Moves the first value of a variable, if it has one yet, to the devices of its strategy."""
     placement = _placement_of(variable)
-    if placement is None or not accessor.is_built(variable) or placement.layouts or placement.logical_layouts:
+    if (
+        placement is None
+        or not accessor.is_built(variable)
+        or (placement.layouts and placement.layouts.has_rule)
+    ):
         return
     (value,) = accessor.get([variable])
     if isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer):

@@ -16,15 +16,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-import jax
 import keras
 import numpy as np
 
 from replicax._src import context
 from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.optimizer_slots import note_optimizer_slot
-from replicax._src.variables.logical_layouts import LogicalLayouts
-from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
+from replicax._src.variables.layouts import VariableLayouts, note_of_optimizer, sharded
 
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
@@ -78,6 +76,9 @@ def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, 
     has_strategy = context.has_strategy() and not making.is_alone
     strategy = context.strategy_for_new_variable() if has_strategy else None
     initializer = args[0] if args else kwargs.get("initializer")
+    if making.is_for_optimizer and strategy is not None and strategy.variable_placement.layouts is not None:
+        # Keras gives a slot the layout in which its variable is stored.
+        kwargs = {key: value for key, value in kwargs.items() if key != "layout"}
     with laid_out(strategy, initializer) as agreed:
         if args:
             original(variable, agreed, *args[1:], **kwargs)
@@ -104,8 +105,8 @@ def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
       For a value, or a function that cannot be sent, no shards are made, and all take the first process's result.
     """
     placement = None if strategy is None else strategy.variable_placement
-    layouts = None if placement is None else placement.layouts or _logical_layouts(placement)
-    if layouts is None or layouts.topology.is_ahead:
+    layouts = None if placement is None else placement.layouts
+    if layouts is None or not layouts.has_rule or layouts.topology.is_ahead:
         yield initializer
         return
     if layouts.topology.peers is not None:
@@ -136,18 +137,11 @@ def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
     return agreed, True
 
 
-def _logical_layouts(placement: Any) -> LogicalLayouts | None:
-    """Returns the layouts for new variables, or None in several processes, where the first program with a variable
-    shards it.
-    """
-    return placement.logical_layouts if placement.topology.peers is None else None
-
-
 @final
 class _Layouts(keras.distribution.DataParallel):
     """The object that Keras asks for the layout of a new variable."""
 
-    def __init__(self, layouts: StateLayouts | LogicalLayouts):
+    def __init__(self, layouts: VariableLayouts):
         devices = np.array(layouts.topology.devices)
         mesh = keras.distribution.DeviceMesh(devices.shape, ["replica"], devices)
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
@@ -161,18 +155,19 @@ class _Layouts(keras.distribution.DataParallel):
 
 
 @final
-class _ShardedRead:
+class ShardedRead:
     """The gathered trainable variables of a step, with their shards for the optimizer.
 
     Args:
       layouts: The layouts of the strategy.
+      variables: The variables, in the order of ``shards`` and of an optimizer's gradients.
       shards: The values that the step gets.
     """
 
-    def __init__(self, layouts: StateLayouts, shards: Sequence[Any]):
+    def __init__(self, layouts: VariableLayouts, variables: Sequence[Any], shards: Sequence[Any]):
         self._layouts = layouts
-        is_sharded = layouts.shards.divides(is_trainable=True, is_of_optimizer=False)
-        self.values = [layouts.gathered(shard) if is_sharded else shard for shard in shards]
+        self._of_updates = list(map(layouts.of_update, variables))
+        self.values = [layouts.read(*pair) for pair in zip(shards, map(layouts.of, variables), strict=True)]
         """The full values, or values marked for a gather where they are needed."""
         self._shards = {id(value): shard for value, shard in zip(self.values, shards, strict=True)}
 
@@ -180,27 +175,20 @@ class _ShardedRead:
         """Returns the shard of one of ``values``. Returns any other value unchanged."""
         return self._shards.get(id(value), value)
 
-    def sharded(self, value: Any) -> Any:
-        """Returns an array cut into the shards of the optimizer's state."""
-        return self._layouts.sharded(value)
-
-    def gradient_in_shards(self, gradient: Any) -> Any:
-        """Sums a gradient over the replicas, then cuts it. Without this the partitioner would rather gather the
-        gradient's inputs.
-        """
-        if gradient is None or self._layouts.of_shape(gradient.shape) is None:
-            return gradient
-        whole = self._layouts.topology.replicated
-        return self.sharded(jax.lax.with_sharding_constraint(gradient, whole))
+    def for_update(self, gradients: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients and the values of all variables, cut into the shards of the optimizer's state."""
+        layouts = self._of_updates
+        summed = [self._layouts.summed(*pair) for pair in zip(gradients, layouts, strict=True)]
+        return summed, [sharded(self.shard_of(v), layout) for v, layout in zip(values, layouts, strict=True)]
 
 
-_read: contextvars.ContextVar[_ShardedRead | None] = contextvars.ContextVar(
+_read: contextvars.ContextVar[ShardedRead | None] = contextvars.ContextVar(
     "replicax_sharded_read", default=None
 )
 
 
 @contextlib.contextmanager
-def _reading(read: _ShardedRead | None) -> Iterator[None]:
+def _reading(read: ShardedRead | None) -> Iterator[None]:
     token = _read.set(read)
     try:
         yield
@@ -209,17 +197,16 @@ def _reading(read: _ShardedRead | None) -> Iterator[None]:
 
 
 def with_sharded_state(
-    step: _Step, layouts: StateLayouts, state: Sequence[Any], data: Any, optimizer: Any
+    step: _Step, read: ShardedRead, state: Sequence[Any], data: Any, optimizer: Any
 ) -> Any:
     """Calls a model's step with sharded state.
 
     Args:
       step: (state, batch) -> (outputs, new state).
-      layouts: The layouts of the strategy.
+      read: The gathered trainable variables.
       state: The lists of variables; the first one has the trainable variables.
       optimizer: The model's optimizer.
     """
-    read = _ShardedRead(layouts, state[0])
     with _reading(read), _sharded(optimizer):
         outputs, new = step((read.values, *state[1:]), data)
     return outputs, (list(map(read.shard_of, new[0])), *new[1:])
@@ -230,8 +217,7 @@ def apply_to_shards(own: _Apply, optimizer_variables: Any, grads: Any, trainable
     read = _read.get()
     if read is None:
         return own(optimizer_variables, grads, trainable_variables)
-    grads = list(map(read.gradient_in_shards, grads))
-    shards = [read.sharded(read.shard_of(value)) for value in trainable_variables]
+    grads, shards = read.for_update(grads, trainable_variables)
     with _reading(None):  # an inner optimizer gets them unchanged
         return own(optimizer_variables, grads, shards)
 

@@ -19,7 +19,7 @@ import keras
 
 from replicax._src import context, jax_compat
 from replicax._src.keras.overriding import overridden
-from replicax._src.variables.state_layouts import StateLayouts
+from replicax._src.variables.layouts import VariableLayouts
 
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
@@ -44,7 +44,7 @@ class SharedReads:
       layouts: The layouts of a strategy over several processes.
     """
 
-    def __init__(self, layouts: StateLayouts):
+    def __init__(self, layouts: VariableLayouts):
         self._layouts = layouts
         self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers: dict[int, int] = {}
@@ -105,7 +105,7 @@ class SharedReads:
 is_needed = False
 """True if a strategy of this process shards variables over processes. Every read of a Keras variable checks it."""
 
-_of_layouts: weakref.WeakKeyDictionary[StateLayouts, SharedReads] = weakref.WeakKeyDictionary()
+_of_layouts: weakref.WeakKeyDictionary[VariableLayouts, SharedReads] = weakref.WeakKeyDictionary()
 
 
 def of(strategy: Strategy | None) -> SharedReads | None:

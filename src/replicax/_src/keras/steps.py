@@ -20,7 +20,7 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import RowsOfWorker
-from replicax._src.keras.sharded_state import with_sharded_state
+from replicax._src.keras.sharded_state import ShardedRead, with_sharded_state
 from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
@@ -188,10 +188,11 @@ class GlobalStepFunction(StepFunction):
     def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs the model's own step, a pure function. Sharded state stays sharded in the results."""
         layouts = self.strategy.variable_placement.layouts
-        if layouts is None:
+        if layouts is None or layouts.shards is None:
             return self._step_of_whole_state(state, data)
+        read = ShardedRead(layouts, self.phase.variables_of(self.model)[0], state[0])
         return with_sharded_state(
-            self._step_of_whole_state, layouts, state, data, getattr(self.model, "optimizer", None)
+            self._step_of_whole_state, read, state, data, getattr(self.model, "optimizer", None)
         )
 
     def _step_of_whole_state(self, state: State, data: Any) -> tuple[Any, State]:
@@ -281,9 +282,9 @@ class GlobalStepFunction(StepFunction):
 
     def _layouts(self) -> list[Any]:
         layouts = [self.strategy.bindings.layout_of(variable) for variable in self._variables()]
-        by_map = self.strategy.variable_placement.logical_layouts
-        if by_map is not None:
-            by_map.check_used(is_training=self.phase.name == "train")
+        of_strategy = self.strategy.variable_placement.layouts
+        if of_strategy is not None:
+            of_strategy.check_used(is_training=self.phase.name == "train")
         return layouts
 
     @contextlib.contextmanager

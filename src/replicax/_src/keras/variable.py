@@ -46,7 +46,7 @@ class PlacedVariable(_Keras):
         else:
             sharded_state.make(_own_init, self, args, kwargs)
         context.remember_owner(self)
-        layouts = getattr(_placement_of(self), "logical_layouts", None)
+        layouts = getattr(_placement_of(self), "layouts", None)
         if layouts is not None:
             layouts.note(self)
         reads = shared_reads.of(context.owners.get(id(self)))

@@ -43,8 +43,8 @@ from replicax._src.tracing.passes import compare_sizes
 from replicax._src.tracing.program import ReplicaProgram
 from replicax._src.tracing.replication import has_backward_pass
 from replicax._src.tracing.updates import Updates, cut_before_updates
+from replicax._src.variables.layouts import VariableLayouts, is_of_optimizer, sharded
 from replicax._src.variables.placement import VariablePlacement
-from replicax._src.variables.state_layouts import is_of_optimizer
 
 log = logging.getLogger("replicax")
 _WHOLE = PartitionSpec()
@@ -432,14 +432,18 @@ class ProgramState:
 
 
 def followed_by_updates(
-    placed: Callable[..., Any], before: ProgramState, whole: ProgramState, updates: Updates, layouts: Any
+    placed: Callable[..., Any],
+    before: ProgramState,
+    whole: ProgramState,
+    updates: Updates,
+    layouts: VariableLayouts,
 ) -> Callable[..., Any]:
     """Returns a lowered program that is followed by its updates on the shards of variables.
 
     Args:
       placed: The program before the updates, as lowered by ``Launcher``.
       before, whole: The variables of that program, and those of the full program.
-      layouts: The ``StateLayouts`` of the strategy.
+      layouts: The layouts of the strategy.
     """
 
     def run(written: Sequence[Any], read: Sequence[Any], *others: Any) -> tuple[Any, Any, Any, Any]:
@@ -447,7 +451,7 @@ def followed_by_updates(
         state = [[values[id(s)] for s in group.bindings] for group in (before.written, before.read)]
         early, sums, outs, token = placed(*state, *others)
         num_outs = len(outs) - updates.num_handed
-        pieces = [layouts.sharded(values[id(s)]) for s in updates.read]
+        pieces = [sharded(values[id(s)], layouts.of_update(s.variable)) for s in updates.read]
         late = jax_compat.eval_jaxpr(updates.jaxpr, [*pieces, *outs[num_outs:]])
         values.update((id(s), v) for s, v in zip(before.written.bindings, early, strict=True))
         values.update((id(s), v) for s, v in zip(updates.written, late, strict=True))
@@ -502,7 +506,7 @@ class Launcher:
             program = make_whole(program, topology)
         self.program = program
         self._topology = topology
-        self._layouts: Any = placement.layouts
+        self._layouts = placement.layouts
         self._is_row = list(is_row)
         self._donated_args = list(donated)
         self._donates_args = any(donated)
@@ -510,13 +514,14 @@ class Launcher:
         self._donates = not program.has_callbacks and check is None
         written = [program.bindings[i] for i in program.written]
         self.state = ProgramState(program.bindings, written, placement, name)
-        if placement.logical_layouts is not None and _trains(program, written):
-            placement.logical_layouts.check_used(is_training=True)  # the trained variables exist by now
+        if placement.layouts is not None and _trains(program, written):
+            placement.layouts.check_used(is_training=True)  # the trained variables exist by now
         # The compiler does it, with its own collectives.
         is_sharded = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.bindings)
         self._needs_token = (program.has_collectives or is_sharded) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
-        cut = _cut(program) if placement.layouts is not None and is_sharded else None
+        has_shards = placement.layouts is not None and placement.layouts.shards is not None
+        cut = _cut(program) if has_shards and is_sharded else None
         if cut is None:
             self.placed = self._place(program, self.state, rows_of_replica)
         else:
@@ -557,6 +562,7 @@ class Launcher:
         written = [before.bindings[i] for i in before.written]
         state = ProgramState(before.bindings, written, placement)
         placed = self._place(before, state, rows)
+        assert placement.layouts is not None
         return followed_by_updates(placed, state, self.state, updates, placement.layouts)
 
     def _place(
@@ -585,7 +591,7 @@ class Launcher:
 
         def component(binding: Binding, value: Any, layouts: Any = layouts) -> Any:
             if is_late[id(binding)]:
-                return layouts.of_row(value[0], binding.shape)
+                return layouts.of_row(value[0], binding.shape, binding.layout)
             return value[0] if binding.sync_policy.is_per_replica else value
 
         def on_device(written, read, consts, given_args, kept_args):
@@ -624,18 +630,23 @@ class Launcher:
                 _WHOLE,
             ),
         )
-        if not any(is_late.values()):
+        if all(s.layout is None for s in loaded):
             return placed
 
-        def with_rows(written: Sequence[Any], read: Sequence[Any], *others: Any) -> Any:
-            assert layouts is not None
+        def given_to_replicas(binding: Binding, value: Any) -> Any:
+            if binding.layout is None or layouts is None:
+                return value
+            if is_late[id(binding)]:
+                return layouts.in_rows(value, binding.layout)
+            return sharded(value, layouts.gathered(binding.layout))
+
+        def with_layouts(written: Sequence[Any], read: Sequence[Any], *others: Any) -> Any:
             state = (
-                [layouts.in_rows(v) if is_late[id(s)] else v for s, v in zip(bindings, values, strict=True)]
-                for bindings, values in zip(groups, (written, read), strict=True)
+                list(map(given_to_replicas, *group)) for group in zip(groups, (written, read), strict=True)
             )
             return placed(*state, *others)
 
-        return with_rows
+        return with_layouts
 
     def _shardings_of_results(self) -> Any:
         topology, program = self._topology, self.program

@@ -16,25 +16,40 @@ All were seen on CPU with jax 0.10, most of them as silently wrong numbers:
 A program does not show what is sharded before it is compiled, so the rules cover everything that may be.
 
 A program is traced without the mesh. Three operations get it here, because JAX cannot lower them if some axes of the
-mesh are automatic (jax 0.10 to 0.12): the index of a replica, debug callbacks and debug prints.
+mesh are automatic (jax 0.10 to 0.12): the index of a replica, debug callbacks and debug prints. So do gathers,
+reduce-scatters and all-to-alls of a value that the program has just split over the logical devices, or of a variable
+that they shard: each device moves only its shard (``Topology.collective_on_shards``). The sharding of other values is
+not known, and XLA may gather them over the logical devices first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from replicax._src import jax_compat
-from replicax._src.devices.topology import REPLICA_AXIS, Topology
+from replicax._src.devices.specs import Axes, axes_of, spec_of, without
+from replicax._src.devices.topology import REPLICA_AXIS, SHARD_AXIS, Topology
 from replicax._src.tracing.equations import equations, equations_in, evaluated
 from replicax._src.tracing.markers import logical_p
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
 
 Rule = Callable[[Any], bool]
 """A rule returns True if an equation would be computed wrongly."""
+
+Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
+"""Evaluates an equation."""
+
+# The dims along which these collectives split, join or stack their operand.
+_MOVED_DIMS = {
+    "all_gather": ("all_gather_dimension",),
+    "reduce_scatter": ("scatter_dimension",),
+    "all_to_all": ("split_axis", "concat_axis"),
+}
 
 
 # --- the rules ----------------------------------------------------------------------------------------------
@@ -131,14 +146,21 @@ def has_wrong(jaxpr: Any, is_wrong: Rule) -> bool:
 
 
 def evaluate(
-    jaxpr: Any, args: Sequence[Any], is_wrong: Rule, whole: Callable[[Any], Any], mesh: Any = None
+    jaxpr: Any,
+    args: Sequence[Any],
+    is_wrong: Rule,
+    whole: Callable[[Any], Any],
+    mesh: Any = None,
+    moves: Mapping[int, Bind] | None = None,
 ) -> list[Any]:
     """Evaluates a jaxpr without constvars, in a trace. Replicates operands and results of operations that a rule names.
 
     Args:
       whole: Replicates an array.
       mesh: The abstract mesh for operations that need one, or None.
+      moves: The evaluation of collectives that move shards, by the id of their equation in this jaxpr.
     """
+    moves = moves or {}
 
     def is_changed(eqn: Any) -> bool:
         return is_wrong(eqn) or (mesh is not None and _needs_mesh(eqn))
@@ -146,6 +168,8 @@ def evaluate(
     def results(eqn: Any, operands: list[Any]) -> list[Any]:
         if is_wrong(eqn):
             return list(map(whole, jax_compat.bind_equation(eqn, list(map(whole, operands)))))
+        if id(eqn) in moves:
+            return list(moves[id(eqn)](eqn, operands))
         params = None
         if any(map(is_changed, equations_in(eqn))):
             params = {name: _changed(param, is_wrong, whole, mesh) for name, param in eqn.params.items()}
@@ -172,11 +196,68 @@ def make_whole(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
     mesh = topology.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
 
     def changed(variant: Variant) -> Variant:
-        if not has_wrong(variant.jaxpr, lambda eqn: is_wrong_in_replicas(eqn) or _needs_mesh(eqn)):
+        moves = _moves_of_shards(variant, topology, mesh)
+        if not moves and not has_wrong(
+            variant.jaxpr, lambda eqn: is_wrong_in_replicas(eqn) or _needs_mesh(eqn)
+        ):
             return variant
         return variant.retraced(
-            lambda jaxpr, args: evaluate(jaxpr, args, is_wrong_in_replicas, whole, mesh),
+            lambda jaxpr, args: evaluate(jaxpr, args, is_wrong_in_replicas, whole, mesh, moves),
             [(REPLICA_AXIS, topology.num_replicas)],
         )
 
     return dataclasses.replace(program, variants=list(map(changed, program.variants)))
+
+
+def _moves_of_shards(variant: Variant, topology: Topology, mesh: Any) -> dict[int, Bind]:
+    """Returns the evaluation of the collectives whose operand has a known sharding, by the id of their equation."""
+    if topology.num_replicas == 1:
+        return {}
+    state = variant.jaxpr.invars[len(variant.consts) : len(variant.consts) + len(variant.entries)]
+    known: dict[Any, Axes] = {
+        var: axes_of(without(entry.binding.layout.spec, SHARD_AXIS))
+        for var, entry in zip(state, variant.entries, strict=True)
+        if entry.binding.layout is not None
+    }
+    moves = {}
+    for eqn in variant.jaxpr.eqns:
+        if eqn.primitive is logical_p:
+            free = PartitionSpec.UNCONSTRAINED
+            spec = PartitionSpec(*[None if axes is free else axes for axes in eqn.params["spec"]])
+            known[eqn.outvars[0]] = axes_of(spec)
+        axes = known.get(eqn.invars[0]) if _is_move(eqn) else None
+        after = axes and _axes_after(eqn, axes)
+        if axes and after and any(axes):
+            moves[id(eqn)] = _on_shards(topology, mesh, axes, after)
+    return moves
+
+
+def _is_move(eqn: Any) -> bool:
+    """Returns True for an exchange of the arrays of replicas that is not a sum."""
+    if eqn.primitive.name not in _MOVED_DIMS or isinstance(eqn.invars[0], jax_compat.Literal):
+        return False
+    names = eqn.params["axis_name"]
+    return names == REPLICA_AXIS or tuple(names) == (REPLICA_AXIS,)
+
+
+def _axes_after(eqn: Any, axes: Axes) -> Axes | None:
+    """Returns the axes that shard the dims of the result; None if the collective moves along one that is sharded."""
+    name, dims = eqn.primitive.name, [eqn.params[key] for key in _MOVED_DIMS[eqn.primitive.name]]
+    if eqn.params["tiled"]:
+        return None if any(axes[dim] for dim in dims) else axes
+    if name == "all_gather":
+        return (*axes[: dims[0]], (), *axes[dims[0] :])
+    if name == "reduce_scatter" and not axes[dims[0]]:
+        return (*axes[: dims[0]], *axes[dims[0] + 1 :])
+    return None
+
+
+def _on_shards(topology: Topology, mesh: Any, axes: Axes, after: Axes) -> Bind:
+    def bind(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        def moved(shard: Any) -> Any:
+            return jax_compat.bind_equation(eqn, [shard], mesh=jax.sharding.get_abstract_mesh())[0]
+
+        with jax.sharding.use_abstract_mesh(mesh):
+            return [topology.collective_on_shards(moved, operands[0], spec_of(axes), spec_of(after))]
+
+    return bind

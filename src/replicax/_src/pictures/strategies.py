@@ -38,11 +38,13 @@ def _kept_where(placement: Any) -> str:
     """Returns the placement of variables in words."""
     if placement.parameter_device is not None:
         return f"on {device_name(placement.parameter_device)}"
-    if placement.logical_layouts is not None:
-        return "sharded over the logical devices of each replica by the layout map, the others replicated"
-    if placement.layouts is None:
+    layouts, places = placement.layouts, []
+    if layouts is not None and layouts.mapped is not None:
+        places.append("over the logical devices of each replica by the layout map")
+    if layouts is not None and layouts.shards is not None:
+        is_optimizer = layouts.shards.state is ShardState.OPTIMIZER
+        what = "those of optimizers" if is_optimizer else "trainable ones, and those of optimizers"
+        places.append(f"over {layouts.shards.num_shards} replicas: {what}")
+    if not places:
         return "replicated on every device"
-    shards = placement.layouts.shards
-    is_optimizer = shards.state is ShardState.OPTIMIZER
-    what = "those of optimizers" if is_optimizer else "trainable ones, and those of optimizers"
-    return f"sharded over {shards.num_shards} replicas: {what}; the others replicated on every device"
+    return f"sharded {'; '.join(places)}; the others replicated on every device"

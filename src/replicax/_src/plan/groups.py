@@ -7,12 +7,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(?P<counts>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[(?P<axes>[^\]]*)\][^{]*\{(?P<over>[^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>.*?)\)(?= \{))?[^{]*\{(?P<over>[^}]*)\}"
+)
+_IDS = re.compile(r"\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
+_OVER = re.compile(r"'(?P<axis>\w+)'(?::\((?P<before>\d+)\)(?P<size>\d+))?")
 
 
 def first_group(text: str) -> list[int] | None:
@@ -22,22 +27,35 @@ def first_group(text: str) -> list[int] | None:
     Args:
       text: The text of the instruction. It lists groups, ``{{0,1},{2,3}}``, or describes them: ``[2,2]<=[4]`` is 0 to 3
         in two rows, and ``[2,2]<=[2,2]T(1,0)`` is the same square transposed. It can also name the axes of a mesh,
-        ``mesh['a'=2,'b'=2] {'b'}``.
+        ``mesh['a'=2,'b'=2] {'b'}``. The devices of that mesh may be in another order, as in ``mesh['a'=2,'b'=4],
+        device_ids=([4,2]T(1,0)) {'b'}``. A part of an axis is ``{'b':(2)2}``, the second factor of 4 = 2 x 2.
     """
     listed, iota, mesh = _LISTED.search(text), _IOTA.search(text), _MESH.search(text)
     if listed:
         return _numbers(listed[1])
     if mesh:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh["axes"])}
-        over = re.findall(r"'(\w+)'", mesh["over"])
-        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        return grid[tuple(slice(None) if name in over else 0 for name in sizes)].reshape(-1).tolist()
-    if iota is None:
-        return None
+        return _group_in_mesh(mesh)
+    return None if iota is None else _in_order(iota).reshape(_numbers(iota["counts"]))[0].tolist()
+
+
+def _group_in_mesh(mesh: re.Match[str]) -> list[int]:
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh["axes"])}
+    ids = mesh["ids"] and _IDS.search(mesh["ids"])
+    devices = (
+        _in_order(ids) if ids else np.array(_numbers(mesh["ids"] or "") or range(math.prod(sizes.values())))
+    )
+    places: dict[str, Any] = dict.fromkeys(sizes, 0)
+    for over in _OVER.finditer(mesh["over"]):
+        size = sizes[over["axis"]]
+        outer, inner = int(over["before"] or 1), int(over["size"] or size)
+        places[over["axis"]] = slice(0, size // outer, size // outer // inner)
+    return devices.reshape(tuple(sizes.values()))[tuple(places.values())].reshape(-1).tolist()
+
+
+def _in_order(iota: re.Match[str]) -> np.ndarray:
     shape = _numbers(iota["shape"])
     order = _numbers(iota["order"]) if iota["order"] else range(len(shape))
-    devices = np.arange(math.prod(shape)).reshape(shape).transpose(order)
-    return devices.reshape(_numbers(iota["counts"]))[0].tolist()
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order)
 
 
 def axes_of(group: Sequence[int] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:

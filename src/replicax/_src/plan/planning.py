@@ -25,7 +25,6 @@ from replicax._src.plan.plan import Plan, PlannedArray, bounds_of, memory_traffi
 from replicax._src.plan.remedies import Attempt, Change, Search, notes_of_whole_arguments
 from replicax._src.plan.report import answer, outcome
 from replicax._src.strategies.lowering import NamedArray, Step, StepProgram, check, own_devices, program_on
-from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class _Planning:
     def with_remedies(self, plan: Plan, limit_s: float) -> Plan:
         """Returns a plan that does not fit, together with the changes that would make it fit."""
         end = time.monotonic() + limit_s
-        may_divide = self.topology.num_replicas > 1 and self.topology.num_logical_devices == 1
+        may_divide = self.topology.num_replicas > 1
         search = Search(plan, self._attempt, may_divide=may_divide, time_left=lambda: end - time.monotonic())
         found, notes = [], [*plan.notes, *notes_of_whole_arguments(plan)]
         try:
@@ -146,12 +145,11 @@ class _Planning:
         does).
         """
         if state is None:
-            layouts = self.strategy.layouts_on(topology)
+            shards = self.strategy.shards_on(topology)
         else:
             shards = StateShards.of(state, None, topology.num_replicas)
-            layouts = shards and StateLayouts(shards, topology)
-        with program_on(self.strategy, step, topology, layouts) as program:
-            yield program, layouts.shards.num_shards if layouts else None
+        with program_on(self.strategy, step, topology, shards) as program:
+            yield program, shards.num_shards if shards else None
 
 
 def _assembled(
@@ -245,6 +243,6 @@ def _notes_of_logical_devices(topology: Topology) -> Iterator[str]:
     hosts = max(len({device.process_index for device in replica}) for replica in topology.grid)
     if hosts > 1:
         yield (
-            f"A replica has devices of {hosts} hosts here, but TPUStrategy needs them in one process. Use a device "
-            "assignment with fewer devices for each replica."
+            f"A replica has devices of {hosts} hosts here, but all devices of a replica must be in one process. Use "
+            "fewer devices for each replica."
         )

@@ -225,9 +225,7 @@ def notes_of_whole_arguments(plan: Any) -> Iterator[str]:
     shards = StateShards.of(ShardState.ALL, None, plan.num_replicas)
     count = shards.num_shards if shards else 1
     state = 'with the same arrays as variables (rx.Variable, or those of a Keras or nnx model) shard_state="all" would'
-    if plan.num_logical_devices > 1:  # shard_state is not allowed with these
-        instead = "with the same arrays as variables a layout_map could shard them over the logical devices"
-    elif count > 1:
+    if count > 1:
         instead = f"{state} leave {size(in_bytes / count)} of them on each of {plan.num_replicas} replicas"
     else:
         instead = (

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from replicax._src import context, jax_compat
+from replicax._src.devices.specs import Axes, axes_of
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
 from replicax._src.framework import is_variable
@@ -58,7 +59,7 @@ def split(strategy: Strategy, tensor: Any, partition_dimensions: Sequence[int]) 
     if topology.num_logical_devices == 1:
         return tensor
     if is_variable(tensor) and current_capture() is None:
-        return _lay_out(strategy, tensor, NamedSharding(topology.mesh, topology.logical_spec(pieces)))
+        return _lay_out(strategy, tensor, axes_of(topology.logical_spec(pieces)))
     return _marked(topology, tensor, topology.logical_spec(pieces, PartitionSpec.UNCONSTRAINED))
 
 
@@ -68,7 +69,7 @@ def replicate(strategy: Strategy, tensor: Any) -> Any:
     if topology.num_logical_devices == 1:
         return tensor
     if is_variable(tensor) and current_capture() is None:
-        return _lay_out(strategy, tensor, None)
+        return _lay_out(strategy, tensor, ())
     return _marked(topology, tensor, PartitionSpec(*[None] * len(_shape(tensor))))
 
 
@@ -118,12 +119,12 @@ def _marked(topology: Topology, tensor: Any, spec: PartitionSpec) -> Any:
     return logical_p.bind(value, mesh=topology.mesh, spec=spec)
 
 
-def _lay_out(strategy: Strategy, variable: Any, layout: NamedSharding | None) -> Any:
+def _lay_out(strategy: Strategy, variable: Any, axes: Axes) -> Any:
     owner = context.owner_of(variable)
     if owner is not None and owner is not strategy:
         raise MixedStrategiesError(
             f"The variable was made under {owner!r}, but should be sharded over the logical devices of {strategy!r}. Make it in "
             "the scope of the strategy that shards it."
         )
-    strategy.bindings.lay_out(variable, layout, strategy.topology)
+    strategy.bindings.lay_out(variable, axes, strategy.topology)
     return variable

@@ -30,7 +30,7 @@ from replicax._src.tracing.arguments import as_arguments
 from replicax._src.tracing.bindings import Binding
 from replicax._src.tracing.capture import planning
 from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
-from replicax._src.variables.state_layouts import StateLayouts
+from replicax._src.variables.state_shards import StateShards
 
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
@@ -121,7 +121,7 @@ def lower(strategy: Strategy, step: Step, topology: str | None) -> jax.stages.Lo
         devices = own_devices(strategy)
     else:
         devices = topology_ahead(hardware_of(topology), strategy.num_logical_devices)
-    with program_on(strategy, step, devices, strategy.layouts_on(devices)) as program:
+    with program_on(strategy, step, devices, strategy.shards_on(devices)) as program:
         return program.trace().lower()
 
 
@@ -145,7 +145,7 @@ def own_devices(strategy: Strategy) -> Topology:
 
 @contextlib.contextmanager
 def program_on(
-    strategy: Strategy, step: Step, topology: Topology, layouts: StateLayouts | None
+    strategy: Strategy, step: Step, topology: Topology, shards: StateShards | None
 ) -> Iterator[StepProgram]:
     """Context with the program of a step on a topology. Trace the program inside.
 
@@ -153,12 +153,12 @@ def program_on(
 
     Args:
       topology: The topology, for descriptions of arrays only.
-      layouts: The layouts of variables; None if they are replicated.
+      shards: The sharding of state over replicas; None if it is not sharded.
     """
     step = dataclasses.replace(step, num_replicas_here=strategy.num_replicas_in_sync)
     token = planning.set(True)
     try:
-        with context.standing_in(strategy, strategy.parts_on(topology, layouts)):
+        with context.standing_in(strategy, strategy.parts_on(topology, shards)):
             yield _placed(strategy, step)
     finally:
         planning.reset(token)

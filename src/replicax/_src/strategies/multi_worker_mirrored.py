@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -20,13 +20,15 @@ from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationImplementation, CommunicationOptions, ShardState
 from replicax._src.strategies.joining import TIMEOUT_S, join_workers
 from replicax._src.strategies.strategy import Strategy
+from replicax._src.variables.layout_map import LayoutMap
+from replicax._src.variables.mapped_layouts import layout_map_for
 
 log = logging.getLogger("replicax")
 
 
 @final
 class MultiWorkerMirroredStrategy(Strategy):
-    """Synchronous training on several machines, or processes: one replica per device of each worker.
+    """Synchronous training on several machines, or processes: one replica per device of each worker, or per group.
 
     Start the same program once for each worker, with a ``TF_CONFIG`` that describes the cluster and this task
     (``replicax launch`` does it on one machine). Making the strategy blocks until all workers have joined. After that
@@ -41,9 +43,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         or MPI if JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi is set. The log names the implementation.
       shard_state: "optimizer" or "all", as in ``MirroredStrategy``, sharded over the replicas of all workers.
       shard_size: See ``MirroredStrategy``.
+      devices_per_replica: The number of adjacent devices of each replica, as in ``MirroredStrategy``. All devices of a
+        replica belong to one worker.
+      layout_map: See ``MirroredStrategy``.
 
     Raises:
-      InvalidArgumentError: ``shard_size`` does not divide the number of replicas or is given without ``shard_state``.
+      InvalidArgumentError: ``shard_size`` does not divide the number of replicas or is given without ``shard_state``;
+        ``devices_per_replica`` does not divide the number of a worker's devices; or ``layout_map`` names an unknown
+        axis, or a replica has one device.
       ClusterError: The description of the cluster is wrong, or MPI was requested and cannot start.
       ClusterStartError: A worker is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default), or the workers do not
         fit together.
@@ -59,11 +66,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         shard_state: ShardState | str | None = None,
         shard_size: int | None = None,
+        devices_per_replica: int = 1,
+        layout_map: LayoutMap | Mapping[str, Any] | None = None,
     ):
         options = _checked(communication_options)
         self._resolver = checked_resolver(cluster_resolver)
         self._membership = membership_of(self._resolver)
-        topology = self._topology_of_cluster(options)
+        topology = self._topology_of_cluster(options, devices_per_replica)
         super().__init__(
             lambda: topology,
             cluster_resolver=self._resolver,
@@ -71,8 +80,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options=options,
             shard_state=shard_state,
             shard_size=shard_size,
+            layout_map=layout_map_for(topology, layout_map),
         )
-        self.layouts_on(topology)  # checks
+        self.parts  # checks the layout map and the sharding of state  # noqa: B018
         log.info(
             "Using MultiWorkerMirroredStrategy: %s of %d, %d replicas, on %s here; collectives by %s.",
             self._membership.task,
@@ -82,10 +92,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             _carrier(topology.local_devices[0].platform) if self._membership.num_workers > 1 else "XLA",
         )
 
-    def _topology_of_cluster(self, options: CommunicationOptions) -> Topology:
+    def _topology_of_cluster(self, options: CommunicationOptions, devices_per_replica: int) -> Topology:
         membership = self._membership
         if membership.num_workers == 1:
-            return Topology.of(resolve_devices(None), options.bytes_per_pack)
+            return Topology.of(
+                resolve_devices(None), options.bytes_per_pack, devices_per_replica=devices_per_replica
+            )
         is_mpi = jax_compat.cpu_collectives() == "mpi"
         if is_mpi:
             check_mpi(os.environ, membership.num_workers)
@@ -93,7 +105,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if is_mpi:
             _check_devices_for_mpi(jax.local_devices())
         _say_what_communicates(options.implementation, devices[0].platform)
-        return Topology.of(devices, options.bytes_per_pack)
+        return Topology.of(devices, options.bytes_per_pack, devices_per_replica=devices_per_replica)
 
 
 def _checked(options: Any) -> CommunicationOptions:

@@ -320,7 +320,8 @@ class Runner:
         return LoweredFunction(launcher, results, tell_drift, check_closure)
 
     def _check_may_watch(self) -> None:
-        if self._strategy.variable_placement.layouts is not None:
+        layouts = self._strategy.variable_placement.layouts
+        if layouts is not None and layouts.shards is not None:
             raise UnsupportedError(
                 "RunOptions(check_finite=True) does not work with shard_state, because replicas hold shards of the variables. Look for the value "
                 "that is not finite with the same strategy without shard_state."

@@ -52,9 +52,8 @@ from replicax._src.tracing.capture import current_capture
 from replicax._src.user_code import user_line
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 from replicax._src.variables.layout_map import LayoutMap
-from replicax._src.variables.logical_layouts import LogicalLayouts
+from replicax._src.variables.layouts import VariableLayouts
 from replicax._src.variables.placement import VariablePlacement
-from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
 
 if TYPE_CHECKING:
@@ -114,11 +113,6 @@ class Strategy:
                 f"cross_device_ops must be an rx.CrossDeviceOps, such as rx.ReductionToOneDevice(), got "
                 f"{cross_device_ops!r}."
             )
-        if layout_map is not None and shard_state is not None:
-            raise UnsupportedError(
-                f"{type(self).__name__}(layout_map=…, shard_state={shard_state!r}): variables are sharded over the logical devices of "
-                "each replica, or over the replicas, not over both. Leave one of them out."
-            )
         self._make_topology, self._make_parts = make_topology, make_parts
         self._parameter_device = parameter_device
         self._cluster_resolver, self._is_chief = cluster_resolver, is_chief
@@ -136,25 +130,28 @@ class Strategy:
         if self._make_parts is not None:
             return self._make_parts(self)
         topology = self._make_topology()
-        logical = None if self._layout_map is None else LogicalLayouts(self._layout_map, topology)
-        placement = VariablePlacement(topology, self._parameter_device, self.layouts_on(topology), logical)
-        bindings = BindingTable(topology.num_replicas, placement.layout_rule)
-        return Parts(topology, placement, bindings, Runner(self, topology))
+        layouts, shards = None, self.shards_on(topology)
+        if shards is not None or self._layout_map is not None or topology.num_logical_devices > 1:
+            layouts = VariableLayouts(topology, shards, self._layout_map)
+        return self._parts_of(topology, VariablePlacement(topology, self._parameter_device, layouts))
 
-    def parts_on(self, topology: Topology, layouts: StateLayouts | None) -> Parts:
-        """Returns the parts of the strategy on a plan's devices, as many for each replica. ``layouts`` shard its
-        state.
+    def parts_on(self, topology: Topology, shards: StateShards | None) -> Parts:
+        """Returns the parts of the strategy on a plan's devices, as many for each replica. ``shards`` is the sharding
+        of its state over them.
         """
-        own = self._own_parts
-        logical = own.variable_placement.logical_layouts
-        placement = VariablePlacement(topology, None, layouts, logical and logical.on(topology))
-        bindings = own.bindings.on(topology, placement.layout_rule)
+        own = self._own_parts.variable_placement.layouts
+        layouts = own and own.on(topology, shards)
+        if own is None and shards is not None:
+            layouts = VariableLayouts(topology, shards)
+        return self._parts_of(topology, VariablePlacement(topology, None, layouts))
+
+    def _parts_of(self, topology: Topology, placement: VariablePlacement) -> Parts:
+        bindings = BindingTable(topology.num_replicas, placement.layouts)
         return Parts(topology, placement, bindings, Runner(self, topology))
 
-    def layouts_on(self, topology: Topology) -> StateLayouts | None:
-        """Returns the layouts of variables over the strategy's or a plan's devices; None if they are replicated."""
-        shards = StateShards.of(self._shard_state, self._shard_size, topology.num_replicas)
-        return None if shards is None else StateLayouts(shards, topology)
+    def shards_on(self, topology: Topology) -> StateShards | None:
+        """Returns the sharding of state over the strategy's or a plan's replicas; None if it is not sharded."""
+        return StateShards.of(self._shard_state, self._shard_size, topology.num_replicas)
 
     @property
     def parts(self) -> Parts:
@@ -207,7 +204,7 @@ class Strategy:
 
     @property
     def num_logical_devices(self) -> int:
-        """The number of devices per replica: 1, except for ``TPUStrategy`` with a device assignment."""
+        """The number of devices per replica: 1 unless ``devices_per_replica``, or a device assignment, says more."""
         return self._own_parts.topology.num_logical_devices
 
     @property

@@ -37,14 +37,14 @@ class TPUStrategy(Strategy):
         ``experimental_assign_to_logical_device``, which has no effect then, an error.
       layout_map: The sharding of variables over the logical devices of a replica, by patterns of their paths: an
         ``rx.experimental.LayoutMap``, or a dict of its entries. By default variables are replicated.
-      shard_state: "optimizer" or "all", as in ``MirroredStrategy``. Each core must be a replica.
+      shard_state: "optimizer" or "all", as in ``MirroredStrategy``.
       shard_size: See ``MirroredStrategy``.
 
     Raises:
       DeviceError: There are neither TPUs nor virtual devices.
       InvalidArgumentError: The assignment is for other devices, ``layout_map`` names an unknown axis, or ``shard_size``
         does not divide the number of replicas.
-      UnsupportedError: A replica has cores of several hosts; or it has several cores and ``shard_state`` is set.
+      UnsupportedError: A replica has cores of several hosts.
       ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default).
 
     Source: tf.distribute.TPUStrategy.
@@ -69,12 +69,6 @@ class TPUStrategy(Strategy):
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         system = TPUSystem.of(resolver)
         topology = Topology.of_mesh(replica_mesh(system.grid(assignment)))
-        if shard_state is not None and topology.num_logical_devices > 1:
-            raise UnsupportedError(
-                f"shard_state={shard_state!r} shards variables over replicas of one device, but each replica has "
-                f"{topology.num_logical_devices} logical devices, over which experimental_split_to_logical_devices shards the data of "
-                "a replica. Leave out one of shard_state and experimental_device_assignment."
-            )
         super().__init__(
             lambda: topology,
             cluster_resolver=resolver,

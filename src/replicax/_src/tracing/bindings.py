@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
+from replicax._src.devices.specs import Axes
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import TraceError, VariableError
 from replicax._src.framework import make_binding
-from replicax._src.tracing.optimizer_slots import model_variable_of, optimizer_slots_of
+from replicax._src.tracing.optimizer_slots import optimizer_slots_of
 
 # A thread holds this lock while a program takes the state and gives it back, so that threads neither donate one array
 # twice nor read one that is being donated. Reads of rx.Variable take it; reads of Keras variables cannot.
@@ -130,6 +131,21 @@ class Binding:
         return f"Binding({self.name!r}, {self.sync_policy.name})"
 
 
+class Layouts(Protocol):
+    """The layouts of variables; see ``variables/layouts.py``."""
+
+    def of(self, variable: Any) -> NamedSharding | None:
+        """Returns the layout in which a variable is stored; None if it is replicated."""
+        ...
+
+    def of_given(self, variable: Any, axes: Axes) -> NamedSharding | None:
+        """Returns the layout that a variable would have if the logical devices sharded it by ``axes``."""
+        ...
+
+    def give(self, variable: Any, axes: Axes) -> None:
+        """Makes the logical devices shard a variable by ``axes``."""
+
+
 class BindingTable:
     """The bindings of the variables that one strategy's programs have met.
 
@@ -137,23 +153,14 @@ class BindingTable:
 
     Args:
       num_replicas: The number of replicas R of the strategy.
-      layout_by_rule: Returns the layout of a variable without an explicit one. If it is None or returns None, the
-        variable is replicated.
+      layouts: The layouts of variables; None if all are replicated.
     """
 
-    def __init__(self, num_replicas: int, layout_by_rule: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, num_replicas: int, layouts: Layouts | None = None) -> None:
         self._num_replicas = num_replicas
-        self._layout_by_rule = layout_by_rule
+        self._layouts = layouts
         self._bindings: weakref.WeakValueDictionary[int, Binding] = weakref.WeakValueDictionary()
-        self._layouts: dict[int, Any] = {}
         self._components: dict[int, tuple[Any, Any]] = {}
-        self._mesh: Any = None
-
-    def on(self, topology: Topology, layout_by_rule: Callable[[Any], Any] | None) -> BindingTable:
-        """Returns a table for other devices, as many for each replica. Variables keep their explicit layouts."""
-        table = BindingTable(topology.num_replicas, layout_by_rule)
-        table._layouts, table._mesh = self._layouts, topology.mesh
-        return table
 
     def binding_of(self, variable: Any) -> Binding:
         """Returns the binding of ``variable``, and makes it at the first call."""
@@ -184,17 +191,10 @@ class BindingTable:
 
     def layout_of(self, variable: Any) -> Any:
         """Returns the layout of a variable; None if it is replicated."""
-        if self._layouts:
-            laid_out = variable if id(variable) in self._layouts else model_variable_of(variable)
-            if id(laid_out) in self._layouts:
-                layout = self._layouts[id(laid_out)]
-                return (
-                    layout if layout is None or self._mesh is None else NamedSharding(self._mesh, layout.spec)
-                )
-        return None if self._layout_by_rule is None else self._layout_by_rule(variable)
+        return None if self._layouts is None else self._layouts.of(variable)
 
-    def lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
-        """Moves a variable and its optimizer slots into a layout over the logical devices. Programs keep that layout.
+    def lay_out(self, variable: Any, axes: Axes, topology: Topology) -> None:
+        """Makes the logical devices shard a variable and its optimizer slots by ``axes``. Programs keep that layout.
 
         Raises:
           VariableError: Each replica has its own value, or a compiled program already uses the variable.
@@ -203,11 +203,13 @@ class BindingTable:
             *optimizer_slots_of(variable),
             variable,
         ]:  # optimizer slots get the layout of their variable
-            self._lay_out(each, layout, topology)
+            self._lay_out(each, axes, topology)
 
-    def _lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
+    def _lay_out(self, variable: Any, axes: Axes, topology: Topology) -> None:
+        assert self._layouts is not None
         is_met = id(variable) in self._bindings
         binding = self.binding_of(variable)
+        layout = self._layouts.of_given(variable, axes)
         if binding.layout == layout:
             return
         if binding.sync_policy.is_per_replica:
@@ -220,9 +222,8 @@ class BindingTable:
                 f"Variable {binding.name!r} is used by a program that was compiled for its current layout. Shard variables over "
                 "logical devices right after making them, before the first step."
             )
-        if id(variable) not in self._layouts:
-            weakref.finalize(variable, self._layouts.pop, id(variable), None)
-        binding.layout = self._layouts[id(variable)] = layout
+        self._layouts.give(variable, axes)
+        binding.layout = layout
         adopt(binding, binding.value, topology)
 
 

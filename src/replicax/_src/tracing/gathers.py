@@ -20,6 +20,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
+from replicax._src.devices.specs import dim_of, without
+from replicax._src.devices.topology import SHARD_AXIS
 from replicax._src.tracing.equations import called, evaluated, is_variable
 from replicax._src.tracing.primitives import ELEMENTWISE, MOVES, REDUCTIONS, REMATERIALISES
 from replicax._src.tracing.replication import is_call
@@ -37,7 +39,7 @@ def is_large(num_bytes: int) -> bool:
 
 
 sharded_read_p = jax_compat.identity_primitive("replicax_sharded_read")
-"""A read of a variable in the global view. Params: ``dim``, the sharded dim, and ``whole``, the gathered sharding."""
+"""A read of a variable in the global view. Params: ``spec``, as in ``Sharded``, and ``mesh``, that of the replicas."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,25 +48,25 @@ class Sharded:
 
     Attributes:
       shards: The array of the full shape in the global view; else this replica's shard.
-      dim: The sharded dim.
+      spec: The axes of each dim: ``SHARD_AXIS`` for the replicas, and those of logical devices.
       num_bytes: The size of the full value.
-      gather: Returns the full value, given the shards and their dim.
+      gather: Returns the value that replicas compute with, given the shards and their spec.
       is_global: True if ``shards`` is an array of the global view.
       later: Equations of one operand to evaluate after the gather.
       variable: Identifies the variable that the value comes from.
     """
 
     shards: Any
-    dim: int
+    spec: PartitionSpec
     num_bytes: int
-    gather: Callable[[Any, int], Any]
+    gather: Callable[[Any, PartitionSpec], Any]
     is_global: bool = False
     later: tuple[Any, ...] = ()
     variable: Any = dataclasses.field(default_factory=object)
 
     def whole(self) -> Any:
         """Gathers the value now."""
-        value = self.gather(self.shards, self.dim)
+        value = self.gather(self.shards, self.spec)
         for eqn in self.later:
             value = _applied(eqn, value)
         return value
@@ -215,7 +217,9 @@ class _Evaluation:
         arrays = list(map(_shards_of, values))
         results = jax_compat.bind_equation(eqn, arrays, params)
         return [
-            dataclasses.replace(out, shards=result, dim=out.dim + 1, num_bytes=out.num_bytes * length)
+            dataclasses.replace(
+                out, shards=result, spec=PartitionSpec(None, *out.spec), num_bytes=out.num_bytes * length
+            )
             if isinstance(out, Sharded)
             else result
             for out, result in zip(outputs, results, strict=True)
@@ -285,12 +289,16 @@ def _of_slice(sharding: Any) -> NamedSharding | None:
 
 
 def _marked(eqn: Any, value: Any) -> Sharded:
-    whole = eqn.params["whole"]
+    mesh = eqn.params["mesh"]
+
+    def gather(shards: Any, spec: PartitionSpec) -> Any:
+        return jax.lax.with_sharding_constraint(shards, NamedSharding(mesh, without(spec, SHARD_AXIS)))
+
     return Sharded(
         value,
-        eqn.params["dim"],
+        eqn.params["spec"],
         _num_bytes(value),
-        lambda shards, dim: jax.lax.with_sharding_constraint(shards, whole),
+        gather,
         is_global=True,
         variable=eqn.outvars[0],
     )
@@ -316,25 +324,29 @@ def _aside(eqn: Any, operands: Sequence[Any], value: Sharded) -> Sharded:
 
 def _leaves_shards(eqn: Any, value: Sharded) -> bool:
     """Returns True if the value is large and each device has a shard of each slice."""
-    result, dim, params = eqn.outvars[0].aval, value.dim, eqn.params
+    result, params = eqn.outvars[0].aval, eqn.params
     if value.later or not is_large(_num_bytes(result)):
         return False
-    return "dimensions" in params or result.shape[dim] == eqn.invars[0].aval.shape[dim]
+    shape = eqn.invars[0].aval.shape
+    return "dimensions" in params or all(
+        result.shape[dim] == shape[dim] for dim, axes in enumerate(value.spec) if axes is not None
+    )
 
 
 def _sliced(eqn: Any, value: Sharded) -> Sharded:
     """Returns a slice, or the value without dims of size 1. It is gathered like a separate variable."""
-    params, dim = dict(eqn.params), value.dim
+    params, spec = dict(eqn.params), value.spec
     if "dimensions" in params:
-        dim -= sum(other < dim for other in params["dimensions"])
+        spec = PartitionSpec(*[axes for dim, axes in enumerate(spec) if dim not in params["dimensions"]])
     else:
+        dim = dim_of(spec, SHARD_AXIS)
         params["limit_indices"] = tuple(
             value.shards.shape[i] if i == dim else end for i, end in enumerate(params["limit_indices"])
         )
     (shards,) = jax_compat.bind_equation(eqn, [value.shards], params)
     result = eqn.outvars[0]
     size = _num_bytes(result.aval)
-    return dataclasses.replace(value, shards=shards, dim=dim, num_bytes=size, variable=result)
+    return dataclasses.replace(value, shards=shards, spec=spec, num_bytes=size, variable=result)
 
 
 def _applied(eqn: Any, value: Any) -> Any:
@@ -354,15 +366,14 @@ def _is_plain(value: Any) -> bool:
 
 def _can_be_sliced(value: Any, length: int) -> bool:
     """Returns True if slices of a value are large and each device has a shard of each."""
-    return _is_plain(value) and value.dim > 0 and is_large(value.num_bytes // max(length, 1))
+    return _is_plain(value) and value.spec[0] is None and is_large(value.num_bytes // max(length, 1))
 
 
 def _slice_of(value: Sharded, length: int) -> Sharded:
     """Returns a description of a slice along the first dim."""
     shards = jax.ShapeDtypeStruct(value.shards.shape[1:], value.shards.dtype)
-    return dataclasses.replace(
-        value, shards=shards, dim=value.dim - 1, num_bytes=value.num_bytes // max(length, 1)
-    )
+    spec = PartitionSpec(*value.spec[1:])
+    return dataclasses.replace(value, shards=shards, spec=spec, num_bytes=value.num_bytes // max(length, 1))
 
 
 def _shards_of(value: Any) -> Any:

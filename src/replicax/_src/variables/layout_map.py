@@ -30,7 +30,8 @@ class LayoutMap(MutableMapping[str, Layout]):
     first: 4 devices shard two dims as ``("logical_0", "logical_1")``. Several axes may shard one dim: ``(None,
     ("logical_0", "logical_1"))``. Dims at the end may be left out.
 
-    Pass it to ``TPUStrategy``, which also takes a dict.
+    Pass it to a strategy whose replicas have several devices: ``MirroredStrategy(devices_per_replica=2,
+    layout_map=...)``, or another one that takes it. A dict works too.
 
     Args:
       layouts: A mapping with such entries. Others can be set later, one by one.

@@ -13,8 +13,7 @@ from replicax._src.devices.topology import Topology
 from replicax._src.jax_compat import Device
 from replicax._src.tracing.bindings import own_copy, placed_by_each
 from replicax._src.values import shards_of_replicas
-from replicax._src.variables.logical_layouts import LogicalLayouts
-from replicax._src.variables.state_layouts import StateLayouts
+from replicax._src.variables.layouts import VariableLayouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,15 +23,12 @@ class VariablePlacement:
     Attributes:
       topology: The replicas' devices.
       parameter_device: The one device that holds all variables (central storage); None if every replica's device does.
-      layouts: The layouts of variables that are sharded over replicas; None if there are none.
-      logical_layouts: The layouts of variables that are sharded over the logical devices of replicas; None if the user
-        gives none.
+      layouts: The layouts of variables that may be sharded; None if all are replicated.
     """
 
     topology: Topology
     parameter_device: Device | None = None
-    layouts: StateLayouts | None = None
-    logical_layouts: LogicalLayouts | None = None
+    layouts: VariableLayouts | None = None
     partitioner = None
 
     @property
@@ -44,12 +40,6 @@ class VariablePlacement:
         """The devices of this process that hold variables."""
         one = self.parameter_device
         return (one,) if one is not None else self.topology.all_local_devices
-
-    @property
-    def layout_rule(self) -> Callable[[Any], Any] | None:
-        """The default layout of a variable without an explicit one; None if all variables are replicated."""
-        layouts = self.layouts or self.logical_layouts
-        return None if layouts is None else layouts.of
 
     def place(self, value: Any, components: Any | None) -> jax.Array:
         """Returns a copy on the strategy's devices of ``value``, or of ``components`` [R, ...] if each replica has its
@@ -64,8 +54,8 @@ class VariablePlacement:
     def place_initial(self, value: Any, components: Any | None, name: str) -> jax.Array:
         """Places the value of a new variable, as ``place`` does. All processes take the value of the first one."""
         layout = None
-        if components is None and self.logical_layouts is not None:
-            layout = self.logical_layouts.of_path(name, value.shape)
+        if components is None and self.layouts is not None:
+            layout = self.layouts.of_new(name, value.shape)
         if components is None and self.topology.peers is not None:
             return self.topology.put_leaders(value)  # it is sharded when a program first uses it
         return self.place(value, components) if layout is None else own_copy(value, layout)
@@ -78,8 +68,7 @@ class VariablePlacement:
 
     def _is_sharded(self, stored: jax.Array) -> bool:
         """Returns True if the array is sharded. (Processes compare full values, and shard them afterwards.)"""
-        may_be = self.topology.num_logical_devices > 1 or self.layouts is not None
-        return may_be and self.topology.peers is None and not stored.is_fully_replicated
+        return self.layouts is not None and self.topology.peers is None and not stored.is_fully_replicated
 
     def current(self, stored: jax.Array) -> jax.Array:
         """Returns the stored value. If other processes have shards of it, it is gathered, and they must read it too."""

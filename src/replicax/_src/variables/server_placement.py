@@ -41,7 +41,6 @@ class ServerPlacement:
     partitioner: Callable[..., Sequence[int]] | None = None
     parameter_device: Any = None
     layouts = None
-    logical_layouts = None
 
     @property
     def num_replicas(self) -> int:

@@ -64,14 +64,19 @@ class StateShards:
         """Returns True if variables of this kind are sharded, provided that their shape allows it."""
         return is_of_optimizer or (is_trainable and self.state is ShardState.ALL)
 
-    def dim_of(self, shape: Sequence[int], *, least_rows: int = 1) -> int | None:
-        """Returns the dim to shard: the first of the largest ones that S divides. Returns None if the array stays
-        replicated.
+    def dim_of(
+        self, shape: Sequence[int], num_logical: Sequence[int] = (), *, least_rows: int = 1
+    ) -> int | None:
+        """Returns the dim to shard: the first of the largest ones that S divides, and one that the logical devices of a
+        replica shard only if no other dim fits. Returns None if the array stays replicated.
 
         Args:
           shape: The shape [...] of the full array.
+          num_logical: The number of logical devices that already shard each dim; by default 1 for all.
           least_rows: The minimum size of a shard along that dim.
         """
         count = self.num_shards
-        dims = [d for d, size in enumerate(shape) if size % count == 0 and size >= count * least_rows]
-        return max(dims, key=lambda dim: shape[dim], default=None) if count > 1 else None
+        taken = num_logical or [1] * len(shape)
+        sizes = [size // num if size % num == 0 else 0 for size, num in zip(shape, taken, strict=True)]
+        dims = [d for d, size in enumerate(sizes) if size % count == 0 and size >= count * least_rows]
+        return max(dims, key=lambda dim: (taken[dim] == 1, shape[dim]), default=None) if count > 1 else None

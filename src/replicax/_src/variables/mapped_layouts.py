@@ -1,4 +1,4 @@
-"""Layouts of variables over the logical devices of a replica: a ``LayoutMap`` on one strategy's devices."""
+"""A ``LayoutMap`` on one strategy's devices: the axes of logical devices that shard each variable."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import re
 from collections.abc import Sequence
 from typing import Any, final
 
-from jax.sharding import NamedSharding, PartitionSpec
-
+from replicax._src.devices.specs import Axes
 from replicax._src.devices.topology import LOGICAL_AXIS, REPLICA_AXIS, Topology
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.tracing.optimizer_slots import model_variable_of
 from replicax._src.variables.layout_map import Layout, LayoutMap, shown
-from replicax._src.variables.state_layouts import is_of_optimizer
 
 log = logging.getLogger("replicax")
 _MAX_SHOWN = 3
 
 
 @final
-class LogicalLayouts:
-    """The layouts of one strategy's variables.
+class MappedLayouts:
+    """The axes that a layout map gives variables.
 
     Args:
       layout_map: The user's layout map.
@@ -37,17 +34,17 @@ class LogicalLayouts:
         self._map, self.topology = layout_map, topology
         self._unused = dict.fromkeys(layout_map)
         self._paths: dict[str, None] = {}
-        self._paths_of_bindings: dict[str, None] = {}
+        self._paths_of_slots: dict[str, None] = {}
         self._warned: set[str] = set()
         self._sizes = {name: topology.mesh.shape[name] for name in topology.mesh.axis_names[1:]}
         for pattern, layout in layout_map.entries():
             self._check_axes(pattern, layout)
 
-    def on(self, topology: Topology) -> LogicalLayouts:
+    def on(self, topology: Topology) -> MappedLayouts:
         """Returns the same layouts over other devices. Both share the record of patterns that matched a variable."""
-        layouts = LogicalLayouts(self._map, topology)
+        layouts = MappedLayouts(self._map, topology)
         layouts._unused, layouts._paths = self._unused, self._paths
-        layouts._paths_of_bindings, layouts._warned = self._paths_of_bindings, self._warned
+        layouts._paths_of_slots, layouts._warned = self._paths_of_slots, self._warned
         return layouts
 
     def _check_axes(self, pattern: str, layout: Layout) -> None:
@@ -74,33 +71,27 @@ class LogicalLayouts:
         """Returns the mesh axes for axes of the layout map."""
         return [name for axis in axes for name in ([*self._sizes] if axis == LOGICAL_AXIS else [axis])]
 
-    def of(self, variable: Any) -> NamedSharding | None:
-        """Returns the sharding of a variable; None if it is replicated."""
-        owner = model_variable_of(variable)
-        if owner is None and not is_of_optimizer(variable):
-            return self.of_path(variable.path, variable.shape)
-        self._paths_of_bindings[variable.path] = None
-        return None if owner is None else self.of(owner)
+    def note(self, path: str) -> None:
+        """Records the path of a new variable."""
+        self._paths[path] = None
+        pattern = self._map.pattern_of(path)
+        if pattern is not None:
+            self._unused.pop(pattern, None)
 
-    def note(self, variable: Any) -> None:
-        """Records the path of a new variable. Its layout is looked up when a program first uses it."""
-        if not is_of_optimizer(variable):
-            self._paths[variable.path] = None
-            pattern = self._map.pattern_of(variable.path)
-            if pattern is not None:
-                self._unused.pop(pattern, None)
+    def note_slot(self, path: str) -> None:
+        """Records the path of an optimizer slot, which the map does not apply to."""
+        self._paths_of_slots[path] = None
 
-    def of_path(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
-        """Returns the sharding of a variable with this path; None if it is replicated.
+    def of_path(self, path: str, shape: Sequence[int]) -> Axes:
+        """Returns the axes of each dim of a variable with this path; fewer if the last dims are not sharded.
 
         Raises:
           InvalidArgumentError: The layout does not fit the shape.
         """
-        self._paths[path] = None
+        self.note(path)
         pattern = self._map.pattern_of(path)
         if pattern is None:
-            return None
-        self._unused.pop(pattern, None)
+            return ()
         layout = self._map[pattern] or ()
         dims = [tuple(self._resolved(axes)) for axes in layout]
         what = f"Variable {path!r} of shape {tuple(shape)} has the layout {shown(layout)} of the layout map's {pattern!r}"
@@ -116,10 +107,7 @@ class LogicalLayouts:
                     f"{what}: dim {dim}, {size} long, is not divisible by its {count} logical devices. Shard another dim, or make "
                     f"this one {math.ceil(size / count) * count} long."
                 )
-        if not any(dims):
-            return None
-        rest = [None] * (len(shape) - len(dims))
-        return NamedSharding(self.topology.mesh, PartitionSpec(*[axes or None for axes in dims], *rest))
+        return tuple(dims)
 
     def check_used(self, *, is_training: bool) -> None:
         """Checks that every pattern has matched a variable.
@@ -149,13 +137,30 @@ class LogicalLayouts:
 
     def _closest(self, pattern: str) -> str:
         """Returns a text with the paths that are most similar to a pattern."""
-        of_bindings = [path for path in self._paths_of_bindings if re.search(pattern, path)]
-        if of_bindings:
-            return f"it matches {of_bindings[0]!r}, an optimizer slot, which has the layout of its variable"
+        of_slots = [path for path in self._paths_of_slots if re.search(pattern, path)]
+        if of_slots:
+            return f"it matches {of_slots[0]!r}, an optimizer slot, which has the layout of its variable"
         plain = re.sub(r"\W+", " ", pattern)
         likeness = {path: difflib.SequenceMatcher(None, plain, path).ratio() for path in self._paths}
         closest = sorted(likeness, key=lambda path: -likeness[path])[:_MAX_SHOWN]
         return f"the closest paths are {', '.join(map(repr, closest))}" if closest else "there is none"
+
+
+def layout_map_for(topology: Topology, given: Any) -> LayoutMap | None:
+    """Returns the layout map that a user gives, for replicas of several devices; None for none.
+
+    Raises:
+      InvalidArgumentError: It is not a layout map, or shards variables but each replica has one device.
+    """
+    layout_map = None if given is None else LayoutMap.of(given)
+    if layout_map is not None and topology.num_logical_devices == 1:
+        for pattern, layout in layout_map.entries():
+            if any(layout):
+                raise InvalidArgumentError(
+                    f"The layout map's {pattern!r}: {shown(layout)} shards variables over the devices of a replica, but each replica "
+                    "has one. Give devices_per_replica, the number of devices of each replica, such as 2; or leave layout_map out."
+                )
+    return layout_map
 
 
 def _any_of(names: Sequence[str]) -> str:
