@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
     from replicax._src.parameter_servers.task.task import Server
     from replicax._src.pictures.visualize import visualize
+    from replicax._src.precision import Precision
     from replicax._src.profiling.profile import Profile, profile
     from replicax._src.strategies.central_storage import CentralStorageStrategy
     from replicax._src.strategies.extended import StrategyExtended
@@ -103,6 +104,7 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",
+    "Precision",
     "Profile",
     "ReduceOp",
     "ReductionToOneDevice",
@@ -202,6 +204,7 @@ _PLACES = {
     "Profile": "profiling.profile",
     "profile": "profiling.profile",
     "GradientTape": "tracing.tape",
+    "Precision": "precision",
     "ServerDef": "parameter_servers.task.server_def",
     "ServerOptions": "parameter_servers.task.server_def",
     "Server": "parameter_servers.task.task",

@@ -348,7 +348,9 @@ def on_host(tree):
 
 
 def weights_of(model):
-    return [(v.path, np.asarray(v.value)) for v in [*model.variables, *model.optimizer.variables]]
+    # Keras without a strategy does not count the rows of the micro-batches that it accumulates.
+    state = [v for v in model.optimizer.variables if not v.path.endswith("accumulated_count")]
+    return [(v.path, np.asarray(v.value)) for v in [*model.variables, *state]]
 
 
 def built(subject, model_class, strategy=None):

@@ -852,3 +852,43 @@ def looking_up_rows():
     held = [shard.data.shape[0] for shard in table.embeddings._value.addressable_shards]
     rows = np.asarray(table.embeddings)[ids[::4]].tolist()
     report(losses=[*losses, *history], held=held, rows=rows)
+
+
+def accumulates():
+    """Two steps of masked, uneven rows in micro-batches, and the same of one large batch by NumPy."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(26, 5)).astype(np.float32)
+    mask = (random.random(26) < 0.6).astype(np.float32)
+    strategy = rx.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        w = rx.Variable(np.ones(5, np.float32))
+
+    def loss_of(w, x, mask):
+        return jnp.sum(mask * jnp.tanh(x @ w) ** 2)
+
+    @rx.experimental.accumulate(3)
+    def gradients_of(batch):
+        return jax.value_and_grad(loss_of)(w.value, *batch), jnp.sum(batch[1])
+
+    def step(batch):
+        loss, gradient = gradients_of(batch)
+        w.assign_sub(0.1 * rx.get_replica_context().all_reduce("SUM", gradient))
+        return loss
+
+    losses, expected, params = [], [], np.ones(5, np.float32)
+    for number, batch in enumerate(
+        strategy.experimental_distribute_dataset(rx.data.from_arrays((x, mask)).batch(13))
+    ):
+        losses.append(float(strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)))
+        rows = slice(13 * number, 13 * number + 13)
+        loss, gradient = jax.value_and_grad(loss_of)(params, x[rows], mask[rows])
+        expected.append(float(loss / mask[rows].sum()))
+        params = params - 0.1 * np.asarray(gradient) / mask[rows].sum()
+    report(losses=losses, expected=expected, weight=w.numpy().tolist(), params=params.tolist())

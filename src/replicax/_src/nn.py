@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaContextError
 from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.loss_counts import LossCount, note_loss
 from replicax._src.values import ArrayLike
 
 
@@ -53,6 +54,7 @@ def compute_average_loss(
         size = size_of_global_batch(loss.shape[0])
     else:
         size = _checked_size(global_batch_size)
+    note_loss(LossCount(lambda: size))
     total = jnp.sum(loss)
     size = jnp.asarray(size).astype(jnp.promote_types(dtype, jnp.float32))  # half precision cannot count
     share = total / jnp.where(size == 0, 1, size)

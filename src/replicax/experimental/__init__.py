@@ -1,6 +1,7 @@
 """TensorFlow's ``tf.distribute.experimental`` names: ``rx.experimental``."""
 
 from replicax import coordinator
+from replicax._src.accumulation import accumulate
 from replicax._src.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -43,6 +44,7 @@ __all__ = [
     "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
+    "accumulate",
     "cache_variable_reads",
     "coordinator",
     "layouts",

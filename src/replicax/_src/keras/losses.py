@@ -19,6 +19,7 @@ import keras
 
 from replicax._src import context
 from replicax._src.errors import KerasLossError
+from replicax._src.keras.accumulation import note_keras_loss
 from replicax._src.keras.overriding import overridden
 from replicax._src.nn import SharedLoss, size_of_global_batch
 from replicax._src.tracing.capture import current_capture, user_line
@@ -34,6 +35,8 @@ def wrapped_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         capture = current_capture()
+        if _local.is_gathered or not (_local.is_in_compute_loss and _is_shared()):
+            _note(self, *args, **kwargs)
         if _local.is_gathered:
             return original(self, *args, **kwargs)
         if _local.is_in_compute_loss and _is_shared():
@@ -46,6 +49,11 @@ def wrapped_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return _not_differentiable(original(self, *args, **kwargs), error)
 
     return __call__
+
+
+def _note(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, *, is_local: bool = False) -> None:
+    mask = _mask_of(y_pred) if _is_masked(y_pred) else None
+    note_keras_loss(loss, y_true, y_pred, sample_weight, mask, is_local=is_local)
 
 
 def _mean_loss_error(loss: Any, num_replicas: int) -> KerasLossError:
@@ -202,13 +210,16 @@ def _of_whole_batch(
         and _is_row_by_row(loss, y_true, y_pred, rows)
         and loss.reduction in _ROW_BY_ROW
     ):
+        _note(loss, y_true, y_pred, sample_weight, is_local=True)
         local = call(loss, y_true, y_pred, sample_weight) if rows else _nothing(y_pred)
         return _shared_value(local, jnp.float32(1) if loss.reduction == "sum" else _weight(rows))
     gather = _Gather(rows)
     y_true, sample_weight = (
         keras.tree.map_structure(gather.fixed, pytree) for pytree in (y_true, sample_weight)
     )
-    value = call(loss, y_true, keras.tree.map_structure(gather.differentiable, y_pred), sample_weight)
+    gathered = keras.tree.map_structure(gather.differentiable, y_pred)
+    _note(loss, y_true, gathered, sample_weight)
+    value = call(loss, y_true, gathered, sample_weight)
     return value if rows else value + _nothing(y_pred).astype(value.dtype)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicax._src.errors import PerReplicaUseError, VariableError
-from replicax._src.keras import servers, sharded_state
+from replicax._src.keras import accumulation, servers, sharded_state
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.user_code import user_line
@@ -26,7 +26,12 @@ class PlacedOptimizer(_Keras):
     replicas.
 
     It comes before Keras's own classes among the bases of ``keras.optimizers.Optimizer``.
+
+    Attributes:
+      accumulated_count: The sum of the denominators of the micro-batches so far; None if gradients are not accumulated.
     """
+
+    accumulated_count: Any = None
 
     @functools.wraps(keras.optimizers.Optimizer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,6 +39,11 @@ class PlacedOptimizer(_Keras):
         # saved. One worker may save alone, so the other workers do not take part in making its variables.
         with sharded_state.made_alone(type(self) is keras.optimizers.Optimizer):
             super().__init__(*args, **kwargs)
+
+    def build(self, variables: Any) -> None:
+        """Makes the optimizer's variables, and the count of micro-batches where it accumulates gradients."""
+        super().build(variables)
+        accumulation.add_count(self)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable)
     def add_variable(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +64,12 @@ class PlacedOptimizer(_Keras):
             grads = aggregated(capture, grads, variables)
         if capture is not None and isinstance(capture.observer, Events):
             return servers.apply(_own_apply, self, grads, trainable_variables, capture.observer)
+        if self.gradient_accumulation_steps and grads:
+            if not self.built:
+                with keras.name_scope(self.name, caller=self):
+                    self.build(trainable_variables)
+            variables = self._trainable_variables if trainable_variables is None else trainable_variables
+            grads = accumulation.weighed(self, grads, variables)
         return super().apply(grads, trainable_variables)
 
     @functools.wraps(keras.optimizers.Optimizer.stateless_apply)

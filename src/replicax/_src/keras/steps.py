@@ -25,6 +25,7 @@ from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
+from replicax._src.tracing.loss_counts import counting
 
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
@@ -195,7 +196,8 @@ class GlobalStepFunction(StepFunction):
         )
 
     def _step_of_whole_state(self, state: State, data: Any) -> tuple[Any, State]:
-        result = getattr(self.model, self.phase.step_name)(state, data)
+        with counting():
+            result = getattr(self.model, self.phase.step_name)(state, data)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong_result(f"returned {type(result).__name__}")
         outputs, new = result

@@ -28,6 +28,7 @@ from replicax._src.tracing import key
 from replicax._src.tracing.arguments import Call
 from replicax._src.tracing.capture import created_again, current_capture, replaced_capture
 from replicax._src.tracing.eager_capture import NO_AXIS, EagerCapture, on_no_device
+from replicax._src.tracing.loss_counts import counting
 from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value
 
@@ -101,6 +102,7 @@ def _run(
         for framework in frameworks_in_use():
             stack.enter_context(framework.trace_scope(capture))
         stack.enter_context(replaced_capture(capture))
+        stack.enter_context(counting())
         replica = ReplicaContext(strategy, None, OneReplica())
         stack.enter_context(context.replica_context(strategy, replica))
         stack.enter_context(jax_compat.in_eager_mode(True))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, TraceError, VariableError
 from replicax._src.tracing.bindings import Binding, SyncPolicy
+from replicax._src.tracing.loss_counts import counting
 from replicax._src.tracing.markers import Question, aggregate_p, placeholder_p, region_p, watch_p
 from replicax._src.user_code import user_line
 
@@ -322,7 +323,7 @@ class TracedCapture(Capture):
     def tracing(self) -> Iterator[None]:
         """Context that the traced function enters first: remembers its trace and becomes the current capture."""
         self.trace = jax_compat.current_trace()
-        with replaced_capture(self), self._forgotten:
+        with replaced_capture(self), self._forgotten, counting():
             yield
 
     def _forget_inner_traces(self) -> None:
