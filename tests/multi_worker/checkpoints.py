@@ -69,8 +69,8 @@ def training(folder, num_steps, restores):
     )
     if strategy.num_replicas_in_sync > 1:
         waited = rx.CheckpointManager(checkpoint, f"{folder}-waited")
-        write_arrays = writing.write_arrays
-        writing.write_arrays = lambda *args: (time.sleep(2 * processes._TELL_S), write_arrays(*args))
+        write_pieces, index = writing.write_pieces, min(strategy.cluster_resolver.task_id, 1)
+        writing.write_pieces = lambda *args: (time.sleep(2), write_pieces(*args))
         waited.save()
         try:
             waited.wait(timeout_s=0.1)
@@ -78,17 +78,17 @@ def training(folder, num_steps, restores):
             report(late=str(error))
         waited.wait()
         report(after_wait=[os.path.basename(path) for path in waited.checkpoints])
-        writing.write_arrays = None
+        writing.write_pieces = write_pieces if index == 0 else None
         waited.save()
         try:
             waited.save()
         except CheckpointError as error:
-            report(failed=str(error))
-        writing.write_arrays = write_arrays
+            report(failed=f"{type(error).__name__}: {error}")
+        writing.write_pieces = write_pieces
         waited.save()
         waited.wait()
         report(after_failure=[os.path.basename(path) for path in waited.checkpoints])
-        before, index = optimizer.iterations.numpy(), min(strategy.cluster_resolver.task_id, 1)
+        before = optimizer.iterations.numpy()
         for name, path in (
             ("another", waited.checkpoints[index]),
             ("none", [None, waited.checkpoints[0]][index]),
@@ -104,7 +104,7 @@ def training(folder, num_steps, restores):
         report(untouched=bool(optimizer.iterations.numpy() == before))
         processes._SHARED_WITHIN_S = 0.5
         if index == 0:
-            writing.write_arrays = lambda *args: (time.sleep(0.5), write_arrays(*args))
+            writing.write_pieces = lambda *args: (time.sleep(0.5), write_pieces(*args))
         with rx.CheckpointManager(checkpoint, f"{folder}-closed") as closed:
             closed.save(1)
         report(after_close=os.path.basename(rx.checkpoint.latest_checkpoint(closed.directory) or "none"))
@@ -116,7 +116,7 @@ def training(folder, num_steps, restores):
         manager.save(3)
         report(reopened=rx.CheckpointManager(checkpoint, manager.directory).restore_or_initialize()[-6:])
         if index == 0:
-            writing.write_arrays = None
+            writing.write_pieces = None
         path = manager.save(4)
         try:
             rx.checkpoint.latest_checkpoint(manager.directory)
@@ -127,7 +127,7 @@ def training(folder, num_steps, restores):
         except CheckpointError as error:
             report(failed_together=f"{type(error).__name__}: {error}")
         report(after_all=os.path.basename(rx.checkpoint.latest_checkpoint(manager.directory)))
-        writing.write_arrays = write_arrays
+        writing.write_pieces = write_pieces
         with tempfile.TemporaryDirectory() as own:
             try:
                 checkpoint.write(os.path.join(own, "exact"))
