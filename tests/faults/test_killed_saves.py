@@ -63,13 +63,13 @@ class Trials:
         self.counts = collections.Counter()
 
     @contextlib.contextmanager
-    def started(self, num_processes, *args):
+    def started(self, num_processes, *args, **environment):
         """Starts processes, and checks what they restore. Afterwards no checkpoint is partial, and survivors have
         named the dead.
         """
         newest = (checkpoints_in(self._folder) or [None])[-1]
         cluster = self._local_cluster(
-            num_processes, environment={"PYTHONPATH": PROGRAMS}, timeout_s=LIMIT_S
+            num_processes, environment={"PYTHONPATH": PROGRAMS, **environment}, timeout_s=LIMIT_S
         )
         cluster.start(saving, [str(self._folder), MANY_SAVES, *args])
         tasks = [cluster.tasks["worker", number] for number in range(num_processes)]
@@ -149,6 +149,22 @@ def test_no_kill_leaves_a_partial_checkpoint(local_cluster, tmp_path, num_proces
     with trials.started(num_processes) as tasks:  # checks the last kill
         kill(tasks, range(num_processes))
     print(dict(trials.counts))
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_stopped_writer_is_named_after_the_limit(local_cluster, tmp_path, victim):
+    """The others do not hang, and the stopped one cannot complete its checkpoint later."""
+    trials = Trials(tmp_path / "saved", local_cluster)
+    with trials.started(2, REPLICAX_SILENCE_TIMEOUT_S="3") as tasks:
+        for task in tasks:
+            task.wait_for_report("begun")
+        time.sleep(random.uniform(0, 1))
+        tasks[victim].stop()
+        expect_errors(tasks, [victim], time.time())
+        tasks[victim].resume()
+        assert tasks[victim].wait(LIMIT_S).exit_code
+    with trials.started(2) as tasks:
+        kill(tasks, range(2))
 
 
 @pytest.mark.long
