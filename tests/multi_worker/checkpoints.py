@@ -142,3 +142,88 @@ def training(folder, num_steps, restores):
                 if index == 1:
                     os.rmdir(given)
             report(saved_to=second.directory, latest=second.latest_checkpoint)
+
+
+def divided_state(folder, action, num_bytes):
+    """Saves or restores arrays that are divided over the devices of all processes, by rows, columns and both."""
+    import os
+    import time
+
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import replicax as rx
+    from replicax._src.checkpoint import chunks, writing
+    from replicax._src.devices import topology
+    from replicax.errors import ClusterFailureError
+    from replicax.testing import report
+
+    chunks.CHUNK_BYTES, chunks.FILE_BYTES = 1 << 16, 1 << 19
+    strategy = (
+        rx.MultiWorkerMirroredStrategy() if "TF_CONFIG" in os.environ else rx.OneDeviceStrategy("cpu:0")
+    )
+    devices = np.array(jax.devices()).reshape(-1, 2 if len(jax.devices()) % 2 == 0 else 1)
+    mesh = jax.sharding.Mesh(devices, ("x", "y"))
+    rows = int(num_bytes) // 4 // 512
+    layouts = {
+        "rows": PartitionSpec(("x", "y")),
+        "columns": PartitionSpec(None, ("x", "y")),
+        "both": PartitionSpec("x", "y"),
+        "turned": PartitionSpec("y", "x"),
+        "copied": PartitionSpec(),
+    }
+    values = {
+        name: np.random.default_rng(number).random((rows, 512), np.float32)
+        for number, name in enumerate(layouts)
+    }
+
+    def placed(name, value):
+        sharding = NamedSharding(mesh, layouts[name])
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    def gathers(*args, **kwargs):
+        raise AssertionError("an array was gathered")
+
+    state = {name: placed(name, values[name] * (action != "restore")) for name in layouts}
+    state["number"] = np.int64(7)
+    checkpoint = rx.Checkpoint(state=state)
+    manager = rx.CheckpointManager(checkpoint, folder)
+    topology.Topology.put_whole = topology.Topology.compile = gathers
+    if action == "restore":
+        with open("/proc/self/io") as file:
+            before = int(file.readline().split()[1])
+        path = manager.restore_or_initialize()
+        with open("/proc/self/io") as file:
+            num_read = int(file.readline().split()[1]) - before
+        needed = sum(
+            len({str(shard.index) for shard in state[name].addressable_shards})
+            * state[name].addressable_shards[0].data.nbytes
+            for name in layouts
+        )
+        are_equal = all(
+            np.array_equal(shard.data, values[name][shard.index])
+            for name in layouts
+            for shard in checkpoint.state[name].addressable_shards
+        )
+        layouts_kept = all(checkpoint.state[name].sharding == state[name].sharding for name in layouts)
+        report(path=os.path.basename(path), read=num_read, needed=needed, equal=are_equal, kept=layouts_kept)
+        return
+    manager.save()
+    manager.wait()
+    report(
+        written=manager.statistics()["num_bytes"],
+        buffers=checkpoint._buffers.num_bytes,
+        total=sum(value.nbytes for value in values.values()),
+    )
+    if action == "die":
+        write_pieces = writing.write_pieces
+        if strategy.cluster_resolver.task_id == 1:
+            writing.write_pieces = lambda *args: (write_pieces(*args), os._exit(9))
+        manager.save()
+        began = time.monotonic()
+        try:
+            manager.wait()
+        except ClusterFailureError as error:
+            report(died=str(error), after_s=time.monotonic() - began)
+        report(left=sorted(os.listdir(folder)))
