@@ -9,7 +9,9 @@ DIVIDED = {"rows": ("x",), "columns": (None, "x")}
 def values_of(step):
     """The values of a step; no element is the same in two steps."""
     return {
-        name: (np.arange(np.prod(shape, dtype=int), dtype=np.int32) * 7 + 10_000 * step + number).reshape(shape)
+        name: (np.arange(np.prod(shape, dtype=int), dtype=np.int32) * 7 + 10_000 * step + number).reshape(
+            shape
+        )
         for number, (name, shape) in enumerate(SHAPES.items())
     }
 
@@ -20,7 +22,9 @@ def differing(state, step):
     for name, expected in values_of(step).items():
         shards = getattr(state[name], "addressable_shards", None)
         parts = (
-            [((), np.asarray(state[name]))] if shards is None else [(one.index, np.asarray(one.data)) for one in shards]
+            [((), np.asarray(state[name]))]
+            if shards is None
+            else [(one.index, np.asarray(one.data)) for one in shards]
         )
         if not all(np.array_equal(part, expected[index]) for index, part in parts):
             wrong.append(name)
@@ -36,7 +40,9 @@ def placed(step):
     state = {"step": step}
     for name, value in values_of(step).items():
         sharding = NamedSharding(mesh, PartitionSpec(*DIVIDED.get(name, ())))
-        state[name] = jax.make_array_from_callback(value.shape, sharding, lambda index, value=value: value[index])
+        state[name] = jax.make_array_from_callback(
+            value.shape, sharding, lambda index, value=value: value[index]
+        )
     return state
 
 
@@ -144,6 +150,11 @@ def saving(folder, num_saves, moment="", victims="", at_save="0"):
             report(written=step - 1, begun=step)
         manager.close()
     except rx.errors.ClusterFailureError as error:
-        report(lost=list(getattr(error, "tasks", ())), kind=type(error).__name__, raised_at=time.time(), began_at=began)
+        report(
+            lost=list(getattr(error, "tasks", ())),
+            kind=type(error).__name__,
+            raised_at=time.time(),
+            began_at=began,
+        )
         sys.exit(3)
     report(ended=True)

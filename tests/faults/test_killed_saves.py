@@ -132,7 +132,9 @@ def kill_at(trials, num_processes, moment, victims):
     """These kill themselves at a moment of the fourth save, or of a later one."""
     with trials.started(num_processes, moment, ",".join(map(str, victims)), "4") as tasks:
         reported = [tasks[number].wait_for_report("killed_at") for number in victims[:1]]
-        for number in victims[1:]:  # the death of the first may end the others before they come to this moment
+        for number in victims[
+            1:
+        ]:  # the death of the first may end the others before they come to this moment
             tasks[number].wait(LIMIT_S)
         dead = [number for number in victims if tasks[number].wait(LIMIT_S).exit_code != 3]
         expect_errors(tasks, dead, max(reported))
@@ -142,7 +144,13 @@ def kill_at(trials, num_processes, moment, victims):
 @pytest.mark.parametrize("num_processes", [2])
 def test_no_kill_leaves_a_partial_checkpoint(local_cluster, tmp_path, num_processes):
     random_one, trials = random.Random(5), Trials(tmp_path / "saved", local_cluster)
-    for moment, victims in (("half", [1]), ("written", [0]), ("named", [0]), ("renamed", [0]), ("agreed", [1])):
+    for moment, victims in (
+        ("half", [1]),
+        ("written", [0]),
+        ("named", [0]),
+        ("renamed", [0]),
+        ("agreed", [1]),
+    ):
         kill_at(trials, num_processes, moment, victims)
     for _ in range(3):
         kill_at_random(trials, num_processes, random_one)

@@ -21,7 +21,7 @@ import numpy as np
 
 from replicax._src.checkpoint.chunks import part_at
 from replicax._src.checkpoint.contents import StoredArray
-from replicax._src.checkpoint.errors import CorruptCheckpointError
+from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 from replicax._src.extras import missing_extra
 
 _METADATA = "zarr.json"
@@ -216,14 +216,24 @@ class ArrayReader:
       stored: The array.
       label: The program's name of it, for messages.
       names: The names of the processes that wrote it.
+      part_of: The process that wrote all files that are there; None if all processes wrote some.
 
     Raises:
       CorruptCheckpointError: Its ``zarr.json`` is missing or damaged, or of another checkpoint.
     """
 
-    def __init__(self, path: str, folder: str, stored: StoredArray, label: str, names: Sequence[str]):
+    def __init__(
+        self,
+        path: str,
+        folder: str,
+        stored: StoredArray,
+        label: str,
+        names: Sequence[str],
+        part_of: int | None = None,
+    ):
         self.stored = stored
         self._path, self._folder, self._label, self._names = path, folder, label, names
+        self._part_of = part_of
         ts = tensorstore()
         self._check_metadata()
         context = ts.Context({**_LIMITS, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -249,6 +259,7 @@ class ArrayReader:
 
         Raises:
           CorruptCheckpointError: A chunk is damaged or missing.
+          CheckpointNotFoundError: This process did not hold it when it saved its own checkpoint.
         """
         shape = self.stored.shape
         padded = (*index, *[slice(None)] * (len(shape) - len(index)))
@@ -267,16 +278,21 @@ class ArrayReader:
             name = found[1] if found else ""
             if not name or not text.startswith("NOT_FOUND"):
                 raise self._corrupt(name, f"is damaged ({text.partition(': ')[2]:.300})") from error
-            writer = f"; it is of the part that {self._writer_of(name)} wrote" if len(self._names) > 1 else ""
+            writer = self._writer_of(name)
+            if self._part_of not in (None, writer):
+                raise CheckpointNotFoundError(
+                    f"The checkpoint {self._path!r} has only what the devices of {self._names[self._part_of]} held, and "
+                    f"these did not hold all that is needed of {self._label!r}: it was saved with another layout."
+                ) from error
+            writer = f"; it is of the part that {self._names[writer]} wrote" if len(self._names) > 1 else ""
             raise self._corrupt(name, f"is missing{writer}") from error
 
-    def _writer_of(self, name: str) -> str:
-        """Returns the name of the process that wrote a file, "c.1.0" for example."""
+    def _writer_of(self, name: str) -> int:
+        """Returns the number of the process that wrote a file, "c.1.0" for example."""
         numbers = [int(number) for number in name.split(".")[1:]]
         grid = [-(-size // by) for size, by in zip(self.stored.shape, self.stored.file, strict=True)]
         position = int(np.ravel_multi_index(numbers, grid)) if numbers else 0
-        writers = self.stored.writers
-        return self._names[writers[position if len(writers) > 1 else 0]]
+        return self.stored.writer_of(position)
 
     def _corrupt(self, name: str, problem: str) -> CorruptCheckpointError:
         file = os.path.join(self._folder, name) if name else self._folder

@@ -47,6 +47,11 @@ class Background:
         _unheard[self] = None if self._directory is None else os.path.realpath(self._directory)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """True while a task runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self, timeout_s: float | None = None, *, keeps_failure: bool = False) -> None:
         """Waits until no task runs. In the thread of the task it does nothing.
 

@@ -165,10 +165,10 @@ class Checkpoint(Trackable, Growing):
         return path
 
     def snapshot(
-        self, path: str, *, number: int = 0, order: int = 0, metrics: Any = None
+        self, path: str, *, number: int = 0, order: int = 0, metrics: Any = None, is_own: bool = False
     ) -> Callable[[], int]:
         """Copies to the host what this process writes. Returns a function that writes it, in any thread. Every process
-        calls both.
+        calls both. With ``is_own`` each writes a checkpoint of its own, of all that its devices hold.
 
         Training may continue after this call. Private; ``save``, ``write`` and ``CheckpointManager`` use it.
         """
@@ -180,7 +180,8 @@ class Checkpoint(Trackable, Growing):
             return lambda: 0
         self._buffers.reserve()
         try:
-            snapshot = self._agreed(path, number=number, order=order, time_s=time.time(), metrics=metrics)
+            about = {"number": number, "order": order, "time_s": time.time(), "metrics": metrics}
+            snapshot = self._agreed(path, is_own, **about)
         except BaseException:
             self._buffers.free()
             raise
@@ -193,15 +194,15 @@ class Checkpoint(Trackable, Growing):
 
         return run
 
-    def _agreed(self, path: str, **about: Any) -> Snapshot:
+    def _agreed(self, path: str, is_own: bool, **about: Any) -> Snapshot:
         """Returns what will be saved, of which all processes have been told. It communicates once."""
         part = ""
         try:
 
             def begin() -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
                 nonlocal part
-                part = new_part(path) if processes.is_chief() else ""
-                return self._copied(path, part)
+                part = new_part(path) if is_own or processes.is_chief() else ""
+                return self._copied(path, part, is_own)
 
             (objects, copy, states), told = processes.told_together(
                 f"copying for {os.path.basename(path)}",
@@ -219,9 +220,13 @@ class Checkpoint(Trackable, Growing):
                 shutil.rmtree(part, ignore_errors=True)
             raise
         agreed = {key: processes.agreed_state([each["states"].get(key) for each in told]) for key in states}
-        return Snapshot(told[0]["part"], objects, copy, agreed, **about)
+        chiefs = told[0]["part"]
+        identity = os.path.basename(chiefs)
+        return Snapshot(part if is_own else chiefs, identity, is_own, objects, copy, agreed, **about)
 
-    def _copied(self, path: str, part: str) -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
+    def _copied(
+        self, path: str, part: str, is_own: bool
+    ) -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
         """Returns the graph of the tracked objects, and copies of their arrays and states."""
         graph = Graph(self)
         for node in graph.nodes:
@@ -231,7 +236,7 @@ class Checkpoint(Trackable, Growing):
         states = {key: leaf.take() for key, leaf in leaves.items() if isinstance(leaf, StateLeaf)}
         arrays = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, ArrayLeaf)}
         try:
-            copy = copy_to_host(arrays, self._buffers, part, processes.process_number())
+            copy = copy_to_host(arrays, self._buffers, part, processes.process_number(), is_own=is_own)
         except OSError as error:
             raise write_error(path, error) from error
         if part:

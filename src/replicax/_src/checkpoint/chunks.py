@@ -103,6 +103,11 @@ class Cut:
         """Returns where the block begins that has a file."""
         return tuple(at - at % max(1, size) for at, size in zip(origin, self.block, strict=True))
 
+    def held_by(self, process: int) -> tuple[int, ...]:
+        """Returns the process for each file that it holds, in C order, and another holder for each other file."""
+        held = [self.holders.get(self.block_of(origin), (process,)) for origin in self.files]
+        return tuple(process if process in holders else holders[0] for holders in held)
+
     def bytes_of(self, origin: Shape) -> int:
         """Returns the size of the file that begins at ``origin``."""
         index = part_at(origin, self.file, self.shape)

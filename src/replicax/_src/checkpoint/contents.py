@@ -47,6 +47,10 @@ class StoredArray:
     writers: tuple[int, ...]
     crc32: int = 0
 
+    def writer_of(self, position: int) -> int:
+        """Returns the number of the process that wrote a file."""
+        return self.writers[position if len(self.writers) > 1 else 0]
+
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
@@ -124,6 +128,8 @@ class Contents:
       order: The position among the checkpoints of the directory.
       time_s: The time of the save, in seconds since 1970.
       metrics: The metrics that were given.
+      part_of: The number of the process whose own checkpoint it is: it has only what that process's devices held, and
+        files of other writers are not in it. None for a checkpoint that has everything.
     """
 
     objects: tuple[SavedObject, ...]
@@ -135,6 +141,7 @@ class Contents:
     order: int
     time_s: float
     metrics: Any = None
+    part_of: int | None = None
 
     def folders(self) -> Iterator[tuple[str, str, StoredArray]]:
         """Yields the folder in the checkpoint, the key, and the description of all that is in files."""

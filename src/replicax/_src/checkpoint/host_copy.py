@@ -33,6 +33,7 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[Any, np.ndarray] = {}
+        self._wanted: dict[bool, set[Any]] = {}
         self._in_use = threading.Lock()
 
     @property
@@ -59,9 +60,10 @@ class HostBuffers:
         """Frees the memory."""
         self._buffers.clear()
 
-    def keep_only(self, keys: Iterable[Any]) -> None:
-        """Frees the memory of all other keys."""
-        wanted = set(keys)
+    def keep_only(self, tier: bool, keys: Iterable[Any]) -> None:
+        """Frees the memory of keys that the last copy did not use, of this tier or of the other one."""
+        self._wanted[tier] = set(keys)
+        wanted = set().union(*self._wanted.values())
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in wanted}
 
 
@@ -74,7 +76,7 @@ class HostCopy:
       arrays: The arrays by key, without their checksums.
       pieces: The files that this process will write.
       num_bytes: The size of all that the processes will write.
-      turns: A checksum of who writes what. It must be equal in all processes.
+      turns: A checksum of who writes what in a shared checkpoint. It must be equal in all processes.
     """
 
     arrays: Mapping[str, SavedArray]
@@ -90,7 +92,9 @@ class HostCopy:
         return {folder: stored for folder, stored in found.items() if stored is not None}
 
 
-def copy_to_host(leaves: Mapping[str, ArrayLeaf], buffers: HostBuffers, part: str, number: int) -> HostCopy:
+def copy_to_host(
+    leaves: Mapping[str, ArrayLeaf], buffers: HostBuffers, part: str, number: int, *, is_own: bool = False
+) -> HostCopy:
     """Copies what this process will write. It communicates with parameter servers only.
 
     All values on one parameter server are of the same moment. Tables are written at once, in blocks of rows.
@@ -100,6 +104,7 @@ def copy_to_host(leaves: Mapping[str, ArrayLeaf], buffers: HostBuffers, part: st
       buffers: The memory for the copies.
       part: The directory for tables.
       number: The number of this process. Process 0 writes what is not shared by several processes.
+      is_own: True to copy all that the devices of this process hold, for a checkpoint of its own.
 
     Raises:
       DonatedError: An array has been donated to a program.
@@ -118,7 +123,9 @@ def copy_to_host(leaves: Mapping[str, ArrayLeaf], buffers: HostBuffers, part: st
         }
         cuts = {folder: _cut_of(value) for folder, value in values.items()}
         shared = {folder: cut for folder, cut in cuts.items() if cut.holders}
-        writers = writers_of(shared)
+        turns = writers_of(shared)
+        own_files = {folder: cut.held_by(number) for folder, cut in cuts.items()} if is_own else {}
+        writers = {**turns, **own_files}
         stored = {
             folder: StoredArray(
                 cut.shape, np.dtype(values[folder].dtype).name, cut.chunk, cut.file, writers.get(folder, (0,))
@@ -134,15 +141,17 @@ def copy_to_host(leaves: Mapping[str, ArrayLeaf], buffers: HostBuffers, part: st
             )
             for key, now in held.items()
         }
-        own = {folder: value for folder, value in values.items() if number == 0 or folder in shared}
+        own = {folder: value for folder, value in values.items() if number == 0 or is_own or folder in shared}
         pieces = _copied(own, cuts, stored, buffers, number)
+        buffers.keep_only(is_own, ((piece.folder, piece.origin) for piece in pieces))
         tables: dict[str, Any] = {folder: value for folder, value in own.items() if _is_table(value)}
         write_pieces(part, stored, _pieces_of_tables(tables, cuts))
-    turns = repr(
-        [(folder, cuts[folder].shape, cuts[folder].file, writers[folder]) for folder in sorted(shared)]
-    )
-    num_bytes = sum(one.num_bytes for folder, one in stored.items() if folder not in tables)
-    return HostCopy(arrays, pieces, num_bytes, zlib.crc32(turns.encode()))
+    who = repr([(folder, cuts[folder].shape, cuts[folder].file, turns[folder]) for folder in sorted(shared)])
+    if is_own:
+        num_bytes = sum(piece.value.nbytes for piece in pieces)
+    else:
+        num_bytes = sum(one.num_bytes for folder, one in stored.items() if folder not in tables)
+    return HostCopy(arrays, pieces, num_bytes, zlib.crc32(who.encode()))
 
 
 def _check_there(held: Mapping[str, Held], leaves: Mapping[str, ArrayLeaf]) -> None:
@@ -195,11 +204,11 @@ def _copied(
     for folder, value in values.items():
         if _is_table(value):
             continue
-        cut, writers, blocks = cuts[folder], stored[folder].writers, {}
+        cut, blocks = cuts[folder], {}
         if isinstance(value, jax.Array):
             blocks = {_start(shard.index): shard.data for shard in reversed(value.addressable_shards)}
         for position, origin in enumerate(cut.files):
-            if writers[position if len(writers) > 1 else 0] == number:
+            if stored[folder].writer_of(position) == number:
                 block = blocks[cut.block_of(origin)] if blocks else of_servers.get(folder, value)
                 sources.append((folder, origin, block))
     for _, _, block in sources:
@@ -219,7 +228,6 @@ def _copied(
         pieces.append(
             Piece(folder, origin, here if _is_on_device(block) else buffers.copy((folder, origin), here))
         )
-    buffers.keep_only((piece.folder, piece.origin) for piece in pieces)
     return pieces
 
 

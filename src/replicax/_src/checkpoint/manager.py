@@ -31,8 +31,10 @@ from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.directory import paths_in, records_in
 from replicax._src.checkpoint.errors import (
     CheckpointNotFoundError,
+    CheckpointWriteError,
     CorruptCheckpointError,
 )
+from replicax._src.checkpoint.local_tier import LocalTier, tell_of_failure
 from replicax._src.checkpoint.retention import BestFn, Record, Retention
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
@@ -68,6 +70,12 @@ class CheckpointManager:
       best_mode: "max" if the largest number is best, or "min".
       asynchronous: True if ``save`` returns when the copy is taken; False if it returns when the checkpoint is on
         the disk.
+      local_directory: A directory on each host's own disk, for more frequent saves: each process writes there all that
+        its devices hold. ``restore_or_initialize`` takes the newest checkpoint that all processes have. The processes
+        of a host may share it. It is for restarts only: ``checkpoints``, ``best_fn`` and the rules for keeping are about
+        ``directory``, and the newest two local checkpoints are kept. If its disk is full, a log line says so, and
+        training continues.
+      local_every: The least number of steps between two saves, smaller than ``checkpoint_interval``.
 
     Raises:
       CheckpointWriteError: The directory cannot be created or is not writable.
@@ -93,6 +101,8 @@ class CheckpointManager:
         best_fn: BestFn | None = None,
         best_mode: str = "max",
         asynchronous: bool = True,
+        local_directory: str | os.PathLike[str] | None = None,
+        local_every: int | None = None,
     ):
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(
@@ -118,6 +128,13 @@ class CheckpointManager:
         self._given_directory = os.path.abspath(path_of(directory, "directory", "training"))
         self._directory = self._given_directory  # until all processes have agreed on the chief's
         self._step_counter, self._interval = step_counter, checkpoint_interval
+        self._local: LocalTier | None = None
+        if local_directory is not None:
+            self._local = LocalTier(
+                local_directory, local_every, self._given_directory, checkpoint_name, checkpoint_interval
+            )
+        elif local_every is not None:
+            raise InvalidArgumentError("`local_directory` should be passed if `local_every` is set.")
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
         self._known: set[str] = set()  # checkpoints that it has saved or restored
@@ -132,6 +149,8 @@ class CheckpointManager:
                 self._given_directory,
             )
             self._make_given_directory()
+        if self._local is not None:
+            self._local.open(self._directory)
 
     def _make_given_directory(self) -> None:
         """Creates the given directory, which TensorFlow programs remove as that of a worker that is not the chief."""
@@ -203,12 +222,12 @@ class CheckpointManager:
 
         Args:
           checkpoint_number: The number in its name; by default a count. A checkpoint of that number is replaced.
-          check_interval: True to apply ``checkpoint_interval``.
+          check_interval: True to apply ``checkpoint_interval`` and ``local_every``; False to save into ``directory``.
           metrics: Numbers, by name, for ``best_fn``.
 
         Returns:
           The path at which the checkpoint is, or will be when it is written; None if ``checkpoint_interval`` has not
-          passed.
+          passed. A path in ``local_directory`` if only ``local_every`` has passed.
 
         Raises:
           CheckpointWriteError: The checkpoint could not be written, or a failure of the previous save has not been
@@ -221,11 +240,9 @@ class CheckpointManager:
         step = self._step()
         self._make_given_directory()
         if check_interval and self._interval is not None and not self._is_due(step):
-            return None
+            return self._save_locally(step, checkpoint_number)
         judged = _judged(metrics, self._retention)
-        number = (
-            self._checkpoint.save_counter + 1 if checkpoint_number is None else _number(checkpoint_number)
-        )
+        number = self._next_number(checkpoint_number)
         self.wait()
         path = os.path.join(self._directory, f"{self._name}-{number}")
         records = self._records()
@@ -235,13 +252,39 @@ class CheckpointManager:
         write = self._checkpoint.snapshot(path, number=number, order=order, metrics=judged)
         self._known.add(path)
         self._statistics["copy_s"] = time.perf_counter() - began
-        self._checkpoint.save_counter = number
         self._last_step = step
-        if self._is_asynchronous:
-            self._background.start(lambda: self._write(write))
-        else:
-            self._write(write)
+        self._begin(number, step, lambda: self._write(write))
         return path
+
+    def _next_number(self, given: Any) -> int:
+        return self._checkpoint.save_counter + 1 if given is None else _number(given)
+
+    def _begin(self, number: int, step: int | None, write: Callable[[], None]) -> None:
+        self._checkpoint.save_counter = number
+        if self._local is not None:
+            self._local.last_step = step
+        if self._is_asynchronous:
+            self._background.start(write)
+        else:
+            write()
+
+    def _save_locally(self, step: int | None, checkpoint_number: Any) -> str | None:
+        """Saves into the local directory, if it is due and no process is still writing."""
+        local = self._local
+        if local is None or not local.is_due(step):
+            return None
+        if any(processes.gather("whether saves are running", self._background.is_running)):
+            return None
+        self.wait()
+        number = self._next_number(checkpoint_number)
+        try:
+            write = self._checkpoint.snapshot(local.path(number), number=number, is_own=True)
+        except CheckpointWriteError as error:
+            local.last_step = step
+            tell_of_failure(error)
+            return None
+        self._begin(number, step, functools.partial(local.write, write, self._checkpoint))
+        return local.path(number)
 
     def _tell_of_others(self, path: str, records: Sequence[Record]) -> None:
         if (
@@ -350,7 +393,7 @@ class CheckpointManager:
     def _restore(self, *, is_strict: bool) -> LoadStatus | None:
         processes.together("waiting for saves", lambda: processes.finish_saves(self._directory))
         damaged: list[str] = []
-        candidates = processes.gather("which checkpoints there are", self._candidates())[0]
+        candidates = self._candidates()
         num_looks = 0
         while candidates:
             path, saved = candidates.pop(0), None
@@ -368,7 +411,11 @@ class CheckpointManager:
                 log.warning("Restored %s instead, the latest intact checkpoint.", path)
             self._checkpoint.save_counter = saved.contents.number
             self._known.add(path)
-            self._last_step = self._step()
+            step = self._step()
+            # After a restart from a local checkpoint, the next save goes to the shared directory.
+            self._last_step = step if os.path.dirname(path) == self._directory else None
+            if self._local is not None:
+                self._local.last_step = step
             return status
         if damaged:
             raise CorruptCheckpointError(
@@ -383,7 +430,7 @@ class CheckpointManager:
         """
         if not processes.is_alone():
             return False
-        if path not in paths_in(self._directory, self._name):
+        if path not in paths_in(os.path.dirname(path), self._name):
             return True
         try:
             return saved is not None and SavedCheckpoint(path).contents.save != saved.contents.save
@@ -391,10 +438,18 @@ class CheckpointManager:
             return False
 
     def _candidates(self) -> list[str]:
-        """Returns all paths, latest first. Checkpoints without a readable manifest come first, by their numbers."""
-        told = [record.path for record in reversed(self._records())]
-        silent = [path for path in reversed(paths_in(self._directory, self._name)) if path not in told]
-        return silent + told
+        """Returns the paths that the chief sees and the local ones that all processes have, latest first.
+
+        Checkpoints without a readable manifest come first, by their numbers.
+        """
+        told = [(record.path, record.contents.time_s) for record in reversed(self._records())]
+        paths = [path for path, _ in told]
+        silent = [path for path in reversed(paths_in(self._directory, self._name)) if path not in paths]
+        silent, told = processes.gather("which checkpoints there are", [silent, told])[0]
+        if self._local is not None:
+            local = self._local.common(told[0][1] if told else 0.0)
+            told = sorted([*told, *local], key=lambda one: -one[1]) if local else told
+        return silent + [path for path, _ in told]
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._directory!r}, {self._name!r}, {len(self._records())} checkpoint(s))"

@@ -55,7 +55,8 @@ class SavedCheckpoint:
     def reader(self, folder: str, key: str, stored: StoredArray) -> ArrayReader:
         """Opens what a folder of the checkpoint has."""
         contents = self.contents
-        return ArrayReader(self.path, folder, stored, contents.arrays[key].label, contents.processes)
+        label = contents.arrays[key].label
+        return ArrayReader(self.path, folder, stored, label, contents.processes, contents.part_of)
 
     def verify(self, without: Iterable[str] = (), share: tuple[int, int] = (0, 1)) -> None:
         """Reads and verifies all files.
@@ -67,7 +68,8 @@ class SavedCheckpoint:
         Raises:
           CorruptCheckpointError: Files are damaged; the message names one.
         """
-        (number, num_processes), position = share, 0
+        part_of = self.contents.part_of
+        (number, num_processes), position = share if part_of is None else (0, 1), 0
         arrays = self.contents.arrays
         read = {
             f"{COMPONENTS if arrays[key].value is None else ARRAYS}/{key}" for key in {*without} & {*arrays}
@@ -76,9 +78,11 @@ class SavedCheckpoint:
             if folder in read:
                 continue
             reader = None
-            for origin in origins(stored.shape, stored.file) if math.prod(stored.shape) else [None]:
+            for at, origin in enumerate(
+                origins(stored.shape, stored.file) if math.prod(stored.shape) else [None]
+            ):
                 position += 1
-                if (position - number) % num_processes:
+                if (position - number) % num_processes or part_of not in (None, stored.writer_of(at)):
                     continue
                 reader = reader or self.reader(folder, key, stored)
                 if origin is not None:

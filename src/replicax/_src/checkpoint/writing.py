@@ -33,7 +33,9 @@ class Snapshot:
     """Everything that a checkpoint will contain.
 
     Attributes:
-      part: The directory in which it is written, which also identifies the save.
+      part: The directory in which it is written.
+      identity: The identity of the save, equal in all processes.
+      is_own: True for a checkpoint of this process's own, which it names itself.
       objects: The graph.
       copy: What this process writes.
       states: The states by key.
@@ -41,6 +43,8 @@ class Snapshot:
     """
 
     part: str
+    identity: str
+    is_own: bool
     objects: tuple[SavedObject, ...]
     copy: HostCopy
     states: Mapping[str, list[Any]]
@@ -48,6 +52,11 @@ class Snapshot:
     order: int
     time_s: float
     metrics: Any = None
+
+    @property
+    def is_led_here(self) -> bool:
+        """True if this process writes the manifest and gives the checkpoint its name."""
+        return self.is_own or processes.is_chief()
 
 
 def new_part(path: str) -> str:
@@ -78,12 +87,12 @@ def write(path: str, snapshot: Snapshot) -> int:
       CheckpointWriteError: The disk is full, or read-only, in some process. An existing checkpoint is unchanged.
       ClusterFailureError: Another process is lost.
     """
-    name, identity = os.path.basename(path), os.path.basename(snapshot.part)
+    name, identity = os.path.basename(path), snapshot.identity
     committed: list[bool] = []
 
     def write_own() -> dict[str, int]:
         folders = snapshot.copy.folders
-        written = write_metadata(snapshot.part, folders, identity) if processes.is_chief() else {}
+        written = write_metadata(snapshot.part, folders, identity) if snapshot.is_led_here else {}
         write_pieces(snapshot.part, folders, snapshot.copy.pieces)
         return written
 
@@ -93,8 +102,8 @@ def write(path: str, snapshot: Snapshot) -> int:
         )
 
         def commit() -> None:
-            if processes.is_chief():
-                _write_manifest(snapshot, identity, checksums)
+            if snapshot.is_led_here:
+                _write_manifest(snapshot, checksums)
                 _take_place(snapshot.part, path)
                 committed.append(True)
 
@@ -105,7 +114,7 @@ def write(path: str, snapshot: Snapshot) -> int:
         if not committed:  # otherwise it is written; code that needs the others gets the error
             raise
     finally:
-        if processes.is_chief():
+        if snapshot.is_led_here:
             shutil.rmtree(snapshot.part, ignore_errors=True)
     return sum(piece.value.nbytes for piece in snapshot.copy.pieces)
 
@@ -119,7 +128,7 @@ def _failing_as(path: str, action: Any) -> Any:
         raise write_error(path, error) from error
 
 
-def _write_manifest(snapshot: Snapshot, identity: str, checksums: Mapping[str, int]) -> None:
+def _write_manifest(snapshot: Snapshot, checksums: Mapping[str, int]) -> None:
     def checked(top: str, key: str, array: SavedArray) -> Any:
         stored = array.value if top == ARRAYS else array.components
         return stored and dataclasses.replace(stored, crc32=checksums[f"{top}/{key}"])
@@ -134,12 +143,13 @@ def _write_manifest(snapshot: Snapshot, identity: str, checksums: Mapping[str, i
         snapshot.objects,
         arrays,
         snapshot.states,
-        identity,
+        snapshot.identity,
         processes.names(),
         snapshot.number,
         snapshot.order,
         snapshot.time_s,
         snapshot.metrics,
+        processes.process_number() if snapshot.is_own else None,
     )
     with open(os.path.join(snapshot.part, MANIFEST), "w") as file:
         file.write(contents.to_text())
