@@ -114,7 +114,7 @@ def saving(folder, num_saves, moment="", victims="", at_save="0"):
     import jax
 
     import replicax as rx
-    from changing_state import differing, dies_at, placed
+    from changing_state import dies_at, differing, placed
     from replicax.testing import report
 
     warnings = []

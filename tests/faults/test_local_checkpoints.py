@@ -88,7 +88,8 @@ def training(folder, num_steps, layout="", moment="", victim="", at_save="0"):
     )
     if str(index) == victim:
         changing_state.dies_at(moment, int(at_save))
-    for step in range(step + 1, step + 1 + int(num_steps)):
+    for _ in range(int(num_steps)):
+        step += 1
         checkpoint.state = changing_state.placed(step)
         position.at = step
         try:

@@ -7,11 +7,10 @@ another directory, or an emptied one, does not find the local files of an earlie
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 from replicax._src.checkpoint import processes
@@ -86,15 +85,17 @@ class LocalTier:
         def chiefs_token() -> str:
             return _token_of(shared) if processes.is_chief() else ""
 
-        _, tokens = processes.told_together("opening the shared directory", chiefs_token, lambda token: token)
-
         def open_here() -> None:
-            self._directory = os.path.join(self._root, tokens[0], str(processes.process_number()))
             probe(self._directory)
             for name in clean(self._directory):
                 log.info("Removed %s, which a killed writer has left in %s.", name, self._directory)
 
-        processes.together("opening the local directories", open_here)
+        what = "opening the local directories"
+        _, (token, *_) = processes.told_together(what, chiefs_token, lambda token: token)
+        self._directory = os.path.join(self._root, token, str(processes.process_number()))
+        processes.together(what, open_here)
+
+    # --- saving -------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
         """True if so many steps have passed since the last save."""
@@ -104,21 +105,35 @@ class LocalTier:
         """Returns the path of the local checkpoint of this number."""
         return os.path.join(self._directory, f"{self._name}-{number}")
 
-    def records(self) -> list[Record]:
-        """Returns the local checkpoints of this process, oldest first."""
+    def snapshot(self, checkpoint: Checkpoint, number: int) -> Callable[[], None] | None:
+        """Copies to the host what this process holds. Returns a function that writes it; None if there is no room.
+
+        All processes call both, the second in any thread. A failure is only logged, because the shared directory has
+        the other checkpoints.
+        """
+        try:
+            write = checkpoint.snapshot(self.path(number), number=number, is_own=True)
+        except CheckpointWriteError as error:
+            log.warning("%s", error)
+            return None
+
+        def run() -> None:
+            try:
+                write()
+            except CheckpointWriteError as error:
+                log.warning("%s", error)
+                return
+            in_use = checkpoint.path_in_use
+            for record in _RETENTION.to_remove(self._records()):
+                if record.path != in_use:
+                    remove(record.path)
+
+        return run
+
+    def _records(self) -> list[Record]:
         return records_in(self._directory, self._name)
 
-    def write(self, write: Callable[[], int], checkpoint: Checkpoint) -> None:
-        """Writes a local checkpoint, and removes all but the newest two. All processes call it, in any thread."""
-        try:
-            write()
-        except CheckpointWriteError as error:
-            tell_of_failure(error)
-            return
-        in_use = checkpoint.path_in_use
-        for record in _RETENTION.to_remove(self.records()):
-            if record.path != in_use:
-                remove(record.path)
+    # --- restoring ----------------------------------------------------------------------------------------
 
     def common(self, shared_at: float) -> list[tuple[str, float]]:
         """Returns the local checkpoints that all processes have: the path here, and the time by the chief's clock. All
@@ -128,48 +143,36 @@ class LocalTier:
           shared_at: The time of the newest checkpoint in the shared directory; later ones that cannot be restored are
             worth a log line.
         """
-        records, num_processes = self.records(), len(processes.names())
-        usable = {one.contents.save: one for one in records if len(one.contents.processes) == num_processes}
-        mine = {save: record.contents.time_s for save, record in usable.items()}
+        records = {record.contents.save: record for record in self._records()}
+        mine = {save: [one.contents.time_s, len(one.contents.processes)] for save, one in records.items()}
         told = processes.gather("which local checkpoints there are", mine)
-        common = set.intersection(*map(set, told))
-        times = {save: time_s for theirs in told for save, time_s in theirs.items()}
-        lost = [save for save, time_s in times.items() if save not in common and time_s > shared_at]
-        others = [one for one in records if one not in usable.values() and one.contents.time_s > shared_at]
+        of_all = {save: about for theirs in told for save, about in theirs.items()}
+        reasons = {save: self._reason(save, about[1], told) for save, about in of_all.items()}
+        lost = [save for save, (time_s, _) in of_all.items() if reasons[save] and time_s > shared_at]
         if lost and processes.is_chief():
-            without = [
-                name for name, theirs in zip(processes.names(), told, strict=True) if not {*lost} <= {*theirs}
-            ]
-            log.warning(
-                "%d local checkpoint(s) cannot be restored: %s lacks them.", len(lost), ", ".join(without)
-            )
-        if others and processes.is_chief():
-            log.warning(
-                "%d local checkpoint(s) cannot be restored: they were saved by %d processes, and there are %d now.",
-                len(others),
-                len(others[-1].contents.processes),
-                num_processes,
-            )
-        return [(usable[save].path, told[0][save]) for save in common]
+            newest = max(lost, key=lambda save: of_all[save][0])
+            log.warning("%d local checkpoint(s) cannot be restored: %s.", len(lost), reasons[newest])
+        return [(records[save].path, told[0][save][0]) for save in of_all if not reasons[save]]
+
+    @staticmethod
+    def _reason(save: str, num_saved: int, told: Sequence[Mapping[str, Any]]) -> str:
+        """Returns why a save cannot be restored; "" if it can."""
+        names = processes.names()
+        if num_saved != len(names):
+            return f"saved by {num_saved} processes, and there are {len(names)} now"
+        without = [name for name, theirs in zip(names, told, strict=True) if save not in theirs]
+        return f"not on the disk of {', '.join(without)}" if without else ""
 
 
 def _token_of(shared: str) -> str:
+    """Returns the token of a shared directory, after creating it if there is none."""
     path = os.path.join(shared, _TOKEN_FILE)
     try:
-        with contextlib.suppress(FileNotFoundError), open(path) as file:
-            return file.read().strip() or _new_token(path)
-        return _new_token(path)
+        with open(path, "a+") as file:
+            file.seek(0)
+            token = file.read() or uuid.uuid4().hex[:8]
+            if not file.tell():
+                file.write(token)
+        return token
     except OSError as error:
         raise write_error(shared, error) from error
-
-
-def _new_token(path: str) -> str:
-    token = uuid.uuid4().hex[:8]
-    with open(path, "w") as file:
-        file.write(token)
-    return token
-
-
-def tell_of_failure(error: CheckpointWriteError) -> None:
-    """Logs that a local checkpoint could not be written. Training continues: the shared directory has the others."""
-    log.warning("%s The training continues without it.", error.strerror)

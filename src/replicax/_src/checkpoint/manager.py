@@ -31,10 +31,9 @@ from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.directory import paths_in, records_in
 from replicax._src.checkpoint.errors import (
     CheckpointNotFoundError,
-    CheckpointWriteError,
     CorruptCheckpointError,
 )
-from replicax._src.checkpoint.local_tier import LocalTier, tell_of_failure
+from replicax._src.checkpoint.local_tier import LocalTier
 from replicax._src.checkpoint.retention import BestFn, Record, Retention
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
@@ -71,11 +70,11 @@ class CheckpointManager:
       asynchronous: True if ``save`` returns when the copy is taken; False if it returns when the checkpoint is on
         the disk.
       local_directory: A directory on each host's own disk, for more frequent saves: each process writes there all that
-        its devices hold. ``restore_or_initialize`` takes the newest checkpoint that all processes have. The processes
-        of a host may share it. It is for restarts only: ``checkpoints``, ``best_fn`` and the rules for keeping are about
-        ``directory``, and the newest two local checkpoints are kept. If its disk is full, a log line says so, and
-        training continues.
-      local_every: The least number of steps between two saves, smaller than ``checkpoint_interval``.
+        its devices hold. ``restore_or_initialize`` takes the newest checkpoint that all processes have. Processes of
+        one host may share it. The newest two are kept, and only restarts use them: the properties and the other rules
+        are about ``directory``. If this disk is full, a log line says so, and training continues.
+      local_every: The least number of steps between two saves, smaller than ``checkpoint_interval``. A local save is
+        put off while an earlier one is still being written.
 
     Raises:
       CheckpointWriteError: The directory cannot be created or is not writable.
@@ -253,16 +252,16 @@ class CheckpointManager:
         self._known.add(path)
         self._statistics["copy_s"] = time.perf_counter() - began
         self._last_step = step
-        self._begin(number, step, lambda: self._write(write))
+        if self._local is not None:
+            self._local.last_step = step
+        self._start(number, lambda: self._write(write))
         return path
 
     def _next_number(self, given: Any) -> int:
         return self._checkpoint.save_counter + 1 if given is None else _number(given)
 
-    def _begin(self, number: int, step: int | None, write: Callable[[], None]) -> None:
+    def _start(self, number: int, write: Callable[[], None]) -> None:
         self._checkpoint.save_counter = number
-        if self._local is not None:
-            self._local.last_step = step
         if self._is_asynchronous:
             self._background.start(write)
         else:
@@ -271,19 +270,17 @@ class CheckpointManager:
     def _save_locally(self, step: int | None, checkpoint_number: Any) -> str | None:
         """Saves into the local directory, if it is due and no process is still writing."""
         local = self._local
-        if local is None or not local.is_due(step):
+        if local is None or step is None or not local.is_due(step):
             return None
         if any(processes.gather("whether saves are running", self._background.is_running)):
             return None
         self.wait()
         number = self._next_number(checkpoint_number)
-        try:
-            write = self._checkpoint.snapshot(local.path(number), number=number, is_own=True)
-        except CheckpointWriteError as error:
-            local.last_step = step
-            tell_of_failure(error)
+        write = local.snapshot(self._checkpoint, number)
+        local.last_step = step
+        if write is None:
             return None
-        self._begin(number, step, functools.partial(local.write, write, self._checkpoint))
+        self._start(number, write)
         return local.path(number)
 
     def _tell_of_others(self, path: str, records: Sequence[Record]) -> None:
