@@ -1,12 +1,13 @@
 """Processes keep frequent checkpoints on their own disks, and are killed: a restart takes the newest that all have."""
 
 import os
+import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from changing_state import dies_at, differing  # noqa: F401
 from checks import path_of_programs
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(300)]
@@ -94,8 +95,10 @@ def training(folder, num_steps, layout="", moment="", victim="", at_save="0"):
         position.at = step
         try:
             strategy.run(add)
-            manager.save(step)
+            path = manager.save(step)
             manager.wait()
+            if path is not None:
+                report(saved=step)
         except rx.errors.ClusterFailureError as error:
             report(lost=list(error.tasks))
             sys.exit(3)
@@ -211,3 +214,32 @@ def test_kill_in_the_middle_of_a_local_save(local_cluster, folder, moment, victi
     reports = run(local_cluster, folder, 20, "", moment, victim, "3", is_ending=True)
     assert reports[1 - int(victim)]["lost"] == [f"worker {victim}"]
     expect(run(local_cluster, folder, 0), HOSTS, 20)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_forty_kills(local_cluster, tmp_path):
+    """No save that was reported is lost, and all processes restore the same step, whoever is killed and when."""
+    random_one, saved, num_local = random.Random(7), 0, 0
+    for _ in range(41):
+        cluster = local_cluster(2, environment={"PYTHONPATH": PROGRAMS}, timeout_s=LIMIT_S)
+        cluster.start(training, [str(tmp_path), "1000000"])
+        tasks = list(cluster.tasks.values())
+        for task in tasks:
+            task.wait_for_report("saved")
+        restored = [task.reports[0] for task in tasks]
+        time.sleep(random_one.uniform(0, 1))
+        victims = random_one.sample(tasks, random_one.randint(1, 2))
+        for task in victims:
+            task.kill()
+        for task in tasks:
+            assert task.wait(LIMIT_S).exit_code == 3 or task in victims
+        if saved:
+            is_local = restored[0]["restored"].startswith("host")
+            assert restored[0]["step"] >= saved
+            expect(restored, HOSTS if is_local else SHARED, restored[0]["step"])
+            num_local += is_local
+        saved = max(report["saved"] for task in tasks for report in task.reports if "saved" in report)
+        cluster.close()
+    print(f"{num_local} of 40 restarts took local checkpoints.")
+    assert num_local > 10

@@ -111,7 +111,9 @@ def write(path: str, snapshot: Snapshot) -> int:
             f"committing {name}", lambda: _failing_as(path, commit), once=f"{identity} committed"
         )
     except ClusterFailureError:
-        if not committed:  # otherwise it is written; code that needs the others gets the error
+        if (
+            not committed or snapshot.is_own
+        ):  # otherwise it is written; code that needs the others gets the error
             raise
     finally:
         if snapshot.is_led_here:
