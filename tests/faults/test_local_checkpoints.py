@@ -21,7 +21,7 @@ def training(folder, num_steps, layout="", moment="", victim="", at_save="0"):
     Args:
       folder: Has the shared directory and one of each host.
       num_steps: The number of steps.
-      layout: "other" to divide what is copied otherwise, and to copy what is divided.
+      layout: "other" to divide what is copied otherwise, and to copy what is divided; "more" to save another array.
       moment, victim, at_save: The moment at which a process kills itself, its number, and the first save.
     """
     import logging
@@ -68,6 +68,8 @@ def training(folder, num_steps, layout="", moment="", victim="", at_save="0"):
     checkpoint = rx.Checkpoint(state=changing_state.placed(0), of_each=of_each)
     if jax.process_count() == 2:
         checkpoint.position = position
+    if layout == "more":
+        checkpoint.unused = changing_state.placed(0)["rows"]
     step = 0
     manager = rx.CheckpointManager(
         checkpoint,
@@ -127,7 +129,7 @@ def killed(tmp_path_factory):
     from replicax.testing import LocalCluster
 
     folder = tmp_path_factory.mktemp("killed")
-    run(LocalCluster, folder, 17)
+    run(LocalCluster, folder, 17, "more")
     return folder
 
 
@@ -180,7 +182,7 @@ def test_host_without_local_files_makes_all_restore_the_shared_checkpoint(local_
     assert "worker 1" in reports[0]["warnings"][0]
 
 
-@pytest.mark.parametrize("what", ["arrays/state/rows", "manifest.json"])
+@pytest.mark.parametrize("what", ["arrays/state/rows", "arrays/unused", "manifest.json"])
 def test_damage_on_one_host_makes_all_restore_the_one_before(local_cluster, folder, what):
     path = local(folder, 1, 17) / what
     file = next(path.glob("c.*")) if path.is_dir() else path
