@@ -565,6 +565,35 @@ def test_a_manager_of_the_user(one_device, tmp_path):
     assert callback.restored_from == str(tmp_path / "ckpt-3")
 
 
+def test_local_checkpoints(one_device, tmp_path):
+    """fit resumes from a local checkpoint, and the end of the training is in the shared directory."""
+
+    class Waits(keras.callbacks.Callback):
+        """A local save is put off while another one is still being written."""
+
+        def __init__(self, saving):
+            super().__init__()
+            self.saving = saving
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.saving.manager.wait()
+
+    def run(*callbacks):
+        saving = CheckpointCallback(tmp_path / "shared", 6, local_directory=tmp_path / "local", local_every=2)
+        model, history = fit(one_device, "arrays", [saving, Waits(saving), *callbacks])
+        return model, saving.restored_from, history.history
+
+    expected, history = fit(one_device, "arrays", [])
+    with pytest.raises(Died):
+        run(Dies(7))
+    for tier in ("local", "shared"):
+        model, restored_from, resumed = run()
+        assert restored_from.startswith(str(tmp_path / tier))
+        assert resumed == history.history
+        for got, wanted in zip(bits(model), bits(expected), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_data_of_unknown_length_that_were_all_read_before(mirrored, tmp_path):
     """The process ends after the last batch of an epoch, but before the epoch's end: no batch is left afterwards."""
@@ -666,7 +695,8 @@ def test_unsupported_options_raise(tmp_path):
         ({"save_freq": "batch"}, "got 'batch'"),
         ({"mode": "best"}, "'auto', 'min' or 'max'; got 'best'"),
         ({"termination_config": 3}, "TerminationConfig, got 3"),
-        ({"directory": manager, "monitor": "loss"}, "leave max_to_keep and monitor out"),
+        ({"directory": manager, "monitor": "loss"}, "leave max_to_keep, monitor"),
+        ({"directory": manager, "local_directory": tmp_path}, "leave max_to_keep, monitor"),
     ):
         with pytest.raises(InvalidArgumentError, match=re.escape(said)):
             CheckpointCallback(**{"directory": tmp_path, **arguments})

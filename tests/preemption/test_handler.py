@@ -231,11 +231,13 @@ def test_an_error_of_a_step_changes_nothing(tmp_path):
         assert training.handler.total_run_calls == 1
 
 
-def test_manager_is_used_unchanged(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"step_counter": lambda: 1, "checkpoint_interval": 100}], ids=str)
+def test_manager_is_used_unchanged(tmp_path, options):
+    """On preemption it saves, also before ``checkpoint_interval`` has passed."""
     strategy = rx.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         v = rx.Variable(0.0)
-    manager = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, max_to_keep=2, checkpoint_name="mine")
+    manager = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, 2, checkpoint_name="mine", **options)
     manager.save(checkpoint_number=3)  # by a program without a handler
     manager.wait()
     with rx.experimental.PreemptionCheckpointHandler(None, manager) as handler:

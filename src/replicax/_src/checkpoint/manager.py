@@ -25,16 +25,15 @@ from typing import Any, Self, final
 import numpy as np
 
 from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.background import Background
 from replicax._src.checkpoint.checkpoint import Checkpoint
-from replicax._src.checkpoint.contents import Contents
 from replicax._src.checkpoint.directory import paths_in, records_in
 from replicax._src.checkpoint.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from replicax._src.checkpoint.orbax_files import orbax
+from replicax._src.checkpoint.local_tier import LocalTier
 from replicax._src.checkpoint.retention import BestFn, Record, Retention
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
@@ -50,8 +49,8 @@ _MOST_LOOKS = 10  # attempts to replace candidates that another program has remo
 class CheckpointManager:
     """Saves checkpoints of one program into a directory, keeps some, and restores the latest intact one.
 
-    ``save`` copies the state to the host, and a thread writes it. Training waits only for the copy. Every process
-    of a cluster makes a manager and calls the same methods; the chief writes. The constructor creates the
+    ``save`` copies the state to the host, and a thread writes it. Training waits only for the copy. Every process of a
+    cluster makes a manager and calls the same methods, and writes what its devices hold. The constructor creates the
     directory, checks that it is writable and that all processes share it, and removes the leftovers of killed
     writers.
 
@@ -70,12 +69,18 @@ class CheckpointManager:
       best_mode: "max" if the largest number is best, or "min".
       asynchronous: True if ``save`` returns when the copy is taken; False if it returns when the checkpoint is on
         the disk.
+      local_directory: A directory on each host's own disk, for more frequent saves: each process writes there all that
+        its devices hold. ``restore_or_initialize`` takes the newest checkpoint that all processes have. Processes of
+        one host may share it. The newest two are kept, and only restarts use them: the properties and the other rules
+        are about ``directory``. If this disk is full, a log line says so, and training continues.
+      local_every: The least number of steps between two saves, smaller than ``checkpoint_interval``. A local save is
+        put off while an earlier one is still being written.
 
     Raises:
       CheckpointWriteError: The directory cannot be created or is not writable.
       UnsharedDirectoryError: The processes do not share the directory.
       InvalidArgumentError: A number is not allowed, or ``checkpoint_name`` is a path.
-      MissingExtraError: orbax is not installed.
+      MissingExtraError: tensorstore is not installed.
 
     Source: TensorFlow, ``tf.train.CheckpointManager``.
     """
@@ -95,6 +100,8 @@ class CheckpointManager:
         best_fn: BestFn | None = None,
         best_mode: str = "max",
         asynchronous: bool = True,
+        local_directory: str | os.PathLike[str] | None = None,
+        local_every: int | None = None,
     ):
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(
@@ -120,12 +127,17 @@ class CheckpointManager:
         self._given_directory = os.path.abspath(path_of(directory, "directory", "training"))
         self._directory = self._given_directory  # until all processes have agreed on the chief's
         self._step_counter, self._interval = step_counter, checkpoint_interval
+        self._local: LocalTier | None = None
+        if local_directory is not None:
+            self._local = LocalTier(
+                local_directory, local_every, self._given_directory, checkpoint_name, checkpoint_interval
+            )
+        elif local_every is not None:
+            raise InvalidArgumentError("`local_directory` should be passed if `local_every` is set.")
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
-        self._being_written: str | None = None  # the same in all processes, until they have waited for it
         self._known: set[str] = set()  # checkpoints that it has saved or restored
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
-        processes.wait_for_saves_together(self._directory)  # otherwise cleaning would remove their files
         processes.together("opening the directory of checkpoints", self._open)
         self._directory = processes.shared_directory(self._given_directory)
         self._background = Background(self._directory)
@@ -136,6 +148,8 @@ class CheckpointManager:
                 self._given_directory,
             )
             self._make_given_directory()
+        if self._local is not None:
+            self._local.open(self._directory)
 
     def _make_given_directory(self) -> None:
         """Creates the given directory, which TensorFlow programs remove as that of a worker that is not the chief."""
@@ -143,7 +157,8 @@ class CheckpointManager:
             os.makedirs(self._given_directory, exist_ok=True)
 
     def _open(self) -> None:
-        orbax()  # imported here, because it takes half a second, for which the first save would block training
+        tensorstore()  # imported here, because the first save would block training for the time that it takes
+        processes.finish_saves(self._directory)  # otherwise cleaning would remove their files
         if processes.is_chief():
             probe(self._directory)
             for name in clean(self._directory):
@@ -206,12 +221,12 @@ class CheckpointManager:
 
         Args:
           checkpoint_number: The number in its name; by default a count. A checkpoint of that number is replaced.
-          check_interval: True to apply ``checkpoint_interval``.
+          check_interval: True to apply ``checkpoint_interval`` and ``local_every``; False to save into ``directory``.
           metrics: Numbers, by name, for ``best_fn``.
 
         Returns:
           The path at which the checkpoint is, or will be when it is written; None if ``checkpoint_interval`` has not
-          passed.
+          passed. A path in ``local_directory`` if only ``local_every`` has passed.
 
         Raises:
           CheckpointWriteError: The checkpoint could not be written, or a failure of the previous save has not been
@@ -224,32 +239,49 @@ class CheckpointManager:
         step = self._step()
         self._make_given_directory()
         if check_interval and self._interval is not None and not self._is_due(step):
-            return None
+            return self._save_locally(step, checkpoint_number)
         judged = _judged(metrics, self._retention)
-        number = (
-            self._checkpoint.save_counter + 1 if checkpoint_number is None else _number(checkpoint_number)
-        )
+        number = self._next_number(checkpoint_number)
         self.wait()
         path = os.path.join(self._directory, f"{self._name}-{number}")
         records = self._records()
         self._tell_of_others(path, records)
         order = max((record.contents.order for record in records), default=0) + 1
-        before = processes.identity(path)
         began = time.perf_counter()
         write = self._checkpoint.snapshot(path, number=number, order=order, metrics=judged)
         self._known.add(path)
         self._statistics["copy_s"] = time.perf_counter() - began
-        self._checkpoint.save_counter = number
         self._last_step = step
-        if not self._is_asynchronous:
-            processes.write(f"writing {os.path.basename(path)}", lambda: self._write(write))
-            return path
-        self._being_written = f"writing {os.path.basename(path)}"
-        if processes.is_chief():
-            self._background.start(lambda: self._write(write))
-        elif not processes.is_alone():
-            self._background.follow(lambda: processes.follow_chief(path, f"{path}.part-", before))
+        if self._local is not None:
+            self._local.last_step = step
+        self._start(number, lambda: self._write(write))
         return path
+
+    def _next_number(self, given: Any) -> int:
+        return self._checkpoint.save_counter + 1 if given is None else _number(given)
+
+    def _start(self, number: int, write: Callable[[], None]) -> None:
+        self._checkpoint.save_counter = number
+        if self._is_asynchronous:
+            self._background.start(write)
+        else:
+            write()
+
+    def _save_locally(self, step: int | None, checkpoint_number: Any) -> str | None:
+        """Saves into the local directory, if it is due and no process is still writing."""
+        local = self._local
+        if local is None or step is None or not local.is_due(step):
+            return None
+        if any(processes.gather("whether saves are running", self._background.is_running)):
+            return None
+        self.wait()
+        number = self._next_number(checkpoint_number)
+        write = local.snapshot(self._checkpoint, number)
+        local.last_step = step
+        if write is None:
+            return None
+        self._start(number, write)
+        return local.path(number)
 
     def _tell_of_others(self, path: str, records: Sequence[Record]) -> None:
         if (
@@ -264,14 +296,13 @@ class CheckpointManager:
                 path,
             )
 
-    def _write(self, write: Callable[[], Contents | None]) -> None:
+    def _write(self, write: Callable[[], int]) -> None:
         began = time.perf_counter()
-        contents = write()
-        if contents is None:
-            return
+        self._statistics["num_bytes"] = write()
         self._statistics["num_saved"] += 1
-        self._statistics["num_bytes"] = contents.num_bytes
         self._statistics["write_s"] = time.perf_counter() - began
+        if not processes.is_chief():
+            return
         in_use = self._checkpoint.path_in_use
         for record in self._retention.to_remove(self._records()):
             if record.path != in_use:
@@ -294,41 +325,23 @@ class CheckpointManager:
         return self._last_step is None or step - self._last_step >= self._interval
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the saved checkpoints are on the disk.
-
-        Every process of a cluster calls it, and waits for the process that writes.
+        """Waits until the saved checkpoints are on the disk, with the parts of all processes.
 
         Raises:
-          CheckpointWriteError: A checkpoint could not be written; ``CheckpointError`` in the processes that do not
-            write.
+          CheckpointWriteError: A checkpoint could not be written; raised in every process.
           TimeoutError: A checkpoint is still being written.
           ClusterFailureError: Another process is lost.
         """
-        if self._being_written is None:
-            return
-        try:
-            processes.wait_for_chief(self._being_written, self._background, timeout_s)
-        except CheckpointError:
-            self._heard()
-            raise
-        self._heard()
-
-    def _heard(self) -> None:
-        self._being_written = None
-        if not processes.is_chief():
-            self._background.forget()
+        self._background.wait(timeout_s)
 
     def sync(self) -> None:
         """Does the same as ``wait``, under TensorFlow's name."""
         self.wait()
 
     def close(self) -> None:
-        """Waits for the save of this process, not for other processes, and frees the memory of the copy.
-
-        May be called twice.
-        """
+        """Does the same as ``wait``, and frees the memory of the copy. May be called twice."""
         try:
-            self._background.wait(follows=False)
+            self._background.wait()
         finally:
             self._checkpoint.release()
 
@@ -375,44 +388,32 @@ class CheckpointManager:
         return self._restore(is_strict=False)
 
     def _restore(self, *, is_strict: bool) -> LoadStatus | None:
-        self.wait()
-        processes.wait_for_saves_together(self._directory)
-        saved, status = self._newest_whole(), None
-        while saved is not None and status is None:
-            try:
-                status = processes.together(
-                    f"restoring {os.path.basename(saved.path)}",
-                    functools.partial(self._checkpoint.restore_saved, saved, is_strict=is_strict),
-                )
-            except CorruptCheckpointError:
-                if not _was_removed(saved):
-                    raise
-                saved = self._newest_whole()
-        if saved is None:
-            return None
-        self._checkpoint.save_counter = saved.contents.number
-        self._known.add(saved.path)
-        self._last_step = self._step()
-        return status
-
-    def _newest_whole(self, num_more: int = _MOST_LOOKS) -> SavedCheckpoint | None:
+        processes.together("waiting for saves", lambda: processes.finish_saves(self._directory))
         damaged: list[str] = []
-        was_removed = False
-        candidates = processes.gather("which checkpoints there are", self._candidates())[0]
-        for path in candidates:
-            problem, saved = _whole(path)
-            problems = [text for text in processes.gather("which checkpoint is intact", problem) if text]
-            if not problems:
-                if damaged:
-                    log.warning("Restoring %s instead, the latest intact checkpoint.", path)
-                return saved
-            if num_more and processes.is_alone() and path not in paths_in(self._directory, self._name):
-                was_removed = True  # the program that saves there removed it for a newer one
+        candidates = self._candidates()
+        num_looks = 0
+        while candidates:
+            path, saved = candidates.pop(0), None
+            try:
+                saved = processes.together("opening a checkpoint", functools.partial(_opened, path))
+                status = self._checkpoint.restore_saved(saved, is_strict=is_strict)
+            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+                if num_looks < _MOST_LOOKS and self._was_removed(path, saved):
+                    num_looks, damaged, candidates = num_looks + 1, [], self._candidates()
+                    continue
+                damaged.append(str(error))
+                log.warning("%s", error)
                 continue
-            damaged.append(problems[0])
-            log.warning("%s", problems[0])
-        if was_removed:
-            return self._newest_whole(num_more - 1)
+            if damaged:
+                log.warning("Restored %s instead, the latest intact checkpoint.", path)
+            self._checkpoint.save_counter = saved.contents.number
+            self._known.add(path)
+            step = self._step()
+            # After a restart from a local checkpoint, the next save goes to the shared directory.
+            self._last_step = step if os.path.dirname(path) == self._directory else None
+            if self._local is not None:
+                self._local.last_step = step
+            return status
         if damaged:
             raise CorruptCheckpointError(
                 f"None of the {len(damaged)} checkpoint(s) in {self._directory!r} is intact. Move them away "
@@ -420,37 +421,40 @@ class CheckpointManager:
             )
         return None
 
+    def _was_removed(self, path: str, saved: SavedCheckpoint | None) -> bool:
+        """True if another program has removed or replaced a checkpoint in the meantime. An evaluator reads what a
+        trainer keeps only briefly.
+        """
+        if not processes.is_alone():
+            return False
+        if path not in paths_in(os.path.dirname(path), self._name):
+            return True
+        try:
+            return saved is not None and SavedCheckpoint(path).contents.save != saved.contents.save
+        except (CorruptCheckpointError, CheckpointNotFoundError):
+            return False
+
     def _candidates(self) -> list[str]:
-        """Returns all paths, latest first. Checkpoints without a readable manifest come first, by their numbers."""
-        told = [record.path for record in reversed(self._records())]
-        silent = [path for path in reversed(paths_in(self._directory, self._name)) if path not in told]
-        return silent + told
+        """Returns the paths that the chief sees and the local ones that all processes have, latest first.
+
+        Checkpoints without a readable manifest come first, by their numbers.
+        """
+        told = [(record.path, record.contents.time_s) for record in reversed(self._records())]
+        paths = [path for path, _ in told]
+        silent = [path for path in reversed(paths_in(self._directory, self._name)) if path not in paths]
+        silent, told = processes.gather("which checkpoints there are", [silent, told])[0]
+        if self._local is not None:
+            local = self._local.common(told[0][1] if told else 0.0)
+            told = sorted([*told, *local], key=lambda one: -one[1]) if local else told
+        return silent + [path for path, _ in told]
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._directory!r}, {self._name!r}, {len(self._records())} checkpoint(s))"
 
 
-def _whole(path: str) -> tuple[str | None, SavedCheckpoint | None]:
-    """Returns the problem of a checkpoint, or the checkpoint if it has none."""
+def _opened(path: str) -> SavedCheckpoint:
     processes.wait_for_chiefs(path)
-    try:
-        saved = SavedCheckpoint(path)
-        saved.verify()
-        return None, saved
-    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
-        return str(error), None
-
-
-def _was_removed(saved: SavedCheckpoint) -> bool:
-    """True if another program has removed or replaced it in the meantime. An evaluator reads what a trainer keeps
-    only briefly.
-    """
-    if not processes.is_alone():
-        return False
-    try:
-        return SavedCheckpoint(saved.path).contents.to_text() != saved.contents.to_text()
-    except (CorruptCheckpointError, CheckpointNotFoundError):
-        return True
+    return SavedCheckpoint(path)
 
 
 def _judged(metrics: Any, retention: Retention) -> dict[str, float] | None:

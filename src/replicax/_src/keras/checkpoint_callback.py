@@ -18,6 +18,7 @@ from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
 from replicax._src.framework import use_imported
+from replicax._src.keras.fit_progress import Progress
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.keras.resumable_fit import ResumableFit, SavingRules
 from replicax._src.options import path_of
@@ -38,7 +39,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     ``model.fit(x, y, epochs=10, callbacks=[rx.keras.callbacks.CheckpointCallback("training")])`` is the same call each
     time the program starts. Weights, optimizer, seeds, logs and history are bit-identical to those of a training
     without interruption, also from the middle of an epoch. On SIGTERM to any process, all processes save after the same
-    batch and exit with code 42. In a cluster every process passes one to its ``fit``, and the chief writes. Keras calls
+    batch and exit with code 42. In a cluster every process passes one to its ``fit``, and writes its part. Keras calls
     it after the other callbacks.
 
     Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart:
@@ -57,6 +58,9 @@ class CheckpointCallback(keras.callbacks.Callback):
         epoch is saved.
       mode: "min", "max" or "auto". "auto" means "max" for names that contain "acc", "auc" and similar words.
       keep_best: The number of best checkpoints that are kept.
+      local_directory: A directory on each host's own disk, for more frequent saves: as for ``rx.CheckpointManager``.
+        ``save_freq`` must be a number then.
+      local_every: The number of batches after which it saves there, smaller than ``save_freq``.
       termination_config: How the process ends on preemption: grace period, exit, the source of the signal.
 
     Raises:
@@ -76,23 +80,32 @@ class CheckpointCallback(keras.callbacks.Callback):
         mode: str = "auto",
         keep_best: int = 1,
         termination_config: TerminationConfig | None = None,
+        local_directory: str | os.PathLike[str] | None = None,
+        local_every: int | None = None,
     ):
         super().__init__()
         _check(save_freq, mode, termination_config)
         every = save_freq if isinstance(save_freq, int) else None
-        self._saving = SavingRules(every, monitor, termination_config or TerminationConfig())
+        self._saving = SavingRules(local_every or every, monitor, termination_config or TerminationConfig())
         self._manager: CheckpointManager | None = None
         self._directory: str | None = None
         if isinstance(directory, CheckpointManager):
-            if monitor is not None or max_to_keep != _MAX_TO_KEEP:
+            if monitor is not None or max_to_keep != _MAX_TO_KEEP or local_directory is not None:
                 raise InvalidArgumentError(
                     "CheckpointCallback was given a CheckpointManager, which decides the checkpoints to keep. Pass "
-                    "max_to_keep, best_fn and keep_best to the manager, and leave max_to_keep and monitor out here."
+                    "max_to_keep, best_fn, keep_best and local_directory to the manager, and leave max_to_keep, monitor "
+                    "and local_directory out here."
                 )
             self._manager = directory
         else:
             self._directory = os.path.abspath(path_of(directory, "directory", "training"))
         self._rules: dict[str, Any] = {"max_to_keep": max_to_keep}
+        if local_directory is not None or local_every is not None:
+            self._rules |= {
+                "local_directory": local_directory,
+                "local_every": local_every,
+                "checkpoint_interval": every,
+            }
         if monitor is not None:
             self._rules |= {
                 "keep_best": keep_best,
@@ -156,10 +169,17 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "CheckpointCallback works only as a callback passed to fit(). In your own loops use "
                 "rx.CheckpointManager and rx.experimental.PreemptionCheckpointHandler."
             )
+        progress = Progress()
         if self._directory is not None:
-            self._manager = CheckpointManager(Checkpoint(model=self.model), self._directory, **self._rules)
+            self._manager = CheckpointManager(
+                Checkpoint(model=self.model),
+                self._directory,
+                step_counter=lambda: progress.num_batches,
+                **self._rules,
+            )
         assert self._manager is not None
-        self._run = self._begin(manager=self._manager, num_epochs=int((self.params or {}).get("epochs") or 1))
+        num_epochs = int((self.params or {}).get("epochs") or 1)
+        self._run = self._begin(progress=progress, manager=self._manager, num_epochs=num_epochs)
         self._restored_from = self._run.restored_from
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

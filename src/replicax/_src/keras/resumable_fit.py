@@ -53,6 +53,7 @@ class ResumableFit:
       others: The other callbacks.
       rules: When it saves.
       only_epochs: True if it can end only after an epoch, because workers run batches at the same time.
+      progress: Its position, still at the beginning.
       manager: Writes and reads the checkpoints.
       num_epochs: The number of the last epoch, as Keras counts.
     """
@@ -67,6 +68,7 @@ class ResumableFit:
         rules: SavingRules,
         *,
         only_epochs: bool,
+        progress: Progress,
         manager: CheckpointManager,
         num_epochs: int,
     ):
@@ -76,7 +78,7 @@ class ResumableFit:
         self._has_gaps = is_validated and given.get("validation_freq", 1) != 1
         self._num_epochs = num_epochs
         self._steps_per_call = max(1, int(model.steps_per_execution))
-        self._progress = Progress()
+        self._progress = progress
         self._data = DataOfFit(given.get("x"), loop, self._progress)
         self._saved_at: tuple[int, int, int] | None = None
         self._replay: ReplayedSteps | None = None
@@ -191,7 +193,7 @@ class ResumableFit:
         progress.end_epoch(epoch, logs, has_stopped=has_stopped)
         is_last = has_stopped or epoch + 1 >= self._num_epochs
         if self._rules.every is None or self._rules.monitor is not None or is_last:
-            self._save(logs)
+            self._save(logs, check_interval=not is_last and self._rules.monitor is None)
         if self._guarded is not None and not is_last:
             self._guarded.end_and_save(self._save_now)
 
@@ -199,7 +201,7 @@ class ResumableFit:
     def _now(self) -> tuple[int, int, int]:
         return self._progress.num_batches, self._progress.epoch, self._progress.batch
 
-    def _save(self, logs: Mapping[str, Any] | None = None) -> None:
+    def _save(self, logs: Mapping[str, Any] | None = None, *, check_interval: bool = True) -> None:
         monitor, metrics = self._rules.monitor, None
         if monitor is not None and logs is not None:
             if monitor in logs:
@@ -209,8 +211,9 @@ class ResumableFit:
                     f"CheckpointCallback(monitor={monitor!r}): the logs of an epoch have no such name; they have "
                     f"{sorted(logs)}. Names that start with val_ need validation_data."
                 )
-        self._manager.save(metrics=metrics)
-        self._saved_at = self._now
+        path = self._manager.save(check_interval=check_interval, metrics=metrics)
+        if path is not None and os.path.dirname(path) == self._manager.directory:
+            self._saved_at = self._now
 
     def _is_unjudged(self, monitor: str, logs: Mapping[str, Any]) -> bool:
         """True for an epoch that ``validation_freq`` leaves out."""

@@ -191,6 +191,8 @@ class PreemptionCheckpointHandler:
             self._save_fn(*args, **kwargs)
         elif self._saved_at != self._num_calls:
             self._manager.checkpoint.checkpointed_runs = self._num_calls
+            if len(args) < 2:  # otherwise the caller has chosen
+                kwargs.setdefault("check_interval", False)
             self._manager.save(*args, **kwargs)
             self._manager.wait()
         self._saved_at = self._num_calls

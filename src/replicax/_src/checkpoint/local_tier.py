@@ -1,0 +1,178 @@
+"""The checkpoints that each process keeps on its host's own disk, between those of the shared directory.
+
+Each is a checkpoint of what the process's devices hold, ``local_directory/TOKEN/PROCESS/ckpt-7``. It counts only if
+every process has its part of the same save. The token belongs to the shared directory: a training that starts with
+another directory, or an emptied one, does not find the local files of an earlier training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.checkpoint import Checkpoint
+from replicax._src.checkpoint.directory import records_in
+from replicax._src.checkpoint.errors import CheckpointWriteError
+from replicax._src.checkpoint.retention import Record, Retention
+from replicax._src.checkpoint.writing import clean, probe, remove, write_error
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.options import path_of
+
+log = logging.getLogger("replicax")
+
+_TOKEN_FILE: Final = ".local-checkpoints"
+# If a process is killed while it writes, all processes still have the one before.
+_RETENTION: Final = Retention(max_to_keep=2)
+
+
+@final
+class LocalTier:
+    """The local checkpoints of this process.
+
+    Args:
+      local_directory: A directory on a disk of this host. Processes of one host may share it.
+      every: The least number of steps between two saves.
+      directory: The directory that all processes share, as it was given.
+      name: The beginning of the names of checkpoints.
+      interval: The number of steps between two saves into the shared directory.
+
+    Attributes:
+      last_step: The step of the last save of either tier; None if there was none.
+
+    Raises:
+      InvalidArgumentError: An argument is not allowed.
+    """
+
+    def __init__(
+        self,
+        local_directory: str | os.PathLike[str],
+        every: Any,
+        directory: str,
+        name: str,
+        interval: int | None,
+    ):
+        self._root = os.path.abspath(path_of(local_directory, "local_directory", "/local/training"))
+        shared, root = os.path.realpath(directory), os.path.realpath(self._root)
+        if os.path.commonpath([shared, root]) == shared:
+            raise InvalidArgumentError(
+                f"local_directory {self._root!r} is in the shared directory {directory!r}. Give a directory on a disk "
+                "of each host."
+            )
+        is_whole = isinstance(every, int) and not isinstance(every, bool)
+        if interval is None or not is_whole or not 0 < every < interval:
+            raise InvalidArgumentError(
+                "local_directory needs checkpoint_interval, a number of steps, and local_every, a smaller number of "
+                f"steps of at least 1; got checkpoint_interval={interval!r} and local_every={every!r}."
+            )
+        self._every, self._name = every, name
+        self._directory = ""
+        self.last_step: int | None = None
+
+    def open(self, shared: str) -> None:
+        """Creates the directory, and removes what killed writers have left. All processes call it.
+
+        Args:
+          shared: The directory that all processes share.
+
+        Raises:
+          CheckpointWriteError: It cannot be created or is not writable, on some host.
+        """
+
+        def chiefs_token() -> str:
+            return _token_of(shared) if processes.is_chief() else ""
+
+        def open_here() -> None:
+            probe(self._directory)
+            for name in clean(self._directory):
+                log.info("Removed %s, which a killed writer has left in %s.", name, self._directory)
+
+        what = "opening the local directories"
+        _, (token, *_) = processes.told_together(what, chiefs_token, lambda token: token)
+        self._directory = os.path.join(self._root, token, str(processes.process_number()))
+        processes.together(what, open_here)
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """True if so many steps have passed since the last save."""
+        return self.last_step is None or step - self.last_step >= self._every
+
+    def path(self, number: int) -> str:
+        """Returns the path of the local checkpoint of this number."""
+        return os.path.join(self._directory, f"{self._name}-{number}")
+
+    def snapshot(self, checkpoint: Checkpoint, number: int) -> Callable[[], None] | None:
+        """Copies to the host what this process holds. Returns a function that writes it; None if there is no room.
+
+        All processes call both, the second in any thread. A failure is only logged, because the shared directory has
+        the other checkpoints.
+        """
+        try:
+            write = checkpoint.snapshot(self.path(number), number=number, is_own=True)
+        except CheckpointWriteError as error:
+            log.warning("%s", error)
+            return None
+
+        def run() -> None:
+            try:
+                write()
+            except CheckpointWriteError as error:
+                log.warning("%s", error)
+                return
+            in_use = checkpoint.path_in_use
+            for record in _RETENTION.to_remove(self._records()):
+                if record.path != in_use:
+                    remove(record.path)
+
+        return run
+
+    def _records(self) -> list[Record]:
+        return records_in(self._directory, self._name)
+
+    # --- restoring ----------------------------------------------------------------------------------------
+
+    def common(self, shared_at: float) -> list[tuple[str, float]]:
+        """Returns the local checkpoints that all processes have: the path here, and the time by the chief's clock. All
+        processes call it.
+
+        Args:
+          shared_at: The time of the newest checkpoint in the shared directory; later ones that cannot be restored are
+            worth a log line.
+        """
+        records = {record.contents.save: record for record in self._records()}
+        mine = {save: [one.contents.time_s, len(one.contents.processes)] for save, one in records.items()}
+        told = processes.gather("which local checkpoints there are", mine)
+        of_all = {save: about for theirs in told for save, about in theirs.items()}
+        reasons = {save: self._reason(save, about[1], told) for save, about in of_all.items()}
+        lost = [save for save, (time_s, _) in of_all.items() if reasons[save] and time_s > shared_at]
+        if lost and processes.is_chief():
+            newest = max(lost, key=lambda save: of_all[save][0])
+            log.warning("%d local checkpoint(s) cannot be restored: %s.", len(lost), reasons[newest])
+        return [(records[save].path, told[0][save][0]) for save in of_all if not reasons[save]]
+
+    @staticmethod
+    def _reason(save: str, num_saved: int, told: Sequence[Mapping[str, Any]]) -> str:
+        """Returns why a save cannot be restored; "" if it can."""
+        names = processes.names()
+        if num_saved != len(names):
+            return f"saved by {num_saved} processes, and there are {len(names)} now"
+        without = [name for name, theirs in zip(names, told, strict=True) if save not in theirs]
+        return f"not on the disk of {', '.join(without)}" if without else ""
+
+
+def _token_of(shared: str) -> str:
+    """Returns the token of a shared directory, after creating it if there is none."""
+    path = os.path.join(shared, _TOKEN_FILE)
+    try:
+        with open(path, "a+") as file:
+            file.seek(0)
+            token = file.read() or uuid.uuid4().hex[:8]
+            if not file.tell():
+                file.write(token)
+        return token
+    except OSError as error:
+        raise write_error(shared, error) from error
