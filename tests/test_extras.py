@@ -60,7 +60,7 @@ def test_a_plan_asks_for_its_compiler(monkeypatch, kind):
 USES = {
     "rx.optax.aggregate_gradients()": ("optax", "optax"),
     "rx.SummaryWriter('/tmp/none')": ("tensorboardX", "summaries"),
-    "rx.Checkpoint(a=rx.Variable(1.0)).save('/tmp/none/c')": ("orbax-checkpoint", "checkpoint"),
+    "rx.Checkpoint(a=rx.Variable(1.0)).save('/tmp/none/c')": ("tensorstore", "checkpoint"),
     "rx.data.from_csv('/tmp/none')": ("pyarrow", "files"),
     "rx.data.from_tfrecords('/tmp/none')": ("grain", "files"),
     "rx.Server.create_local_server()": ("xxhash and cloudpickle", "ps"),
@@ -72,7 +72,7 @@ USES = {
 def test_each_use_names_its_package_first():
     program = f"""
     import sys
-    for name in ("optax", "tensorboardX", "orbax.checkpoint", "pyarrow", "grain", "xxhash", "cloudpickle", "keras"):
+    for name in ("optax", "tensorboardX", "tensorstore", "pyarrow", "grain", "xxhash", "cloudpickle", "keras"):
         sys.modules[name] = None
     import replicax as rx
     for use in {list(USES)!r}:

@@ -6,18 +6,6 @@ import threading
 from replicax._src.checkpoint.background import Background, saves_under
 
 
-def test_save_of_another_process_is_found_until_a_caller_has_waited_for_it(tmp_path):
-    looks = []
-    save = Background(str(tmp_path))
-    save.follow(lambda: looks.append(True))
-    save.wait(follows=False)  # the manager is closed
-    assert not looks
-    assert saves_under(str(tmp_path)) == [save]
-    save.wait()
-    assert looks == [True]
-    assert saves_under(str(tmp_path)) == []
-
-
 def test_failed_write_is_not_a_save_into_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     may_end = threading.Event()

@@ -52,7 +52,7 @@ def checkpoint():
 
 def record(order, metric=None, time_s=0.0):
     metrics = None if metric is None else {"m": metric}
-    return Record(f"ckpt-{order}", Contents((), {}, {}, {}, order, order, time_s, metrics))
+    return Record(f"ckpt-{order}", Contents((), {}, {}, "", (), order, order, time_s, metrics))
 
 
 @hypothesis.given(
@@ -187,9 +187,9 @@ def test_a_directory_that_is_deleted_is_made_again(checkpoint, tmp_path, monkeyp
     shutil.rmtree(tmp_path / "in it")
     manager.save()
     assert names(manager.checkpoints) == ["ckpt-1"]
-    write_arrays = writing.write_arrays
+    write_pieces = writing.write_pieces
     monkeypatch.setattr(
-        writing, "write_arrays", lambda *args: (write_arrays(*args), shutil.rmtree(tmp_path / "in it"))
+        writing, "write_pieces", lambda *args: (write_pieces(*args), shutil.rmtree(tmp_path / "in it"))
     )
     manager.save()
     message(CheckpointWriteError, manager.wait, "deleted in the meantime")
@@ -261,8 +261,8 @@ def test_save_takes_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
     """The next step changes the variable before the writer has started; the checkpoint is not found before it is
     complete."""
     may_write = threading.Event()
-    write_arrays = writing.write_arrays
-    monkeypatch.setattr(writing, "write_arrays", lambda *args: may_write.wait(60) and write_arrays(*args))
+    write_pieces = writing.write_pieces
+    monkeypatch.setattr(writing, "write_pieces", lambda *args: may_write.wait(60) and write_pieces(*args))
     manager = rx.CheckpointManager(checkpoint, tmp_path)
     checkpoint.v.assign(5.0)
     path = manager.save()
@@ -279,8 +279,8 @@ def test_save_takes_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
 @pytest.fixture
 def slow_writer(monkeypatch):
     """Writing starts after the call that follows ``save``."""
-    write_arrays = writing.write_arrays
-    monkeypatch.setattr(writing, "write_arrays", lambda *args: (time.sleep(0.2), write_arrays(*args)))
+    write_pieces = writing.write_pieces
+    monkeypatch.setattr(writing, "write_pieces", lambda *args: (time.sleep(0.2), write_pieces(*args)))
 
 
 FINDERS = {
@@ -324,7 +324,7 @@ def test_failed_save_is_not_mistaken_for_the_previous_one(found, checkpoint, tmp
     manager = rx.CheckpointManager(checkpoint, tmp_path / "training")
     manager.save()
     manager.wait()
-    monkeypatch.setattr(writing, "_described", lambda array: 1 / 0)
+    monkeypatch.setattr(writing, "_write_manifest", lambda *args: 1 / 0)
     path = manager.save()
     message(CheckpointWriteError, lambda: found(manager, path), "ZeroDivisionError")
     assert names([latest_checkpoint(manager.directory)]) == ["ckpt-1"], "it is said once"
@@ -361,7 +361,7 @@ if sys.argv[2] == "replaced":
             os._exit(9)
     os.rename = rename_and_die
 else:
-    writing._described = lambda array: os._exit(9)
+    writing._write_manifest = lambda *args: os._exit(9)
 checkpoint.v.assign(8.0)
 checkpoint.write(sys.argv[1])
 """
@@ -392,27 +392,27 @@ def test_files_of_another_living_writer_are_not_removed(tmp_path, checkpoint):
         assert not os.path.exists(part)
 
 
-@pytest.mark.parametrize("when", ["before it is verified", "before it is read"])
+@pytest.mark.parametrize("when", ["before it is opened", "before it is read"])
 def test_reader_takes_the_newer_checkpoint_if_one_is_removed(when, tmp_path, monkeypatch, caplog):
     """An evaluator runs beside a training that keeps few checkpoints."""
-    v, verify = rx.Variable(1.0), SavedCheckpoint.verify
+    v = rx.Variable(1.0)
     training = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, max_to_keep=1, best_fn=lambda m: m["m"])
     training.save(metrics={"m": math.nan})
     training.wait()
     read = rx.Variable(0.0)
     evaluator = rx.CheckpointManager(rx.Checkpoint(v=read), tmp_path)
+    method = "_read_contents" if when == "before it is opened" else "array"
+    original = getattr(SavedCheckpoint, method)
 
-    def interrupted(saved):
-        monkeypatch.setattr(SavedCheckpoint, "verify", verify)
-        if when == "before it is read":
-            verify(saved)
+    def interrupted(saved, *args):
+        monkeypatch.setattr(SavedCheckpoint, method, original)
         v.assign(2.0)
         training.save()
         training.wait()
-        if when == "before it is verified":
-            verify(saved)
+        return original(saved, *args)
 
-    monkeypatch.setattr(SavedCheckpoint, "verify", interrupted)
+    records_in(str(tmp_path))  # what it has read of the manifest is kept
+    monkeypatch.setattr(SavedCheckpoint, method, interrupted)
     with caplog.at_level(logging.WARNING):
         assert evaluator.restore_or_initialize() == str(tmp_path / "ckpt-2")
     assert float(read) == 2.0
@@ -426,10 +426,10 @@ def test_unreadable_checkpoint_is_not_a_removed_one(tmp_path, monkeypatch):
     training.save()
     training.wait()
 
-    def unreadable(saved):
+    def unreadable(saved, key):
         raise CorruptCheckpointError(f"{saved.path!r} cannot be read")
 
-    monkeypatch.setattr(SavedCheckpoint, "verify", unreadable)
+    monkeypatch.setattr(SavedCheckpoint, "array", unreadable)
     monkeypatch.setattr(os.path, "lexists", lambda path: False)
     again = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path)
     message(
@@ -445,19 +445,18 @@ def test_full_disk_raises_and_keeps_existing_checkpoints(checkpoint, tmp_path, m
     first = manager.save()
     manager.wait()
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    manager.save()
-    text = message(CheckpointWriteError, manager.wait, "MiB", "earlier checkpoints are unchanged")
+    text = message(CheckpointWriteError, manager.save, "MiB", "earlier checkpoints are unchanged")
     assert "Errno 28" in text
     assert os.listdir(tmp_path) == ["ckpt-1"]
     monkeypatch.undo()
-    manager.wait()  # said once
+    manager.wait()
     manager.save()
     manager.close()
     assert names(manager.checkpoints)[0] == Path(first).name
 
 
 def test_disk_fills_up_while_writing(tmp_path, capfd, caplog):
-    """A limit on the size of files: orbax's writes fail, with hundreds of lines that nobody needs."""
+    """A limit on the size of files: the writes fail, with hundreds of lines that nobody needs."""
     checkpoint = rx.Checkpoint(v=rx.Variable(np.random.RandomState(0).rand(1 << 18).astype("float32")))
     manager = rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False)
     manager.save()
@@ -491,7 +490,7 @@ def test_unwritable_directory_raises_at_once(checkpoint, tmp_path, monkeypatch):
 
 
 def test_other_writer_errors_are_raised_at_the_next_save(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_described", lambda array: 1 / 0)
+    monkeypatch.setattr(writing, "_write_manifest", lambda *args: 1 / 0)
     manager = rx.CheckpointManager(checkpoint, tmp_path)
     manager.save()
     message(CheckpointWriteError, manager.save, "ZeroDivisionError")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,9 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.checkpoint.tracked import Leaf
-from replicax._src.devices.topology import Topology
 from replicax._src.framework import is_variable, make_binding
 from replicax._src.options import VariableAggregation
-from replicax._src.tracing.bindings import Binding, SyncPolicy, note_unshared, own_copy
+from replicax._src.tracing.bindings import Binding, SyncPolicy, note_unshared
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
@@ -32,16 +31,35 @@ class Held:
     """The current value of a leaf.
 
     Attributes:
-      value: An array, or a ``ServerArray``; None if it has components only.
+      value: An array, or a ``ServerArray``; None if it is computed from the components.
       components: [R, ...], if replicas have values of their own.
-      combine: Computes the value from the components, on the host.
-      topology: The topology of the devices, if it is known.
+      combine: The name of the ``VariableAggregation`` that computes the value, if it is None.
     """
 
     value: Any
     components: Any = None
-    combine: Callable[[np.ndarray], np.ndarray] | None = None
-    topology: Topology | None = None
+    combine: str = ""
+
+
+class Source(Protocol):
+    """A saved value. Reading it verifies it."""
+
+    @property
+    def num_components(self) -> int:
+        """The number of components, R; 0 if there are none."""
+        ...
+
+    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """Returns the values of an index, in memory that nobody else holds."""
+        ...
+
+    def read_components(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """Returns some of the components [R, ...]."""
+        ...
+
+    def slabs(self, max_bytes: int = ...) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields the rows in turn, in blocks."""
+        ...
 
 
 class ArrayLeaf(Leaf):
@@ -62,30 +80,61 @@ class ArrayLeaf(Leaf):
         """Returns its current value; None if it has no value yet."""
 
     @abc.abstractmethod
-    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
-        """Sets a value of its shape and dtype, and the components that were saved with it, if any."""
+    def fetch(self, source: Source) -> Any:
+        """Reads what this process needs of a saved value of its shape and dtype, and changes nothing."""
 
-    @property
-    def takes_rows(self) -> bool:
-        """True if it should get rows rather than a full value, which may not fit in memory here."""
-        return False
-
-    def give_rows(self, blocks: Iterable[tuple[int, np.ndarray]]) -> None:
-        """Sets its value block by block: the number of a row, and the rows from it on. Only if ``takes_rows`` is
-        true.
-        """
-        raise AssertionError("this leaf does not take rows")
+    @abc.abstractmethod
+    def give(self, fetched: Any) -> None:
+        """Sets the value that ``fetch`` has returned."""
 
     def finish(self) -> None:
         """Called when all leaves have their values."""
 
 
-def placed_as(value: np.ndarray, stored: Any) -> jax.Array:
-    """Returns a new copy of a host value, on the devices of ``stored`` if that is an array."""
-    with jax_compat.outside_traces():
-        if isinstance(stored, jax.Array) and stored.committed:
-            return jnp.copy(jax_compat.put(value, stored.sharding))
-        return jnp.copy(jnp.asarray(value))
+@final
+class HostParts:
+    """The parts of an array that this process's devices need, on the host.
+
+    Args:
+      shape: The shape of the full array.
+      sharding: Its sharding; None for the default device.
+      read: Returns the values of an index.
+    """
+
+    def __init__(self, shape: tuple[int, ...], sharding: Any, read: Callable[[tuple[Any, ...]], np.ndarray]):
+        self._shape, self._sharding = shape, sharding
+        self._indices = {} if sharding is None else sharding.addressable_devices_indices_map(shape)
+        distinct = {_bounds(index): index for index in self._indices.values()}
+        self._parts = {bounds: read(index) for bounds, index in distinct.items()}
+        if sharding is None:
+            self._parts[()] = read(())
+
+    @classmethod
+    def like(cls, stored: Any, read: Callable[[tuple[Any, ...]], np.ndarray]) -> Self:
+        """Reads what an array of the same shape needs, on the devices of ``stored`` if that is an array on some."""
+        is_placed = isinstance(stored, jax.Array) and stored.committed
+        return cls(tuple(stored.shape), stored.sharding if is_placed else None, read)
+
+    def placed(self) -> jax.Array:
+        """Returns the new array, which shares no memory with the host's."""
+        with jax_compat.outside_traces():
+            if self._sharding is None:
+                return jnp.copy(jnp.asarray(self._parts[()]))
+            kind = self._sharding.memory_kind
+            parts = [
+                jax_compat.copied(
+                    jax.device_put(
+                        self._parts[_bounds(index)],
+                        jax.sharding.SingleDeviceSharding(device, memory_kind=kind),
+                    )
+                )
+                for device, index in self._indices.items()
+            ]
+            return jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+
+
+def _bounds(index: tuple[slice, ...]) -> tuple[Any, ...]:
+    return tuple((one.start, one.stop) for one in index)
 
 
 # --- variables ------------------------------------------------------------------------------------------
@@ -122,96 +171,89 @@ class VariableLeaf(ArrayLeaf):
         return self.binding.value
 
     @property
-    def _topology(self) -> Topology | None:
-        strategy = context.owner_of(self.of)
-        return None if strategy is None else strategy.topology
-
-    def held(self) -> Held | None:
-        stored, topology = self.stored, self._topology
-        if stored is None:
-            return None
-        if self.binding.sync_policy is SyncPolicy.COMPONENTS:
-            return Held(None, stored, self._combined, topology)
-        if self.binding.sync_policy is SyncPolicy.SUMMED and self.binding.placed is stored:
-            return Held(stored, self.binding.components, None, topology)
-        return Held(stored, topology=topology)
-
-    def _combined(self, components: np.ndarray) -> np.ndarray:
-        """Returns the value as it is read outside of replicas; the first component if the components are not
-        aggregated.
-        """
-        if self.of.aggregation is VariableAggregation.SUM:
-            return np.asarray(np.sum(components, axis=0, dtype=components.dtype))
-        if self.of.aggregation is VariableAggregation.MEAN:
-            total = np.sum(components, axis=0, dtype=components.dtype)
-            return np.asarray(total / np.asarray(len(components), components.dtype)).astype(components.dtype)
-        return components[0]
-
-    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
-        stored = self.stored
-        if stored is None:
-            self._begin_with(value)
-        elif isinstance(stored, ServerArray):
-            self._give_servers(stored, value)
-        elif self.binding.sync_policy is SyncPolicy.COMPONENTS:
-            self._set(placed_as(self._spread(value, components), stored))
-        elif self.binding.sync_policy is SyncPolicy.SUMMED:
-            self._give_summed(placed_as(value, stored), components)
-        else:
-            placed = placed_as(value, stored)
-            note_unshared(placed)
-            self._set(placed)
-
-    def _set(self, value: Any) -> None:
-        self.binding.value = value
-
-    def _begin_with(self, value: np.ndarray) -> None:
-        """Sets the first value of a variable that is initialized later."""
-        first = np.array(value)
-
-        def initializer(shape: Sequence[int], dtype: Any = None) -> Any:
-            del shape, dtype
-            return jnp.asarray(first)
-
-        self.of._initializer = initializer
-
-    def _spread(self, value: np.ndarray, components: np.ndarray | None) -> np.ndarray:
-        """Returns components [R, ...]: the saved ones if their number fits, else components that combine to the
-        value.
-
-        For a sum, the first replica gets all of it, so that integers stay exact. Components without aggregation are
-        repeated in
-        turn.
-        """
-        num_replicas = self.binding.num_replicas
-        if components is not None and len(components) == num_replicas:
-            return components
-        if self.of.aggregation is VariableAggregation.SUM:
-            return np.concatenate([value[None], np.zeros((num_replicas - 1, *value.shape), value.dtype)])
-        if self.of.aggregation is VariableAggregation.NONE and components is not None:
-            return components[np.arange(num_replicas) % len(components)]
-        return np.broadcast_to(value, (num_replicas, *value.shape))
-
-    def _give_summed(self, placed: jax.Array, components: np.ndarray | None) -> None:
-        """Sets a variable that shows a sum. Its parts keep their saved values if their number fits."""
-        strategy, topology = context.owner_of(self.of), self._topology
-        if components is not None and topology is not None and len(components) == topology.num_replicas:
-            strategy.bindings.give_components(self.of, placed, own_copy(components, topology.per_replica))
-        self._set(placed)
-
-    def _give_servers(self, stored: ServerArray, value: np.ndarray) -> None:
-        if stored.is_table:
-            self.give_rows([(0, value)])
-        else:
-            stored.assign(value)
-
-    @property
-    def takes_rows(self) -> bool:
+    def _is_table(self) -> bool:
         stored = self.stored
         return isinstance(stored, ServerArray) and stored.is_table and bool(math.prod(stored.shape))
 
-    def give_rows(self, blocks: Iterable[tuple[int, np.ndarray]]) -> None:
-        stored: ServerArray = self.stored
+    def held(self) -> Held | None:
+        stored = self.stored
+        if stored is None:
+            return None
+        if self.binding.sync_policy is SyncPolicy.COMPONENTS:
+            return Held(None, stored, self.of.aggregation.name)
+        if self.binding.sync_policy is SyncPolicy.SUMMED and self.binding.placed is stored:
+            return Held(stored, self.binding.components)
+        return Held(stored)
+
+    def fetch(self, source: Source) -> Any:
+        stored = self.stored
+        if self._is_table:
+            for _ in source.slabs(_BLOCK_BYTES):  # verifies it; it may not fit in memory here
+                pass
+            return source
+        if stored is None or isinstance(stored, ServerArray):
+            return source.read()
+        if self.binding.sync_policy is SyncPolicy.COMPONENTS:
+            if source.num_components == self.binding.num_replicas:
+                return HostParts.like(stored, source.read_components)
+            return HostParts.like(stored, self._spread(source).__getitem__)
+        return HostParts.like(stored, source.read), self._fetched_components(source)
+
+    def _fetched_components(self, source: Source) -> HostParts | None:
+        """Returns the components behind a variable that shows a sum, if their number fits."""
+        strategy = context.owner_of(self.of)
+        if self.binding.sync_policy is not SyncPolicy.SUMMED or strategy is None:
+            return None
+        topology = strategy.topology
+        if topology is None or source.num_components != topology.num_replicas:
+            return None
+        shape = (source.num_components, *self.shape)
+        return HostParts(shape, topology.per_replica, source.read_components)
+
+    def give(self, fetched: Any) -> None:
+        stored = self.stored
+        if self._is_table:
+            self._give_rows(stored, fetched)
+        elif isinstance(stored, ServerArray):
+            stored.assign(fetched)
+        elif stored is None:
+            self._begin_with(fetched)
+        elif self.binding.sync_policy is SyncPolicy.COMPONENTS:
+            self.binding.value = fetched.placed()
+        else:
+            value, components = fetched
+            placed = value.placed()
+            if components is not None:
+                context.owner_of(self.of).bindings.give_components(self.of, placed, components.placed())
+            elif self.binding.sync_policy is not SyncPolicy.SUMMED:
+                note_unshared(placed)
+            self.binding.value = placed
+
+    def _begin_with(self, value: np.ndarray) -> None:
+        """Sets the first value of a variable that is initialized later."""
+
+        def initializer(shape: Sequence[int], dtype: Any = None) -> Any:
+            del shape, dtype
+            return jnp.array(value)
+
+        self.of._initializer = initializer
+
+    def _spread(self, source: Source) -> np.ndarray:
+        """Returns components [R, ...] that combine to the value.
+
+        For a sum, the first replica gets all of it, so that integers stay exact. Components without aggregation are
+        repeated in turn.
+        """
+        num_replicas = self.binding.num_replicas
+        if self.of.aggregation is VariableAggregation.NONE and source.num_components:
+            return source.read_components()[np.arange(num_replicas) % source.num_components]
+        value = source.read()
+        if self.of.aggregation is VariableAggregation.SUM:
+            return np.concatenate([value[None], np.zeros((num_replicas - 1, *value.shape), value.dtype)])
+        return np.broadcast_to(value, (num_replicas, *value.shape))
+
+    def _give_rows(self, stored: ServerArray, source: Source) -> None:
+        """Sets the rows of a table in blocks."""
         stored.holder.make([stored])
         strategy, variable = context.owner_of(self.of), self.of
 
@@ -219,18 +261,8 @@ class VariableLeaf(ArrayLeaf):
             whole = variable.read_value() if isinstance(variable, Variable) else variable.value
             variable.assign(whole.at[ids].set(rows))  # the servers get only these rows
 
-        for first, values in blocks:
-            for rows in blocks_of_rows(values.shape, values.dtype):
-                numbers = np.arange(first + rows.start, first + rows.stop, dtype=np.int32)
-                strategy.run_here(assign, numbers, np.array(values[rows.start : rows.stop]))
-
-
-def blocks_of_rows(shape: Sequence[int], dtype: Any) -> Iterator[range]:
-    """Yields ranges of rows that have up to 16 MiB each."""
-    row_bytes = max(1, int(np.prod(shape[1:])) * np.dtype(dtype).itemsize)
-    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
-    for start in range(0, shape[0], rows_per_block):
-        yield range(start, min(start + rows_per_block, shape[0]))
+        for rows, values in source.slabs(_BLOCK_BYTES):
+            strategy.run_here(assign, np.arange(rows.start, rows.stop, dtype=np.int32), values)
 
 
 @final
@@ -252,9 +284,11 @@ class ShardsLeaf(ArrayLeaf):
     def held(self) -> Held:
         return Held(self.of.shards.read())
 
-    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
-        del components
-        self.of.assign(value)
+    def fetch(self, source: Source) -> np.ndarray:
+        return source.read()
+
+    def give(self, fetched: np.ndarray) -> None:
+        self.of.assign(fetched)
 
 
 def leaf_of_variable(tracked: Any) -> Leaf | None:

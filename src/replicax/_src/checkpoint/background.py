@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from replicax._src.checkpoint.errors import CheckpointError
+from replicax._src.cluster.failures import ClusterFailureError
 
 log = logging.getLogger("replicax")
 
@@ -32,7 +33,6 @@ class Background:
     def __init__(self, directory: str | None = None) -> None:
         self._directory = directory
         self._thread: threading.Thread | None = None
-        self._look: Callable[[], None] | None = None
         self._failure: BaseException | None = None
 
     def start(self, task: Callable[[], Any]) -> None:
@@ -44,34 +44,19 @@ class Background:
         self.wait()
         _finish_at_exit()
         self._thread = threading.Thread(target=self._run, args=(task,), name="replicax-checkpoint")
-        self._note()
+        _unheard[self] = None if self._directory is None else os.path.realpath(self._directory)
         self._thread.start()
 
-    def follow(self, look: Callable[[], None]) -> None:
-        """Waits for a task of another process: ``wait`` calls ``look``, which blocks until the task has ended."""
-        self._look = look
-        self._note()
-
-    def _note(self) -> None:
-        _unheard[self] = None if self._directory is None else os.path.realpath(self._directory)
-
-    def forget(self) -> None:
-        """Stops waiting for the other process, because it has reported the outcome."""
-        self._look = None
-        _unheard.pop(self, None)
-
-    def wait(
-        self, timeout_s: float | None = None, *, keeps_failure: bool = False, follows: bool = True
-    ) -> None:
+    def wait(self, timeout_s: float | None = None, *, keeps_failure: bool = False) -> None:
         """Waits until no task runs. In the thread of the task it does nothing.
 
         Args:
           timeout_s: The longest wait in seconds; None for no limit.
           keeps_failure: True if the next call must raise a failure again.
-          follows: True to wait for the task of another process too; False leaves it for a later call.
 
         Raises:
           CheckpointError: The task has failed; raised once.
+          ClusterFailureError: Another process is lost.
           TimeoutError: The task is still running.
         """
         thread = self._thread
@@ -82,20 +67,17 @@ class Background:
             if thread.is_alive():
                 raise TimeoutError(f"A checkpoint is still being written after {timeout_s} s.")
             self._thread = None if self._thread is thread else self._thread
-        if self._look is not None and follows:
-            self._look()
         failure = self._failure
-        is_heard = follows or self._look is None
-        if self._thread is None and is_heard and (failure is None or not keeps_failure):
+        if self._thread is None and (failure is None or not keeps_failure):
             self._failure = None
-            self.forget()
+            _unheard.pop(self, None)
         if failure is not None:
             raise failure
 
     def _run(self, task: Callable[[], Any]) -> None:
         try:
             task()
-        except CheckpointError as error:
+        except (CheckpointError, ClusterFailureError) as error:
             self._failure = error
         except BaseException as error:
             self._failure = CheckpointError(f"Writing a checkpoint failed: {type(error).__name__}: {error}")
@@ -126,6 +108,6 @@ def saves_under(path: str) -> list[Background]:
 def _finish() -> None:
     for background in list(_unheard):
         try:
-            background.wait(follows=False)
-        except CheckpointError as error:
+            background.wait()
+        except (CheckpointError, ClusterFailureError) as error:
             log.error("The last checkpoint was not written: %s", error)

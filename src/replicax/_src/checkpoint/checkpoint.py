@@ -10,7 +10,7 @@ The public interface, as TensorFlow's ``tf.train.Checkpoint``::
     status = checkpoint.restore(path)      # or read(path), for what write has written
     status.assert_consumed()               # assert_existing_objects_matched, assert_nontrivial_match, expect_partial
 
-In a cluster every process makes the same calls. Only the chief writes, and each process restores on its own.
+In a cluster every process makes the same calls. Each writes what its devices hold, and reads what they need.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from replicax._src import context, jax_compat
 from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedObject
-from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.graph import Graph, kind_of
-from replicax._src.checkpoint.host_copy import HostArray, HostBuffers, copy_to_host
-from replicax._src.checkpoint.orbax_files import orbax
+from replicax._src.checkpoint.host_copy import HostBuffers, HostCopy, copy_to_host
 from replicax._src.checkpoint.pytrees import Holder
 from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
-from replicax._src.checkpoint.tracked import Growing, Leaf, Parts, Trackable
+from replicax._src.checkpoint.tracked import Growing, Parts, Trackable
 from replicax._src.checkpoint.trees import StateLeaf
-from replicax._src.checkpoint.writing import Snapshot, new_part, write
+from replicax._src.checkpoint.writing import Snapshot, check_space, new_part, write, write_error
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
 from replicax._src.framework import trackings, use_imported
 from replicax._src.options import path_of
@@ -56,10 +55,10 @@ class Checkpoint(Trackable, Growing):
     ``state = checkpoint.state`` after restoring. Variables are identified by structure, that is, by names of
     attributes and positions in lists, and not by the numbered names of Keras. Attributes may be set later, too.
 
-    Full values are saved under every strategy. So a checkpoint can be restored with other numbers of replicas,
-    workers, parameter servers and shards, and under other strategies, and plain orbax can read it. For variables
-    with a value on each replica (ON_READ), the combined value is saved, and also the components, which are restored
-    if the number of replicas is the same.
+    No process needs memory for a full value that is divided: it copies and writes what its devices hold. A checkpoint
+    can be restored with other numbers of replicas, workers, parameter servers and shards, and under other strategies.
+    Of variables with a value on each replica (ON_READ), these components are saved. They are restored if the number of
+    replicas is the same, and otherwise the value that they combine to.
 
     Args:
       root: An object to save under the name "root".
@@ -141,7 +140,7 @@ class Checkpoint(Trackable, Growing):
           CrossReplicaContextError: It is called in a replica function, or in an ``rx.function``.
           DonatedError: An array of a pytree has been donated to a program.
           UnsharedDirectoryError: The processes do not share the directory.
-          MissingExtraError: orbax is not installed.
+          MissingExtraError: tensorstore is not installed.
         """
         prefix = path_of(file_prefix, "file_prefix", "training/ckpt")
         self.save_counter += 1
@@ -162,61 +161,88 @@ class Checkpoint(Trackable, Growing):
         _check_context("save")
         path = os.path.abspath(path)
         processes.check_shared(os.path.dirname(path))
-        task = self.snapshot(path, number=number)
-        processes.write(f"writing {os.path.basename(path)}", task)
+        self.snapshot(path, number=number)()
         return path
 
     def snapshot(
         self, path: str, *, number: int = 0, order: int = 0, metrics: Any = None
-    ) -> Callable[[], Any]:
-        """Copies everything to the host. Returns a function that writes it, in any thread. Every process calls it.
+    ) -> Callable[[], int]:
+        """Copies to the host what this process writes. Returns a function that writes it, in any thread. Every process
+        calls both.
 
         Training may continue after this call. Private; ``save``, ``write`` and ``CheckpointManager`` use it.
         """
         _check_context("save")
         use_imported()
-        orbax()
+        tensorstore()
         self._tell_of_unused()
-        writes, part, failure = _opened(path)
+        if processes.is_alone() and not processes.is_chief():
+            return lambda: 0
+        self._buffers.reserve()
         try:
-            objects, arrays, states = self._copied(part, is_kept=writes)
+            snapshot = self._agreed(path, number=number, order=order, time_s=time.time(), metrics=metrics)
         except BaseException:
-            if writes:
+            self._buffers.free()
+            raise
+
+        def run() -> int:
+            try:
+                return write(path, snapshot)
+            finally:
+                self._buffers.free()
+
+        return run
+
+    def _agreed(self, path: str, **about: Any) -> Snapshot:
+        """Returns what will be saved, of which all processes have been told. It communicates once."""
+        part = ""
+        try:
+
+            def begin() -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
+                nonlocal part
+                part = new_part(path) if processes.is_chief() else ""
+                return self._copied(path, part)
+
+            (objects, copy, states), told = processes.told_together(
+                f"copying for {os.path.basename(path)}",
+                begin,
+                lambda copied: {
+                    "path": path,
+                    "part": part,
+                    "turns": copied[1].turns,
+                    "states": copied[2],
+                },
+            )
+            _check_equal(told)
+        except BaseException:
+            if part:
                 shutil.rmtree(part, ignore_errors=True)
             raise
-        if not writes:
-            return functools.partial(_end_without_writing, failure)
-        snapshot = Snapshot(objects, arrays, states, number, order, time.time(), metrics)
-        return lambda: write(path, part, snapshot)
+        agreed = {key: processes.agreed_state([each["states"].get(key) for each in told]) for key in states}
+        return Snapshot(told[0]["part"], objects, copy, agreed, **about)
 
-    def _copied(
-        self, part: str, *, is_kept: bool
-    ) -> tuple[tuple[SavedObject, ...], dict[str, HostArray], dict[str, list[Any]]]:
+    def _copied(self, path: str, part: str) -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
         """Returns the graph of the tracked objects, and copies of their arrays and states."""
         graph = Graph(self)
         for node in graph.nodes:
             for tracking in trackings():
                 tracking.prepare(node.object)
         leaves = dict(graph.leaves())
-        states = self._states(leaves)
-        arrays = copy_to_host(
-            {key: leaf for key, leaf in leaves.items() if isinstance(leaf, ArrayLeaf)},
-            self._buffers,
-            part,
-            is_kept=is_kept,
-        )
-        known = arrays.keys() | states.keys()
+        states = {key: leaf.take() for key, leaf in leaves.items() if isinstance(leaf, StateLeaf)}
+        arrays = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, ArrayLeaf)}
+        try:
+            copy = copy_to_host(arrays, self._buffers, part, processes.process_number())
+        except OSError as error:
+            raise write_error(path, error) from error
+        if part:
+            check_space(path, copy.num_bytes)
+        known = copy.arrays.keys() | states.keys()
         objects = tuple(
             SavedObject(dict(node.children), node.key if node.leaf is not None else "", kind_of(node.object))
             for node in graph.nodes
         )
         valueless = {node.key for node in graph.nodes if node.leaf is not None} - known
-        return _without(objects, valueless), arrays, states
-
-    def _states(self, leaves: Mapping[str, Leaf]) -> dict[str, list[Any]]:
-        own = {key: leaf.take() for key, leaf in leaves.items() if isinstance(leaf, StateLeaf)}
-        of_all = processes.gather("the states", own)
-        return {key: processes.agreed_state([states[key] for states in of_all]) for key in own}
+        return _without(objects, valueless), copy, states
 
     def _tell_of_unused(self) -> None:
         restoration = self._restoration
@@ -248,7 +274,8 @@ class Checkpoint(Trackable, Growing):
     def restore(self, save_path: str | os.PathLike[str] | None) -> LoadStatus:
         """Restores a checkpoint that ``save`` has written, and its count. Every process calls it.
 
-        It first verifies all files, and compares shapes and dtypes. Then it restores either all values that have a
+        It first compares shapes and dtypes, and reads into memory. Reading verifies: each process reads what its
+        devices need, and what nobody needs is only verified. Then it restores either all values that have a
         counterpart, or nothing. Values of objects that do not exist yet (an optimizer's slots, layers that are not
         built) are restored when these are made.
 
@@ -278,25 +305,48 @@ class Checkpoint(Trackable, Growing):
         path = (
             None if save_path is None else os.path.abspath(path_of(save_path, "save_path", "training/ckpt-3"))
         )
-        if path is not None or not processes.is_alone():
-            processes.wait_for_saves_together(path or "")
-        saved = processes.together("opening a checkpoint", lambda: None if path is None else _verified(path))
-        processes.check_same_checkpoint(path, "" if saved is None else saved.contents.to_text())
+        if path is None and processes.is_alone():
+            return LoadStatus(None)
+        saved = self._opened(path)
         if saved is None:
             return LoadStatus(None)
-        status = processes.together(
-            f"restoring {os.path.basename(saved.path)}", lambda: self.restore_saved(saved)
-        )
+        status = self.restore_saved(saved)
         if is_counting:
             self.save_counter = saved.contents.number
         return status
 
+    def _opened(self, path: str | None) -> SavedCheckpoint | None:
+        def open_here() -> SavedCheckpoint | None:
+            if path is None:
+                return None
+            processes.finish_saves(path)
+            return SavedCheckpoint(path)
+
+        def identity(saved: SavedCheckpoint | None) -> list[Any]:
+            return [path, None if saved is None else [saved.contents.save, saved.contents.time_s]]
+
+        saved, told = processes.told_together("opening a checkpoint", open_here, identity)
+        if any(each[1] != told[0][1] for each in told):
+            listed = ", ".join(
+                f"{name} {given!r}" for name, (given, _) in zip(processes.names(), told, strict=True)
+            )
+            raise InvalidArgumentError(
+                f"Checkpoint.restore was given different checkpoints: {listed}. All processes must restore the same "
+                "one, from a shared directory; rx.CheckpointManager(...).restore_or_initialize() agrees on the latest "
+                "intact one."
+            )
+        return saved
+
     def restore_saved(self, saved: SavedCheckpoint, *, is_strict: bool = False) -> LoadStatus:
-        """Restores a verified checkpoint. A strict restore refuses a checkpoint of another model. Private."""
+        """Restores a checkpoint. Every process calls it. A strict restore refuses a checkpoint of another model.
+        Private.
+        """
         _check_context("restore")
         use_imported()
-        restoration = Restoration(saved, self, processes.own_state)
-        restoration.advance(is_strict=is_strict)
+        share = (processes.process_number(), len(processes.names()))
+        restoration = Restoration(saved, self, processes.own_state, share)
+        what = f"restoring {os.path.basename(saved.path)}"
+        restoration.advance(is_strict=is_strict, together=functools.partial(processes.together, what))
         if self._restoration is not None:  # a failure changes nothing: the previous restoration stays active
             self._restoration.drop()
         self._restoration = None if restoration.is_whole else restoration
@@ -321,29 +371,20 @@ def _check_name(name: str, *, is_counter_own: bool = True) -> None:
         )
 
 
-def _verified(path: str) -> SavedCheckpoint:
-    saved = SavedCheckpoint(path)
-    saved.verify()
-    return saved
-
-
-def _opened(path: str) -> tuple[bool, str, CheckpointWriteError | None]:
-    """Returns if this process writes, the directory, and an error, which in a cluster is raised after the copy, by
-    all.
-    """
-    if not processes.is_chief():
-        return False, os.path.dirname(path), None
-    try:
-        return True, new_part(path), None
-    except CheckpointWriteError as error:
-        if processes.is_alone():
-            raise
-        return False, os.path.dirname(path), error
-
-
-def _end_without_writing(failure: CheckpointWriteError | None) -> None:
-    if failure is not None:
-        raise failure
+def _check_equal(told: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that all processes save the same."""
+    names = [os.path.basename(each["path"]) for each in told]
+    listed = ", ".join(f"{process} {name!r}" for process, name in zip(processes.names(), names, strict=True))
+    if len({*names}) > 1:
+        raise InvalidArgumentError(
+            f"The processes save different checkpoints: {listed}. All processes must make the same calls in the same "
+            "order: save after the same step in each of them."
+        )
+    if len({each["turns"] for each in told}) > 1:
+        raise InvalidArgumentError(
+            f"The processes save different arrays as {names[0]!r}. Track the same objects, with the same shapes and "
+            "layouts, in each of them."
+        )
 
 
 def _check_context(what: str) -> None:

@@ -3,47 +3,94 @@
 A checkpoint is a directory::
 
     ckpt-7/
-      manifest.json    the contents, with checksums
-      state/           the arrays, as an item of orbax, which orbax reads without replicax
-      components/      the components of variables with a value on each replica, if any; also an item of orbax
+      manifest.json      the contents, with a checksum of its own
+      arrays/KEY/        an array, in zarr 3: zarr.json, and files of chunks with checksums
+      components/KEY/    the components [R, ...] of a variable with a value on each replica
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self, final
+
+import jax.numpy as jnp
 
 from replicax._src.checkpoint.errors import CorruptCheckpointError
 
 MANIFEST = "manifest.json"
-STATE = "state"
+ARRAYS = "arrays"
 COMPONENTS = "components"
-_FORMAT = 2
-_FORMATS = (1, _FORMAT)  # 1 has no kinds of objects
+_FORMAT = 3
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array in files.
+
+    Attributes:
+      shape, dtype: Its shape, and the name of its dtype.
+      chunk: The shape of a chunk, which is read and verified at once.
+      file: The shape of what a file has.
+      writers: The number of the process that wrote each file, in C order; one number if all are equal.
+      crc32: The CRC-32 of its ``zarr.json``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    file: tuple[int, ...]
+    writers: tuple[int, ...]
+    crc32: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @classmethod
+    def of(cls, held: Mapping[str, Any] | None) -> Self | None:
+        """Reads it from a manifest."""
+        if held is None:
+            return None
+        shapes = {name: tuple(held[name]) for name in ("shape", "chunk", "file", "writers")}
+        return cls(**{**held, **shapes})
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """An array.
+    """The value of a variable, or of another leaf.
 
     Attributes:
-      shape, dtype: The shape and dtype of the value.
-      crc32: The CRC-32 of the value's bytes.
       label: The program's name of it, for messages.
-      components_crc32: The CRC-32 of its components [R, ...]; None if it has none.
-      num_components: The number of components, R.
+      value: The array; None if it is computed from the components.
+      components: The components [R, ...], if replicas have values of their own.
+      combine: How the value is computed from the components: the name of a ``VariableAggregation``.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    crc32: int
     label: str
-    components_crc32: int | None = None
-    num_components: int = 0
+    value: StoredArray | None
+    components: StoredArray | None = None
+    combine: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        if self.value is not None:
+            return self.value.shape
+        assert self.components is not None
+        return self.components.shape[1:]
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype."""
+        stored = self.value or self.components
+        assert stored is not None
+        return stored.dtype
 
 
 @final
@@ -71,7 +118,8 @@ class Contents:
       objects: The graph; the first object is the root.
       arrays: The arrays by key.
       states: The states by key, as JSON: one for each process, or one for all if they are equal.
-      files: The size and the checksum of each file, by its path in the checkpoint.
+      save: The identity of the save, which is also in each ``zarr.json``.
+      processes: The names of the processes that wrote it, by number.
       number: The number of the checkpoint, if it has one.
       order: The position among the checkpoints of the directory.
       time_s: The time of the save, in seconds since 1970.
@@ -81,15 +129,20 @@ class Contents:
     objects: tuple[SavedObject, ...]
     arrays: Mapping[str, SavedArray]
     states: Mapping[str, list[Any]]
-    files: Mapping[str, tuple[int, int]]
+    save: str
+    processes: tuple[str, ...]
     number: int
     order: int
     time_s: float
     metrics: Any = None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for size, _ in self.files.values())
+    def folders(self) -> Iterator[tuple[str, str, StoredArray]]:
+        """Yields the folder in the checkpoint, the key, and the description of all that is in files."""
+        for key, array in self.arrays.items():
+            if array.value is not None:
+                yield f"{ARRAYS}/{key}", key, array.value
+            if array.components is not None:
+                yield f"{COMPONENTS}/{key}", key, array.components
 
     def to_text(self) -> str:
         """Returns the text of the manifest, with a checksum of its own."""
@@ -101,7 +154,7 @@ class Contents:
         """Reads the text of a manifest.
 
         Raises:
-          CorruptCheckpointError: It is damaged, or was written by a later version.
+          CorruptCheckpointError: It is damaged, or was written by another version.
         """
         try:
             whole = json.loads(text)
@@ -112,17 +165,22 @@ class Contents:
         if not is_whole:
             raise CorruptCheckpointError(
                 f"{where!r} is damaged: its checksum is wrong, so the checkpoint cannot be verified. Restore "
-                "another checkpoint, or read the arrays with orbax."
+                "another checkpoint."
             )
-        if held.pop("format") not in _FORMATS:
-            raise CorruptCheckpointError(f"{where!r} was written by a later version: update replicax.")
+        if held.pop("format") != _FORMAT:
+            raise CorruptCheckpointError(f"{where!r} was written by another version of replicax.")
         return cls(
             objects=tuple(SavedObject(**each) for each in held.pop("objects")),
             arrays={
-                key: SavedArray(**{**each, "shape": tuple(each["shape"])})
+                key: SavedArray(
+                    each["label"],
+                    StoredArray.of(each["value"]),
+                    StoredArray.of(each["components"]),
+                    each["combine"],
+                )
                 for key, each in held.pop("arrays").items()
             },
-            files={path: (int(size), int(crc)) for path, (size, crc) in held.pop("files").items()},
+            processes=tuple(held.pop("processes")),
             **held,
         )
 

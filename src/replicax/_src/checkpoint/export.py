@@ -52,7 +52,7 @@ def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
             f"The checkpoint {saved.path!r} has no array {name!r}. It has "
             f"{', '.join(sorted(saved.contents.arrays)[:20])}."
         )
-    return saved.values([name])[name]
+    return saved.array(name).read()
 
 
 @final
@@ -93,7 +93,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
 def export_safetensors(
     path: str | os.PathLike[str], file: str | os.PathLike[str], *, only: str | Iterable[str] = "*"
 ) -> str:
-    """Writes the arrays of a checkpoint to a safetensors file, under their keys. The checkpoint is verified first.
+    """Writes the arrays of a checkpoint to a safetensors file, under their keys. What is read is verified.
 
     Args:
       path: The checkpoint, or a directory, for its latest one.
@@ -115,7 +115,6 @@ def export_safetensors(
     except ImportError as error:
         raise missing_extra("Exporting a checkpoint to safetensors", "checkpoint", "safetensors") from error
     saved = _opened(path)
-    saved.verify()
     patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
     if not all(isinstance(each, str) for each in patterns):
         raise InvalidArgumentError(
@@ -128,7 +127,7 @@ def export_safetensors(
             f"written. It has {', '.join(sorted(saved.contents.arrays)[:20]) or 'only numbers and strings'}."
         )
     file = os.path.abspath(path_of(file, "file", "model.safetensors"))
-    values = {key: np.asarray(value, order="C") for key, value in saved.values(keys).items()}
+    values = {key: np.asarray(saved.array(key).read(), order="C") for key in keys}
     labels = {key: saved.contents.arrays[key].label for key in keys}
     with _in_place(file, f"{file}.part"):
         save_file(values, f"{file}.part", metadata=labels)

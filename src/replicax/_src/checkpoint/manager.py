@@ -25,16 +25,14 @@ from typing import Any, Self, final
 import numpy as np
 
 from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.background import Background
 from replicax._src.checkpoint.checkpoint import Checkpoint
-from replicax._src.checkpoint.contents import Contents
 from replicax._src.checkpoint.directory import paths_in, records_in
 from replicax._src.checkpoint.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from replicax._src.checkpoint.orbax_files import orbax
 from replicax._src.checkpoint.retention import BestFn, Record, Retention
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
@@ -50,8 +48,8 @@ _MOST_LOOKS = 10  # attempts to replace candidates that another program has remo
 class CheckpointManager:
     """Saves checkpoints of one program into a directory, keeps some, and restores the latest intact one.
 
-    ``save`` copies the state to the host, and a thread writes it. Training waits only for the copy. Every process
-    of a cluster makes a manager and calls the same methods; the chief writes. The constructor creates the
+    ``save`` copies the state to the host, and a thread writes it. Training waits only for the copy. Every process of a
+    cluster makes a manager and calls the same methods, and writes what its devices hold. The constructor creates the
     directory, checks that it is writable and that all processes share it, and removes the leftovers of killed
     writers.
 
@@ -75,7 +73,7 @@ class CheckpointManager:
       CheckpointWriteError: The directory cannot be created or is not writable.
       UnsharedDirectoryError: The processes do not share the directory.
       InvalidArgumentError: A number is not allowed, or ``checkpoint_name`` is a path.
-      MissingExtraError: orbax is not installed.
+      MissingExtraError: tensorstore is not installed.
 
     Source: TensorFlow, ``tf.train.CheckpointManager``.
     """
@@ -122,10 +120,8 @@ class CheckpointManager:
         self._step_counter, self._interval = step_counter, checkpoint_interval
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
-        self._being_written: str | None = None  # the same in all processes, until they have waited for it
         self._known: set[str] = set()  # checkpoints that it has saved or restored
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
-        processes.wait_for_saves_together(self._directory)  # otherwise cleaning would remove their files
         processes.together("opening the directory of checkpoints", self._open)
         self._directory = processes.shared_directory(self._given_directory)
         self._background = Background(self._directory)
@@ -143,7 +139,8 @@ class CheckpointManager:
             os.makedirs(self._given_directory, exist_ok=True)
 
     def _open(self) -> None:
-        orbax()  # imported here, because it takes half a second, for which the first save would block training
+        tensorstore()  # imported here, because the first save would block training for the time that it takes
+        processes.finish_saves(self._directory)  # otherwise cleaning would remove their files
         if processes.is_chief():
             probe(self._directory)
             for name in clean(self._directory):
@@ -234,21 +231,16 @@ class CheckpointManager:
         records = self._records()
         self._tell_of_others(path, records)
         order = max((record.contents.order for record in records), default=0) + 1
-        before = processes.identity(path)
         began = time.perf_counter()
         write = self._checkpoint.snapshot(path, number=number, order=order, metrics=judged)
         self._known.add(path)
         self._statistics["copy_s"] = time.perf_counter() - began
         self._checkpoint.save_counter = number
         self._last_step = step
-        if not self._is_asynchronous:
-            processes.write(f"writing {os.path.basename(path)}", lambda: self._write(write))
-            return path
-        self._being_written = f"writing {os.path.basename(path)}"
-        if processes.is_chief():
+        if self._is_asynchronous:
             self._background.start(lambda: self._write(write))
-        elif not processes.is_alone():
-            self._background.follow(lambda: processes.follow_chief(path, f"{path}.part-", before))
+        else:
+            self._write(write)
         return path
 
     def _tell_of_others(self, path: str, records: Sequence[Record]) -> None:
@@ -264,14 +256,13 @@ class CheckpointManager:
                 path,
             )
 
-    def _write(self, write: Callable[[], Contents | None]) -> None:
+    def _write(self, write: Callable[[], int]) -> None:
         began = time.perf_counter()
-        contents = write()
-        if contents is None:
-            return
+        self._statistics["num_bytes"] = write()
         self._statistics["num_saved"] += 1
-        self._statistics["num_bytes"] = contents.num_bytes
         self._statistics["write_s"] = time.perf_counter() - began
+        if not processes.is_chief():
+            return
         in_use = self._checkpoint.path_in_use
         for record in self._retention.to_remove(self._records()):
             if record.path != in_use:
@@ -294,41 +285,23 @@ class CheckpointManager:
         return self._last_step is None or step - self._last_step >= self._interval
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the saved checkpoints are on the disk.
-
-        Every process of a cluster calls it, and waits for the process that writes.
+        """Waits until the saved checkpoints are on the disk, with the parts of all processes.
 
         Raises:
-          CheckpointWriteError: A checkpoint could not be written; ``CheckpointError`` in the processes that do not
-            write.
+          CheckpointWriteError: A checkpoint could not be written; raised in every process.
           TimeoutError: A checkpoint is still being written.
           ClusterFailureError: Another process is lost.
         """
-        if self._being_written is None:
-            return
-        try:
-            processes.wait_for_chief(self._being_written, self._background, timeout_s)
-        except CheckpointError:
-            self._heard()
-            raise
-        self._heard()
-
-    def _heard(self) -> None:
-        self._being_written = None
-        if not processes.is_chief():
-            self._background.forget()
+        self._background.wait(timeout_s)
 
     def sync(self) -> None:
         """Does the same as ``wait``, under TensorFlow's name."""
         self.wait()
 
     def close(self) -> None:
-        """Waits for the save of this process, not for other processes, and frees the memory of the copy.
-
-        May be called twice.
-        """
+        """Does the same as ``wait``, and frees the memory of the copy. May be called twice."""
         try:
-            self._background.wait(follows=False)
+            self._background.wait()
         finally:
             self._checkpoint.release()
 
@@ -375,50 +348,47 @@ class CheckpointManager:
         return self._restore(is_strict=False)
 
     def _restore(self, *, is_strict: bool) -> LoadStatus | None:
-        self.wait()
-        processes.wait_for_saves_together(self._directory)
-        saved, status = self._newest_whole(), None
-        while saved is not None and status is None:
-            try:
-                status = processes.together(
-                    f"restoring {os.path.basename(saved.path)}",
-                    functools.partial(self._checkpoint.restore_saved, saved, is_strict=is_strict),
-                )
-            except CorruptCheckpointError:
-                if not _was_removed(saved):
-                    raise
-                saved = self._newest_whole()
-        if saved is None:
-            return None
-        self._checkpoint.save_counter = saved.contents.number
-        self._known.add(saved.path)
-        self._last_step = self._step()
-        return status
-
-    def _newest_whole(self, num_more: int = _MOST_LOOKS) -> SavedCheckpoint | None:
+        processes.together("waiting for saves", lambda: processes.finish_saves(self._directory))
         damaged: list[str] = []
-        was_removed = False
         candidates = processes.gather("which checkpoints there are", self._candidates())[0]
-        for path in candidates:
-            problem, saved = _whole(path)
-            problems = [text for text in processes.gather("which checkpoint is intact", problem) if text]
-            if not problems:
-                if damaged:
-                    log.warning("Restoring %s instead, the latest intact checkpoint.", path)
-                return saved
-            if num_more and processes.is_alone() and path not in paths_in(self._directory, self._name):
-                was_removed = True  # the program that saves there removed it for a newer one
+        num_looks = 0
+        while candidates:
+            path, saved = candidates.pop(0), None
+            try:
+                saved = processes.together("opening a checkpoint", functools.partial(_opened, path))
+                status = self._checkpoint.restore_saved(saved, is_strict=is_strict)
+            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+                if num_looks < _MOST_LOOKS and self._was_removed(path, saved):
+                    num_looks, damaged, candidates = num_looks + 1, [], self._candidates()
+                    continue
+                damaged.append(str(error))
+                log.warning("%s", error)
                 continue
-            damaged.append(problems[0])
-            log.warning("%s", problems[0])
-        if was_removed:
-            return self._newest_whole(num_more - 1)
+            if damaged:
+                log.warning("Restored %s instead, the latest intact checkpoint.", path)
+            self._checkpoint.save_counter = saved.contents.number
+            self._known.add(path)
+            self._last_step = self._step()
+            return status
         if damaged:
             raise CorruptCheckpointError(
                 f"None of the {len(damaged)} checkpoint(s) in {self._directory!r} is intact. Move them away "
                 f"to start without one. The latest: {damaged[0]}"
             )
         return None
+
+    def _was_removed(self, path: str, saved: SavedCheckpoint | None) -> bool:
+        """True if another program has removed or replaced a checkpoint in the meantime. An evaluator reads what a
+        trainer keeps only briefly.
+        """
+        if not processes.is_alone():
+            return False
+        if path not in paths_in(self._directory, self._name):
+            return True
+        try:
+            return saved is not None and SavedCheckpoint(path).contents.save != saved.contents.save
+        except (CorruptCheckpointError, CheckpointNotFoundError):
+            return False
 
     def _candidates(self) -> list[str]:
         """Returns all paths, latest first. Checkpoints without a readable manifest come first, by their numbers."""
@@ -430,27 +400,9 @@ class CheckpointManager:
         return f"CheckpointManager({self._directory!r}, {self._name!r}, {len(self._records())} checkpoint(s))"
 
 
-def _whole(path: str) -> tuple[str | None, SavedCheckpoint | None]:
-    """Returns the problem of a checkpoint, or the checkpoint if it has none."""
+def _opened(path: str) -> SavedCheckpoint:
     processes.wait_for_chiefs(path)
-    try:
-        saved = SavedCheckpoint(path)
-        saved.verify()
-        return None, saved
-    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
-        return str(error), None
-
-
-def _was_removed(saved: SavedCheckpoint) -> bool:
-    """True if another program has removed or replaced it in the meantime. An evaluator reads what a trainer keeps
-    only briefly.
-    """
-    if not processes.is_alone():
-        return False
-    try:
-        return SavedCheckpoint(saved.path).contents.to_text() != saved.contents.to_text()
-    except (CorruptCheckpointError, CheckpointNotFoundError):
-        return True
+    return SavedCheckpoint(path)
 
 
 def _judged(metrics: Any, retention: Retention) -> dict[str, float] | None:

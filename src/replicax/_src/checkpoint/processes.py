@@ -1,37 +1,33 @@
-"""Agreement among the processes of a cluster on checkpoints: the writer, the directory, the checkpoint, and the
-states.
-"""
+"""Agreement among the processes of a cluster on checkpoints: the directory, the states, and failures."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax._src import context
-from replicax._src.checkpoint.background import Background, saves_under
-from replicax._src.checkpoint.contents import MANIFEST
-from replicax._src.checkpoint.errors import CheckpointError, UnsharedDirectoryError
-from replicax._src.cluster.failures import ClusterFailureError
+from replicax._src.checkpoint.background import saves_under
+from replicax._src.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    UnsharedDirectoryError,
+)
 from replicax._src.cluster.peers import joined_peers
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.elements import NotResumableError
 
 # A network file system may show a file of another machine late.
 _SHARED_WITHIN_S = 10.0
-# Checksums of data in memory take about a second per GB, during which no file changes.
-_UNCHANGED_WITHIN_S = 300.0
-# The interval at which the writer reports that it is still writing. Waiting processes give up on a silent writer.
-_TELL_S = 1.0
 _checked: dict[str, str] = {}  # given directory -> shared directory
 
 
 def is_chief() -> bool:
-    """True if this process writes checkpoints: one process of a cluster does."""
+    """True if this process commits checkpoints: one process of a cluster does."""
     peers = joined_peers()
     if peers is not None:
         return peers.is_leader
@@ -43,16 +39,30 @@ def is_alone() -> bool:
     return joined_peers() is None
 
 
-def gather(topic: str, value: Any) -> list[Any]:
-    """Returns the values of all processes that train together. All must call it."""
+def gather(topic: str, value: Any, *, once: str | None = None) -> list[Any]:
+    """Returns the values of all processes that train together. All must call it.
+
+    Args:
+      topic: The subject.
+      value: A value that JSON can hold.
+      once: A topic that is used once, for calls in background threads.
+    """
     peers = joined_peers()
-    return (
-        [value] if peers is None else peers.gather(f"checkpoint {topic}", value, what=f"to agree on {topic}")
-    )
+    if peers is None:
+        return [value]
+    if once is not None:
+        return peers.gather_once(f"checkpoint {once}", value, what=f"for {topic}")
+    return peers.gather(f"checkpoint {topic}", value, what=f"to agree on {topic}")
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names of the processes that train together, by number."""
+    peers = joined_peers()
+    return ("this process",) if peers is None else tuple(peers.names)
 
 
 def process_number() -> int:
-    """Returns the number of this process among those that train together."""
+    """Returns the number of this process among those that train together. Process 0 is the chief."""
     peers = joined_peers()
     return 0 if peers is None else peers.number
 
@@ -123,28 +133,11 @@ def shared_directory(directory: str, *, takes_chiefs: bool = True) -> str:
     if blind or shared is None:
         raise UnsharedDirectoryError(
             f"The processes do not share the directory {directory!r}: {peers.names[0]} has written a file "
-            f"there that {', '.join(blind)} cannot see. {peers.names[0]} writes checkpoints, and all restore "
-            "them. Give a directory on a disk that all machines share (NFS, Lustre, a mounted bucket)."
+            f"there that {', '.join(blind)} cannot see. All processes write and read the files of a checkpoint. "
+            "Give a directory on a disk that all machines share (NFS, Lustre, a mounted bucket)."
         )
     _checked[directory] = shared
     return shared
-
-
-def check_same_checkpoint(path: str | None, manifest: str) -> None:
-    """Checks that all processes restore the same checkpoint, whatever its path is for them. All call it.
-
-    Raises:
-      InvalidArgumentError: They were given different ones.
-    """
-    peers = joined_peers()
-    given = gather("which checkpoint to restore", {"path": path, "manifest": zlib.crc32(manifest.encode())})
-    if peers is None or all(each["manifest"] == given[0]["manifest"] for each in given):
-        return
-    listed = ", ".join(f"{name} {each['path']!r}" for name, each in zip(peers.names, given, strict=True))
-    raise InvalidArgumentError(
-        f"Checkpoint.restore was given different checkpoints: {listed}. All processes must restore the same one, "
-        "from a shared directory; rx.CheckpointManager(...).restore_or_initialize() agrees on the latest intact one."
-    )
 
 
 def wait_for_chiefs(path: str) -> None:
@@ -177,181 +170,87 @@ def _appears_in(directories: Sequence[str], name: str) -> str | None:
         time.sleep(0.05)
 
 
-def together(what: str, action: Callable[[], Any]) -> Any:
-    """Runs an action in each process, and raises in all if it fails in one.
+def together(what: str, action: Callable[[], Any], *, once: str | None = None) -> Any:
+    """Runs an action in each process, and raises in all if it fails in one. All call it.
+
+    Args:
+      what: The purpose, for messages.
+      action: The action.
+      once: A topic that is used once, for calls in background threads.
+
+    Returns:
+      The action's result in this process.
 
     Raises:
-      CheckpointError: It failed in another process.
-    """
-    failure: Exception | None = None
-    result = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    texts = gather(what, None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    failed = [(number, text) for number, text in enumerate(texts) if text is not None]
-    if failed:
-        peers = joined_peers()
-        assert peers is not None
-        number, text = failed[0]
-        raise CheckpointError(f"{peers.names[number]} failed at {what}: {text}")
-    return result
-
-
-def write(what: str, task: Callable[[], Any]) -> None:
-    """Runs a task of any length in the chief, while the others wait for it. All call it.
-
-    Raises:
-      CheckpointError: The task failed.
-    """
-    if joined_peers() is None:
-        task()
-        return
-    background = Background()
-    if is_chief():
-        background.start(task)
-    wait_for_chief(what, background)
-
-
-def wait_for_chief(what: str, background: Background, timeout_s: float | None = None) -> None:
-    """Waits until the chief's background task has ended. All call it, and get the outcome.
-
-    Raises:
-      CheckpointError: The task failed.
-      TimeoutError: It has not ended within the chief's ``timeout_s``.
+      CheckpointError: It failed in another process; of the same type if that is one of a checkpoint's errors.
       ClusterFailureError: Another process is lost.
     """
-    peers = joined_peers()
-    if peers is None:
-        background.wait(timeout_s)
-        return
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    while True:
-        outcome, error = _outcome(background, deadline) if is_chief() else ("", None)
-        try:
-            told = gather(f"{what}: how it went", outcome)[0]
-        except ClusterFailureError:
-            if is_chief() and outcome == "":
-                return  # it is written, whatever happened to the others; code that needs them gets the error
-            raise
-        if error is not None:
-            raise error
-        if told == _LATE:
-            raise TimeoutError(f"{peers.names[0]} has not finished {what} within {timeout_s} s.")
-        if told == "":
-            return
-        if told != _BUSY:
-            raise CheckpointError(f"{peers.names[0]} failed at {what}: {told}")
+    return told_together(what, action, lambda result: None, once=once)[0]
+
+
+def told_together(
+    what: str, action: Callable[[], Any], tell: Callable[[Any], Any], *, once: str | None = None
+) -> tuple[Any, list[Any]]:
+    """Does the same as ``together``, and also returns what ``tell`` returns in each process, as JSON."""
+    failure: Exception | None = None
+    result = value = None
+    try:
+        result = action()
+        value = tell(result)
+    except Exception as error:
+        failure = error
+    of_all = gather(what, {"value": value, "failure": _described(failure)}, once=once)
+    failed = [number for number, each in enumerate(of_all) if each["failure"] is not None]
+    if not failed:
+        return result, [each["value"] for each in of_all]
+    kind, number, text = of_all[failed[0]]["failure"]
+    if failure is not None and type(failure).__name__ == kind:
+        raise failure
+    text = f"{names()[failed[0]]} failed at {what}: {text}"
+    raise (
+        _TOLD[kind](number, text)
+        if kind == CheckpointWriteError.__name__
+        else _TOLD.get(kind, CheckpointError)(text)
+    )
+
+
+_TOLD = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointMismatchError,
+        CheckpointNotFoundError,
+        CheckpointWriteError,
+        CorruptCheckpointError,
+    )
+}
+
+
+def _described(failure: Exception | None) -> list[Any] | None:
+    if failure is None:
+        return None
+    kind = type(failure).__name__
+    if isinstance(failure, CheckpointWriteError):
+        return [kind, failure.errno, failure.strerror]
+    return [kind, 0, str(failure) if kind in _TOLD else f"{kind}: {failure}"]
 
 
 def wait_for_saves(path: str) -> None:
     """Waits until the saves that this process has started in a directory are on the disk. A process may call it
     alone.
 
-    A process that does not write polls the disk until the chief's checkpoint is there.
-
     Args:
       path: The directory, or a checkpoint in it.
 
     Raises:
-      CheckpointError: A save has failed. In a cluster each call raises it until ``manager.wait()`` has told all
-        processes.
+      CheckpointError: A save has failed. In a cluster each call raises it until all processes have been told, in
+        ``manager.wait()`` for example.
       ClusterFailureError: Another process is lost.
     """
     for save in saves_under(path):
         save.wait(keeps_failure=not is_alone())
 
 
-def wait_for_saves_together(path: str) -> None:
-    """Does the same as ``wait_for_saves``, called by all processes: they wait for the chief, and all get its failure.
-
-    Raises:
-      CheckpointError: A save has failed; raised once.
-      ClusterFailureError: Another process is lost.
-    """
-
-    def wait_here() -> None:
-        for save in saves_under(path):
-            save.wait()
-
-    try:
-        write("writing a checkpoint", wait_here)
-    finally:
-        if not is_chief():
-            for save in saves_under(path):
-                save.forget()
-
-
-def follow_chief(path: str, part: str, before: object) -> None:
-    """Waits until the chief's checkpoint is on the shared disk.
-
-    Args:
-      path: The path of the checkpoint.
-      part: The prefix of the directories in which it is being written.
-      before: The ``identity`` of ``path`` before the chief started.
-
-    Raises:
-      CheckpointError: The chief has not written it.
-      ClusterFailureError: Another process is lost.
-    """
-    peers = joined_peers()
-    assert peers is not None
-    directory, begin = os.path.dirname(path), os.path.basename(part)
-    seen, changed_at = {}, time.monotonic()
-    look_at = changed_at + _SHARED_WITHIN_S
-    while identity(path) == before:
-        peers.check()
-        parts = [name for name in os.listdir(directory) if name.startswith(begin)]
-        now = time.monotonic()
-        if now > look_at:
-            look_at = now + _SHARED_WITHIN_S
-            files = _files_of(os.path.join(directory, name) for name in parts)
-            if files != seen:
-                seen, changed_at = files, now
-            elif not files or now - changed_at > _UNCHANGED_WITHIN_S:
-                raise CheckpointError(
-                    f"{peers.names[0]} has not written the checkpoint {path!r}. Call manager.wait() in all "
-                    "processes, which raises the reason."
-                )
-        time.sleep(0.05)
-
-
-def _files_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Returns the names, sizes and times of the files in some folders. It skips files that are removed in the
-    meantime.
-    """
-    found = {}
-    for top in folders:
-        for folder, _, names in os.walk(top):
-            for path in (folder, *(os.path.join(folder, name) for name in names)):
-                with contextlib.suppress(OSError):
-                    stat = os.stat(path)
-                    found[path] = stat.st_size, stat.st_mtime_ns
-    return found
-
-
-def identity(path: str) -> object:
-    """Returns a value that changes when a new checkpoint appears at ``path``; None if there is none."""
-    try:
-        stat = os.stat(os.path.join(path, MANIFEST))
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
-
-
-_BUSY, _LATE = "busy", "late"
-
-
-def _outcome(background: Background, deadline: float | None) -> tuple[str, Exception | None]:
-    """Returns the chief's report, which is empty when the task has ended, and the error of the task."""
-    left_s = _TELL_S if deadline is None else min(_TELL_S, max(0.0, deadline - time.monotonic()))
-    try:
-        background.wait(left_s)
-    except TimeoutError:
-        return (_LATE if deadline is not None and time.monotonic() >= deadline else _BUSY), None
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}", error
-    return "", None
+def finish_saves(path: str) -> None:
+    """Does the same, called by all processes. A failure is raised once."""
+    for save in saves_under(path):
+        save.wait()

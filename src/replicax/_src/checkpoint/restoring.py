@@ -7,6 +7,7 @@ whenever one of the objects gets new parts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections import deque
@@ -29,6 +30,9 @@ from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
 from replicax._src.framework import trackings
 
 log = logging.getLogger("replicax")
+
+Together = Callable[[Callable[[], Any]], Any]
+"""Runs a function in each process, and returns its result; raises in all if it fails in one."""
 
 _numbers = itertools.count()
 _newest = Newest()
@@ -71,6 +75,7 @@ class Restoration:
       saved: The checkpoint.
       root: The root object, of the structure that was saved.
       state_of: Chooses this process's state among those of several processes.
+      share: The number of this process, and of all that restore together.
 
     Attributes:
       number: A later restore has a larger number. If several restore the same object, the latest wins, even if an
@@ -79,8 +84,15 @@ class Restoration:
       is_asked: True if the user has asked which values were not restored.
     """
 
-    def __init__(self, saved: SavedCheckpoint, root: Any, state_of: Callable[[str, Sequence[Any]], Any]):
+    def __init__(
+        self,
+        saved: SavedCheckpoint,
+        root: Any,
+        state_of: Callable[[str, Sequence[Any]], Any],
+        share: tuple[int, int] = (0, 1),
+    ):
         self.saved, self.number = saved, next(_numbers)
+        self._share = share
         self.is_asked = False
         self._is_dropped = False
         self._root, self._state_of = root, state_of
@@ -112,31 +124,30 @@ class Restoration:
         """Ends the restoration, because another checkpoint is restored in its place."""
         self._is_dropped = True
 
-    def advance(self, *, is_strict: bool = False) -> None:
+    def advance(self, *, is_strict: bool = False, together: Together | None = None) -> None:
         """Matches what can be matched by now, and restores it.
 
         Args:
           is_strict: True to raise if the checkpoint lacks values of the program and also has others: it then belongs
-            to another
-            model. Only one of the two is allowed.
+            to another model. Only one of the two is allowed.
+          together: Runs the reading, and raises in all processes if it fails in one. It is given in the first call,
+            which then also verifies what no object takes.
 
         Raises:
           CheckpointMismatchError: Shapes or dtypes differ, or names if it is strict; nothing was restored. It is
-            raised once:
-            values that differ are ignored from then on.
+            raised once: values that differ are ignored from then on.
           CorruptCheckpointError: Values are damaged; nothing was restored, and nothing will be.
         """
         if self._is_advancing or self._is_dropped:
             return
         self._is_advancing = True
         try:
-            pairs = self._awaited()
-            missing = self.unsaved() if is_strict else []
-            self._check(pairs, missing, self._homeless() if missing else [])
-            self._give(pairs)
+            read = functools.partial(self._read, is_strict=is_strict, is_first=together is not None)
+            pairs, fetched, missing = read() if together is None else together(read)
+            self._give(pairs, fetched)
             if self._make_room():
                 grown = self._awaited()
-                self._give(grown)
+                self._give(grown, self._fetched(grown))
                 pairs += grown
             if pairs:
                 self._finish()
@@ -147,6 +158,26 @@ class Restoration:
             raise
         finally:
             self._is_advancing = False
+
+    def _read(self, *, is_strict: bool, is_first: bool) -> tuple[list[_Pair], dict[str, Any], list[str]]:
+        """Checks what was matched, and reads it into memory. It changes nothing."""
+        pairs = self._awaited()
+        missing = self.unsaved() if is_strict else []
+        self._check(pairs, missing, self._homeless() if missing else [])
+        fetched = self._fetched(pairs)
+        if is_first:
+            self.saved.verify({pair.key for pair in pairs}, share=self._share)
+        return pairs, fetched, missing
+
+    def _fetched(self, pairs: Sequence[_Pair]) -> dict[str, Any]:
+        """Returns what this process needs of the values, on the host."""
+        fetched = {}
+        for pair in pairs:
+            if isinstance(pair.leaf, ArrayLeaf):
+                fetched[pair.key] = pair.leaf.fetch(self.saved.array(pair.key))
+            elif pair.key in self.saved.contents.arrays:
+                fetched[pair.key] = self.saved.array(pair.key).read().item()
+        return fetched
 
     def _awaited(self) -> list[_Pair]:
         """Returns matched values that neither this nor a later restoration has restored, and that were not refused
@@ -289,29 +320,16 @@ class Restoration:
         what = f"an array of {array.dtype} and shape {array.shape} was saved"
         return f"{pair.key}: {what}, but {leaf.label!r} is a {type(leaf.get()).__name__} here"
 
-    def _give_states(self, pairs: Sequence[tuple[str, StateLeaf]]) -> None:
-        contents = self.saved.contents
-        as_arrays = [key for key, _ in pairs if key in contents.arrays]
-        numbers = self.saved.values(as_arrays) if as_arrays else {}
-        for key, leaf in pairs:
-            if key in numbers:
-                leaf.set(numbers[key].item())
+    def _give(self, pairs: Sequence[_Pair], fetched: dict[str, Any]) -> None:
+        for pair in sorted(pairs, key=lambda pair: isinstance(pair.leaf, ArrayLeaf)):
+            leaf = pair.leaf
+            assert isinstance(leaf, (ArrayLeaf, StateLeaf))
+            if isinstance(leaf, ArrayLeaf):
+                leaf.give(fetched.pop(pair.key))
+            elif pair.key in fetched:
+                leaf.set(fetched[pair.key])
             else:
-                leaf.give(self._state_of(leaf.label, contents.states[key]))
-
-    def _give(self, pairs: Sequence[_Pair]) -> None:
-        arrays = {pair.key: pair.leaf for pair in pairs if isinstance(pair.leaf, ArrayLeaf)}
-        tables = {key for key, leaf in arrays.items() if leaf.takes_rows}
-        for key in tables:
-            self.saved.check_rows(key)
-        wanted = [key for key in arrays if key not in tables]
-        values, components = self.saved.values(wanted), self.saved.components(wanted)
-        self._give_states([(pair.key, pair.leaf) for pair in pairs if isinstance(pair.leaf, StateLeaf)])
-        for key, leaf in arrays.items():
-            if key in tables:
-                leaf.give_rows(self.saved.rows(key))
-                continue
-            leaf.give(values.pop(key), components.pop(key, None))
+                leaf.give(self._state_of(leaf.label, self.saved.contents.states[pair.key]))
         for pair in pairs:
             assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
             pair.leaf.finish()

@@ -1,19 +1,19 @@
-"""A checkpoint on disk: opens, verifies and reads it."""
+"""A checkpoint on disk: opens, reads and verifies it."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn, final
+from collections.abc import Iterable, Iterator
+from typing import Any, final
 
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.checkpoint.contents import COMPONENTS, MANIFEST, STATE, Contents
+from replicax._src.checkpoint.array_files import ArrayReader
+from replicax._src.checkpoint.chunks import origins, part_at
+from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, MANIFEST, Contents, StoredArray
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
-from replicax._src.checkpoint.orbax_files import read_arrays, rows_in_turn
-from replicax._src.checkpoint.writing import checksum, file_checksum
 
 
 @final
@@ -41,118 +41,117 @@ class SavedCheckpoint:
             pass
         except OSError as error:
             raise CorruptCheckpointError(f"{manifest!r} cannot be read ({error}).") from error
-        if os.path.isdir(os.path.join(self.path, STATE)):
-            raise CorruptCheckpointError(f"{manifest!r} is missing, so the other files cannot be verified.")
+        if os.path.isdir(os.path.join(self.path, ARRAYS)):
+            raise CorruptCheckpointError(f"{manifest!r} is missing, so the other files cannot be read.")
         raise CheckpointNotFoundError(
             f"There is no checkpoint at {self.path!r}. Checkpoints are directories such as 'training/ckpt-3'; "
             "rx.checkpoint.latest_checkpoint(directory) finds the newest one."
         )
 
-    def problems(self) -> list[str]:
-        """Reads all files, and returns the problems that it found."""
-        return [text for text in map(self._problem_of, self.contents.files) if text]
+    def array(self, key: str) -> SavedValue:
+        """Returns an array, to read all or parts of it."""
+        return SavedValue(self, key)
 
-    def _problem_of(self, name: str) -> str:
-        expected_size, expected_crc = self.contents.files[name]
-        try:
-            size, crc = file_checksum(os.path.join(self.path, name))
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
-        if size != expected_size:
-            return f"{name} has {size} bytes, but {expected_size} were written"
-        return "" if crc == expected_crc else f"{name} has other bytes than were written"
+    def reader(self, folder: str, key: str, stored: StoredArray) -> ArrayReader:
+        """Opens what a folder of the checkpoint has."""
+        contents = self.contents
+        return ArrayReader(self.path, folder, stored, contents.arrays[key].label, contents.processes)
 
-    def verify(self) -> None:
+    def verify(self, without: Iterable[str] = (), share: tuple[int, int] = (0, 1)) -> None:
         """Reads and verifies all files.
 
-        Raises:
-          CorruptCheckpointError: Files are damaged; the message names them.
-        """
-        problems = self.problems()
-        if problems:
-            shown = "\n".join(f"  {text}" for text in problems[:10])
-            more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
-            raise CorruptCheckpointError(
-                f"The checkpoint {self.path!r} is damaged, and nothing of it was restored:\n{shown}{more}\nRestore "
-                "another one: rx.CheckpointManager restores the latest intact one."
-            )
-
-    def values(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns some of its arrays, verified.
+        Args:
+          without: The keys of values that are not read, because they were read before.
+          share: The number of this process, and of all that verify together: each reads some of the files.
 
         Raises:
-          CorruptCheckpointError: An array is damaged; the message names it.
+          CorruptCheckpointError: Files are damaged; the message names one.
         """
+        (number, num_processes), position = share, 0
         arrays = self.contents.arrays
-        wanted = {key: (arrays[key].shape, arrays[key].dtype) for key in keys}
-        values = self._read(STATE, wanted)
-        self._check([(key, values[key], arrays[key].crc32) for key in wanted])
-        return values
-
-    def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the rows of an array block by block, with the number of each block's first row.
-
-        Raises:
-          CorruptCheckpointError: The array cannot be read.
-        """
-        with self._reading():
-            yield from rows_in_turn(os.path.join(self.path, STATE), key)
-
-    def check_rows(self, key: str) -> None:
-        """Reads and verifies an array that has rows.
-
-        Raises:
-          CorruptCheckpointError: It is damaged, or has another shape or dtype.
-        """
-        array, crc, num_rows = self.contents.arrays[key], 0, 0
-        for _, rows in self.rows(key):
-            if rows.dtype != jnp.dtype(array.dtype) or rows.shape[1:] != array.shape[1:]:
-                num_rows = -1
-                break
-            crc, num_rows = checksum(rows, crc), num_rows + len(rows)
-        if (crc, num_rows) != (array.crc32, array.shape[0]):
-            self._raise_damaged([key])
-
-    def components(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns the components of those of some arrays that have components, verified.
-
-        Raises:
-          CorruptCheckpointError: An array is damaged; the message names it.
-        """
-        arrays = self.contents.arrays
-        wanted = {
-            key: ((array.num_components, *array.shape), array.dtype)
-            for key in keys
-            if (array := arrays[key]).components_crc32 is not None
+        read = {
+            f"{COMPONENTS if arrays[key].value is None else ARRAYS}/{key}" for key in {*without} & {*arrays}
         }
-        values = self._read(COMPONENTS, wanted)
-        self._check([(key, values[key], arrays[key].components_crc32) for key in wanted])
-        return values
+        for folder, key, stored in self.contents.folders():
+            if folder in read:
+                continue
+            reader = None
+            for origin in origins(stored.shape, stored.file) if math.prod(stored.shape) else [None]:
+                position += 1
+                if (position - number) % num_processes:
+                    continue
+                reader = reader or self.reader(folder, key, stored)
+                if origin is not None:
+                    reader.read(part_at(origin, stored.file, stored.shape))
 
-    def _read(self, item: str, wanted: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
-        if not wanted:
-            return {}
-        with self._reading():
-            return read_arrays(os.path.join(self.path, item), wanted)
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise CorruptCheckpointError(
-                f"The checkpoint {self.path!r} cannot be read ({type(error).__name__}: {error!s:.300}). It "
-                "may have been deleted in the meantime, or changed by hand."
-            ) from error
+@final
+class SavedValue:
+    """A value in a checkpoint. Reading verifies it.
 
-    def _check(self, arrays: Sequence[tuple[str, np.ndarray, int | None]]) -> None:
-        damaged = [key for key, array, crc in arrays if checksum(array) != crc]
-        if damaged:
-            self._raise_damaged(damaged)
+    Attributes:
+      shape, dtype: Its shape and dtype.
+      label: The program's name of it.
+      num_components: The number of components, R, of a variable with a value on each replica; otherwise 0.
+    """
 
-    def _raise_damaged(self, keys: Sequence[str]) -> NoReturn:
-        raise CorruptCheckpointError(
-            f"The checkpoint {self.path!r} has damaged values for {', '.join(map(repr, keys[:5]))}."
-        )
+    def __init__(self, saved: SavedCheckpoint, key: str):
+        array = self._array = saved.contents.arrays[key]
+        self.shape, self.dtype, self.label = array.shape, np.dtype(jnp.dtype(array.dtype)), array.label
+        self.num_components = 0 if array.components is None else array.components.shape[0]
+        self._saved, self._key = saved, key
+        self._readers: dict[str, ArrayReader] = {}
+
+    def _reader(self, folder: str, stored: StoredArray) -> ArrayReader:
+        if folder not in self._readers:
+            self._readers[folder] = self._saved.reader(f"{folder}/{self._key}", self._key, stored)
+        return self._readers[folder]
+
+    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """Returns the values of an index, in memory that nobody else holds.
+
+        Args:
+          index: Slices of the first dims, without steps; by default of all.
+
+        Raises:
+          CorruptCheckpointError: It is damaged; the message names it.
+        """
+        if self._array.value is not None:
+            return self._reader(ARRAYS, self._array.value).read(index)
+        return combined(self.read_components((slice(None), *index)), self._array.combine)
+
+    def read_components(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """Does the same for the components [R, ...]."""
+        assert self._array.components is not None
+        return self._reader(COMPONENTS, self._array.components).read(index)
+
+    def slabs(self, max_bytes: int = 32 << 20) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields the rows in turn, in blocks of full rows of chunks that have at most ``max_bytes``.
+
+        If a row of chunks has more, a block has as many rows as fit, at least one. A scalar comes once, with the
+        shape ().
+        """
+        if not self.shape:
+            yield slice(0, 1), self.read()
+            return
+        num_rows, row_bytes = self.shape[0], math.prod(self.shape[1:]) * self.dtype.itemsize
+        stored = self._array.value or self._array.components
+        assert stored is not None
+        rows_of_chunk = stored.chunk[len(stored.shape) - len(self.shape)]
+        rows = max(1, max_bytes // max(1, row_bytes))
+        rows -= rows % rows_of_chunk if rows > rows_of_chunk else 0
+        for start in range(0, num_rows, rows):
+            block = slice(start, min(start + rows, num_rows))
+            yield block, self.read((block,))
+
+
+def combined(components: np.ndarray, how: str) -> np.ndarray:
+    """Returns the value of components [R, ...] as it is read outside of replicas; the first one if they are not
+    aggregated.
+    """
+    if how not in ("SUM", "MEAN"):
+        return np.array(components[0])
+    total = np.sum(components, axis=0, dtype=components.dtype)
+    if how == "SUM":
+        return np.asarray(total)
+    return np.asarray(total / np.asarray(len(components), components.dtype)).astype(components.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.checkpoint.arrays import ArrayLeaf, Held, placed_as
+from replicax._src.checkpoint.arrays import ArrayLeaf, Held, HostParts, Source
 from replicax._src.checkpoint.errors import UntrackableError
 from replicax._src.checkpoint.tracked import Leaf, Parts, Trackable, escaped, untrackable
 
@@ -142,20 +142,19 @@ class _TreeArray(ArrayLeaf):
     def held(self) -> Held:
         return Held(self._data)
 
-    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
-        del components
-        self._tree.give(self._number, self._placed(value))
+    def fetch(self, source: Source) -> Any:
+        is_on_device = isinstance(self._array, jax.Array)
+        return HostParts.like(self._data, source.read) if is_on_device else source.read()
 
-    def _placed(self, value: np.ndarray) -> Any:
-        if isinstance(self._array, np.ndarray):
-            return np.array(value)
-        if isinstance(self._array, np.generic):
-            return value[()]
+    def give(self, fetched: Any) -> None:
+        self._tree.give(self._number, self._placed(fetched))
+
+    def _placed(self, fetched: Any) -> Any:
+        if not isinstance(fetched, HostParts):
+            return fetched[()] if isinstance(self._array, np.generic) else fetched
         if self._is_key:
-            return jax.random.wrap_key_data(
-                placed_as(value, self._data), impl=jax.random.key_impl(self._array)
-            )
-        return placed_as(value, self._array)
+            return jax.random.wrap_key_data(fetched.placed(), impl=jax.random.key_impl(self._array))
+        return fetched.placed()
 
     def finish(self) -> None:
         self._tree.finish()

@@ -1,58 +1,53 @@
-"""Writes a checkpoint: into a temporary directory, then the checksums, then it gets its name.
+"""Writes a checkpoint: every process its files, into a temporary directory; then process 0 gives it its name.
 
 A partial checkpoint never has that name. A killed writer leaves a directory that the next start removes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
 import shutil
 import socket
 import uuid
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
-
-from replicax._src.checkpoint.contents import COMPONENTS, MANIFEST, STATE, Contents, SavedArray, SavedObject
+from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.array_files import write_metadata, write_pieces
+from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, MANIFEST, Contents, SavedArray, SavedObject
 from replicax._src.checkpoint.errors import CheckpointWriteError
-from replicax._src.checkpoint.host_copy import HostArray
-from replicax._src.checkpoint.orbax_files import write_arrays
+from replicax._src.checkpoint.host_copy import HostCopy
+from replicax._src.cluster.failures import ClusterFailureError
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<what>part|replaced)-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}")
-_BLOCK = 8 << 20
 _MARGIN_BYTES = 1 << 20
 
 
 @final
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint will contain, on the host.
+    """Everything that a checkpoint will contain.
 
     Attributes:
+      part: The directory in which it is written, which also identifies the save.
       objects: The graph.
-      arrays, states: The arrays and states by key.
+      copy: What this process writes.
+      states: The states by key.
       number, order, time_s, metrics: See ``Contents``.
     """
 
+    part: str
     objects: tuple[SavedObject, ...]
-    arrays: Mapping[str, HostArray]
+    copy: HostCopy
     states: Mapping[str, list[Any]]
     number: int
     order: int
     time_s: float
     metrics: Any = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(
-            array.value.nbytes + (0 if array.components is None else array.components.nbytes)
-            for array in self.arrays.values()
-        )
 
 
 def new_part(path: str) -> str:
@@ -63,105 +58,95 @@ def new_part(path: str) -> str:
     """
     part = _beside(path, "part")
     try:
-        os.makedirs(part)
+        os.makedirs(os.path.join(part, ARRAYS))
     except OSError as error:
         raise write_error(path, error) from error
     return part
 
 
-def write(path: str, part: str, snapshot: Snapshot) -> Contents:
-    """Writes a checkpoint, which replaces an existing one at ``path``.
+def write(path: str, snapshot: Snapshot) -> int:
+    """Writes a checkpoint, which replaces an existing one at ``path``. Every process calls it, in any thread.
 
     Args:
       path: The path of the checkpoint.
-      part: The directory that ``new_part`` has created. It does not exist afterwards, in any case.
-      snapshot: The contents.
+      snapshot: The contents. Their directory does not exist afterwards, in any case.
+
+    Returns:
+      The number of bytes of arrays that this process has written.
 
     Raises:
-      CheckpointWriteError: The disk is full, or read-only. An existing checkpoint is unchanged.
+      CheckpointWriteError: The disk is full, or read-only, in some process. An existing checkpoint is unchanged.
+      ClusterFailureError: Another process is lost.
     """
+    name, identity = os.path.basename(path), os.path.basename(snapshot.part)
+    committed: list[bool] = []
+
+    def write_own() -> dict[str, int]:
+        folders = snapshot.copy.folders
+        written = write_metadata(snapshot.part, folders, identity) if processes.is_chief() else {}
+        write_pieces(snapshot.part, folders, snapshot.copy.pieces)
+        return written
+
     try:
-        _check_space(path, snapshot.num_bytes)
-        contents = _write_into(part, snapshot)
-        _take_place(part, path)
-        return contents
+        checksums = processes.together(
+            f"writing {name}", lambda: _failing_as(path, write_own), once=f"{identity} written"
+        )
+
+        def commit() -> None:
+            if processes.is_chief():
+                _write_manifest(snapshot, identity, checksums)
+                _take_place(snapshot.part, path)
+                committed.append(True)
+
+        processes.together(
+            f"committing {name}", lambda: _failing_as(path, commit), once=f"{identity} committed"
+        )
+    except ClusterFailureError:
+        if not committed:  # otherwise it is written; code that needs the others gets the error
+            raise
+    finally:
+        if processes.is_chief():
+            shutil.rmtree(snapshot.part, ignore_errors=True)
+    return sum(piece.value.nbytes for piece in snapshot.copy.pieces)
+
+
+def _failing_as(path: str, action: Any) -> Any:
+    try:
+        return action()
     except CheckpointWriteError:
         raise
     except Exception as error:
         raise write_error(path, error) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
-def _write_into(part: str, snapshot: Snapshot) -> Contents:
-    arrays = snapshot.arrays
-    write_arrays(os.path.join(part, STATE), {key: array.value for key, array in arrays.items()})
-    components = {key: array.components for key, array in arrays.items() if array.components is not None}
-    if components:
-        write_arrays(os.path.join(part, COMPONENTS), components)
-    saved = {key: _described(array) for key, array in arrays.items()}
-    for array in arrays.values():
-        if array.path is not None:
-            os.remove(array.path)
-    files = dict(sorted(_checked_files(part)))
+def _write_manifest(snapshot: Snapshot, identity: str, checksums: Mapping[str, int]) -> None:
+    def checked(top: str, key: str, array: SavedArray) -> Any:
+        stored = array.value if top == ARRAYS else array.components
+        return stored and dataclasses.replace(stored, crc32=checksums[f"{top}/{key}"])
+
+    arrays = {
+        key: dataclasses.replace(
+            array, value=checked(ARRAYS, key, array), components=checked(COMPONENTS, key, array)
+        )
+        for key, array in snapshot.copy.arrays.items()
+    }
     contents = Contents(
         snapshot.objects,
-        saved,
+        arrays,
         snapshot.states,
-        files,
+        identity,
+        processes.names(),
         snapshot.number,
         snapshot.order,
         snapshot.time_s,
         snapshot.metrics,
     )
-    with open(os.path.join(part, MANIFEST), "w") as file:
+    with open(os.path.join(snapshot.part, MANIFEST), "w") as file:
         file.write(contents.to_text())
         file.flush()
         os.fsync(file.fileno())
-    for folder, _, _ in os.walk(part):
+    for folder, _, _ in os.walk(snapshot.part):
         _sync_folder(folder)
-    return contents
-
-
-def _described(array: HostArray) -> SavedArray:
-    value, components = array.value, array.components
-    return SavedArray(
-        tuple(value.shape),
-        value.dtype.name,
-        checksum(value),
-        array.label,
-        None if components is None else checksum(components),
-        0 if components is None else len(components),
-    )
-
-
-def checksum(array: np.ndarray, before: int = 0) -> int:
-    """Returns the CRC-32 of an array's bytes, continued from ``before``."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return zlib.crc32(flat, before)  # type: ignore[arg-type]
-
-
-def file_checksum(path: str) -> tuple[int, int]:
-    """Returns the size and the CRC-32 of a file."""
-    size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
-    return size, crc
-
-
-def _checked_files(part: str) -> Any:
-    for folder, _, names in os.walk(part):
-        for name in names:
-            path = os.path.join(folder, name)
-            os.utime(part)  # waiting processes see the progress
-            yield os.path.relpath(path, part), file_checksum(path)
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
 
 def _sync_folder(folder: str) -> None:
@@ -251,7 +236,12 @@ def probe(directory: str) -> None:
         raise write_error(directory, error) from error
 
 
-def _check_space(path: str, num_bytes: int) -> None:
+def check_space(path: str, num_bytes: int) -> None:
+    """Checks that the disk has room for a checkpoint.
+
+    Raises:
+      CheckpointWriteError: It has not.
+    """
     free = shutil.disk_usage(os.path.dirname(path)).free
     if free < num_bytes + _MARGIN_BYTES:
         raise CheckpointWriteError(
@@ -264,7 +254,7 @@ def _check_space(path: str, num_bytes: int) -> None:
 
 def write_error(path: str, error: Exception) -> CheckpointWriteError:
     """Returns the error for a failed write."""
-    number = error.errno if isinstance(error, OSError) and error.errno else _number_in(str(error))
+    number = error.errno if isinstance(error, OSError) else None
     reason = {
         errno.ENOSPC: "its disk is full. Free some space, or keep fewer checkpoints (max_to_keep)",
         errno.EDQUOT: "the quota of its disk is used up. Free some space, or keep fewer checkpoints (max_to_keep)",
@@ -274,28 +264,11 @@ def write_error(path: str, error: Exception) -> CheckpointWriteError:
         errno.ENOTDIR: "its directory is a file. Choose another path, or move the file away",
         errno.EEXIST: "its directory is a file. Choose another path, or move the file away",
         errno.EFBIG: "a file would exceed the size limit of this process (ulimit -f)",
-    }.get(number, f"writing failed with {type(error).__name__}: {error!s:.500}")
+    }.get(number or 0, f"writing failed with {type(error).__name__}: {error!s:.500}")
     return CheckpointWriteError(
         number or errno.EIO,
         f"The checkpoint {path!r} could not be written: {reason}. Earlier checkpoints are unchanged.",
     )
-
-
-def _number_in(text: str) -> int:
-    """Returns the errno for an error of tensorstore, which has only text."""
-    words = {
-        "RESOURCE_EXHAUSTED": errno.ENOSPC,
-        "No space left": errno.ENOSPC,
-        "Read-only file system": errno.EROFS,
-    }
-    words |= {
-        "File too large": errno.EFBIG,
-        "Permission denied": errno.EACCES,
-        "quota exceeded": errno.EDQUOT,
-        "No such file or directory": errno.ENOENT,
-        "Not a directory": errno.ENOTDIR,
-    }
-    return next((number for word, number in words.items() if word in text), 0)
 
 
 def _mib(num_bytes: int) -> str:

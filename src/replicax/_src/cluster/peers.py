@@ -88,6 +88,19 @@ class Peers:
         """
         return self._gathered(topic, value, what, is_cancelled=is_cancelled)
 
+    def gather_once(self, key: str, value: Any, what: str) -> list[Any]:
+        """Like ``gather``, with a key that no other call uses, so that any thread may call it.
+
+        Args:
+          key: The key, equal in all processes.
+          value: A value that JSON can hold.
+          what: The purpose, for messages.
+
+        Raises:
+          ClusterFailureError: A task is gone, or has not called it in time.
+        """
+        return self._channel.gather(key, value, self._timeout_s, what=what)
+
     def _gathered(self, topic: str, value: Any, what: str, **how: Any) -> list[Any]:
         count = self._num_gathered[topic] = self._num_gathered.get(topic, -1) + 1
         return self._channel.gather(f"{topic} {count}", value, self._timeout_s, what=what, **how)

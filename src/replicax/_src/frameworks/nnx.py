@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from replicax._src import context, jax_compat
-from replicax._src.checkpoint.arrays import ArrayLeaf, Held, placed_as
+from replicax._src.checkpoint.arrays import ArrayLeaf, Held, HostParts, Source
 from replicax._src.checkpoint.tracked import Leaf, Parts, escaped
 from replicax._src.errors import DivergenceError
 from replicax._src.framework import Framework, Modules, Tracking, use
@@ -193,9 +193,11 @@ class _SavedVariable(ArrayLeaf):
     def held(self) -> Held:
         return Held(self._array)
 
-    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
-        del components
-        placed = placed_as(value, self._array)
+    def fetch(self, source: Source) -> HostParts:
+        return HostParts.like(self._array, source.read)
+
+    def give(self, fetched: HostParts) -> None:
+        placed = fetched.placed()
         self.of.set_value(jax.random.wrap_key_data(placed, impl=self._impl) if self._is_key else placed)
 
 

@@ -1,0 +1,287 @@
+"""Arrays in files: zarr 3, with a CRC-32C of each chunk. Only this module uses tensorstore.
+
+Every process writes files of its own, which begin and end at the edges of chunks. So nobody reads or locks a file that
+another process writes. Reading a chunk verifies it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.checkpoint.chunks import part_at
+from replicax._src.checkpoint.contents import StoredArray
+from replicax._src.checkpoint.errors import CorruptCheckpointError
+from replicax._src.extras import missing_extra
+
+_METADATA = "zarr.json"
+# Bytes that are being written at the same time. Tensorstore also holds each of these files in its encoded form.
+_WINDOW_BYTES = 16 << 20
+# Devices that share a chunk read it once.
+_CACHE_BYTES = 64 << 20
+_LIMITS: Final = {"file_io_concurrency": {"limit": 4}, "data_copy_concurrency": {"limit": 2}}
+_NOT_IN_ZARR: Final = ("uint2", "uint4", "float8_e4m3")
+
+
+def tensorstore() -> Any:
+    """Imports and returns tensorstore.
+
+    Raises:
+      MissingExtraError: It is not installed.
+    """
+    try:
+        import tensorstore as ts
+    except ImportError as error:
+        raise missing_extra("Saving and restoring checkpoints", "checkpoint", "tensorstore") from error
+    return ts
+
+
+def _in_files(dtype: Any) -> np.dtype:
+    """Returns the dtype in files: unsigned integers of the same size for dtypes that tensorstore's zarr lacks."""
+    dtype = jnp.dtype(dtype)
+    return np.dtype(f"u{dtype.itemsize}") if dtype.name in _NOT_IN_ZARR else dtype
+
+
+def _spec(folder: str, stored: StoredArray, save: str = "") -> dict[str, Any]:
+    """Returns tensorstore's description of an array in a folder."""
+    codecs: list[Any] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    if stored.chunk != stored.file:
+        inner = {
+            "chunk_shape": stored.chunk,
+            "codecs": codecs,
+            "index_codecs": codecs,
+            "index_location": "end",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": inner}]
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "recheck_cached_data": False,
+        "recheck_cached_metadata": False,
+        "store_data_equal_to_fill_value": True,  # otherwise a chunk of zeros has no file, and looks lost
+        "fill_missing_data_reads": False,  # otherwise a lost chunk reads as zeros
+        "metadata": {
+            "shape": stored.shape,
+            "data_type": _in_files(stored.dtype).name,
+            "codecs": codecs,
+            "attributes": {"save": save},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stored.file}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        },
+    }
+
+
+# --- writing ----------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Piece:
+    """A file that this process writes.
+
+    Attributes:
+      folder: The folder of the array, as its path in the checkpoint.
+      origin: Where it begins.
+      value: Its values, which do not change until it is written.
+    """
+
+    folder: str
+    origin: tuple[int, ...]
+    value: np.ndarray
+
+
+def write_metadata(part: str, arrays: Mapping[str, StoredArray], save: str) -> dict[str, int]:
+    """Writes the ``zarr.json`` of each array, by its folder. One process calls it.
+
+    Args:
+      part: The directory of the checkpoint.
+      arrays: The arrays by their folders.
+      save: The identity of the save.
+
+    Returns:
+      The checksum of each ``zarr.json``.
+
+    Raises:
+      OSError: They cannot be written.
+    """
+    ts = tensorstore()
+    context = ts.Context(_LIMITS)
+    opened = [
+        ts.open(_spec(os.path.join(part, folder), stored, save), context=context, create=True, open=True)
+        for folder, stored in arrays.items()
+    ]
+    with _with_numbers():
+        for one in opened:
+            one.result()
+    return {folder: _checksum(os.path.join(part, folder, _METADATA)) for folder in arrays}
+
+
+def _checksum(path: str) -> int:
+    with open(path, "rb") as file:
+        return zlib.crc32(file.read())
+
+
+def write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> None:
+    """Writes files of this process, and returns when they are on the disk. It waits for no other process.
+
+    Args:
+      part: The directory of the checkpoint.
+      arrays: The arrays by their folders.
+      pieces: The files, of which those that are being written are in memory at the same time.
+
+    Raises:
+      OSError: They cannot be written.
+    """
+    with _with_numbers():
+        written = _write_pieces(part, arrays, pieces)
+    for path in written:
+        os.stat(path)  # tensorstore makes folders that somebody has deleted in the meantime again
+
+
+def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> list[str]:
+    """Returns the paths of the files."""
+    ts = tensorstore()
+    context = ts.Context(_LIMITS)
+    flying: deque[tuple[int, Any]] = deque()
+    num_bytes = 0
+    paths: list[str] = []
+    last: tuple[str, Any] = ("", None)
+    try:
+        for piece in pieces:
+            stored = arrays[piece.folder]
+            if last[0] != piece.folder:
+                spec = _spec(os.path.join(part, piece.folder), stored)
+                opened = ts.open(spec, context=context, open=True, write=True, assume_metadata=True)
+                last = (piece.folder, opened.result())
+            while flying and num_bytes + piece.value.nbytes > _WINDOW_BYTES:
+                size, written = flying.popleft()
+                written.result()
+                num_bytes -= size
+            index = part_at(piece.origin, stored.file, stored.shape)
+            value = piece.value.view(_in_files(stored.dtype))
+            flying.append(
+                (value.nbytes, last[1][index].write(value, can_reference_source_data_indefinitely=True))
+            )
+            num_bytes += value.nbytes
+            numbers = (at // by for at, by in zip(piece.origin, stored.file, strict=True))
+            paths.append(os.path.join(part, piece.folder, ".".join(["c", *map(str, numbers)])))
+    finally:
+        for _, written in flying:  # all have ended before the memory of the pieces is used again
+            with contextlib.suppress(Exception):
+                written.result()
+    for _, written in flying:
+        written.result()
+    return paths
+
+
+@contextlib.contextmanager
+def _with_numbers() -> Iterator[None]:
+    """Gives tensorstore's errors, which have only text, their ``errno``."""
+    words = {
+        "RESOURCE_EXHAUSTED": errno.ENOSPC,
+        "No space left": errno.ENOSPC,
+        "Read-only file system": errno.EROFS,
+        "File too large": errno.EFBIG,
+        "Permission denied": errno.EACCES,
+        "quota exceeded": errno.EDQUOT,
+        "No such file or directory": errno.ENOENT,
+        "Not a directory": errno.ENOTDIR,
+    }
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        raise OSError(next((n for word, n in words.items() if word in text), errno.EIO), text) from error
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+@final
+class ArrayReader:
+    """Reads an array of a checkpoint.
+
+    Args:
+      path: The path of the checkpoint.
+      folder: The folder of the array in it.
+      stored: The array.
+      label: The program's name of it, for messages.
+      names: The names of the processes that wrote it.
+
+    Raises:
+      CorruptCheckpointError: Its ``zarr.json`` is missing or damaged, or of another checkpoint.
+    """
+
+    def __init__(self, path: str, folder: str, stored: StoredArray, label: str, names: Sequence[str]):
+        self.stored = stored
+        self._path, self._folder, self._label, self._names = path, folder, label, names
+        ts = tensorstore()
+        self._check_metadata()
+        context = ts.Context({**_LIMITS, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        spec = _spec(os.path.join(path, folder), stored)
+        with self._translated():
+            self._array = ts.open(
+                spec, context=context, open=True, read=True, write=False, assume_metadata=True
+            ).result()
+
+    def _check_metadata(self) -> None:
+        try:
+            is_whole = _checksum(os.path.join(self._path, self._folder, _METADATA)) == self.stored.crc32
+        except OSError as error:
+            raise self._corrupt(_METADATA, f"cannot be read ({error})") from error
+        if not is_whole:
+            raise self._corrupt(_METADATA, "has other bytes than were written, or is of another checkpoint")
+
+    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """Returns the verified values of an index, in memory that nobody else holds.
+
+        Args:
+          index: Slices of the first dims, without steps.
+
+        Raises:
+          CorruptCheckpointError: A chunk is damaged or missing.
+        """
+        shape = self.stored.shape
+        padded = (*index, *[slice(None)] * (len(shape) - len(index)))
+        bounds = tuple(slice(*one.indices(size)[:2]) for one, size in zip(padded, shape, strict=True))
+        with self._translated():
+            value = self._array[bounds].read().result()
+        return value.view(jnp.dtype(self.stored.dtype))
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            text = str(error)
+            found = re.search(r'local file "(?:.*/)?([^/"]+)"', text)
+            name = found[1] if found else ""
+            if not name or not text.startswith("NOT_FOUND"):
+                raise self._corrupt(name, f"is damaged ({text.partition(': ')[2]:.300})") from error
+            writer = f"; it is of the part that {self._writer_of(name)} wrote" if len(self._names) > 1 else ""
+            raise self._corrupt(name, f"is missing{writer}") from error
+
+    def _writer_of(self, name: str) -> str:
+        """Returns the name of the process that wrote a file, "c.1.0" for example."""
+        numbers = [int(number) for number in name.split(".")[1:]]
+        grid = [-(-size // by) for size, by in zip(self.stored.shape, self.stored.file, strict=True)]
+        position = int(np.ravel_multi_index(numbers, grid)) if numbers else 0
+        writers = self.stored.writers
+        return self._names[writers[position] if len(writers) > 1 else writers[0]]
+
+    def _corrupt(self, name: str, problem: str) -> CorruptCheckpointError:
+        file = os.path.join(self._folder, name) if name else self._folder
+        return CorruptCheckpointError(
+            f"The checkpoint {self._path!r} is damaged, and nothing of it was restored: {file}, of "
+            f"{self._label!r}, {problem}. Restore another one: rx.CheckpointManager restores the latest intact one."
+        )
