@@ -21,9 +21,7 @@ def divided_in_replicas():
     assignment = rx.tpu.experimental.DeviceAssignment.build(
         topology, computation_shape=[1, 1, 1, 2], num_replicas=2
     )
-    return rx.TPUStrategy(
-        experimental_device_assignment=assignment, layout_map={"kernel": (None, "logical")}
-    )
+    return rx.TPUStrategy(experimental_device_assignment=assignment, layout_map={"kernel": (None, "logical")})
 
 
 # Each strategy, and the part of a variable that a device holds.
