@@ -27,3 +27,9 @@ def make_smaller():
 def make_nothing():
     """Not a model."""
     return 3
+
+
+def make_wide(width):
+    """Three large variables."""
+    layers = [keras.layers.Dense(width, use_bias=False, kernel_initializer="ones") for _ in range(3)]
+    return keras.Sequential([keras.Input((width,)), *layers])

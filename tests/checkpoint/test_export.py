@@ -5,19 +5,19 @@ import errno
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-import exported_models
-from exported_models import make_model, make_nothing, make_smaller
 
+import exported_models
 import replicax as rx
 from checks import message
+from exported_models import make_model, make_nothing, make_smaller
 from replicax.__main__ import main
 from replicax._src.checkpoint import slabs
 from replicax.checkpoint import (
@@ -25,7 +25,6 @@ from replicax.checkpoint import (
     CheckpointWriteError,
     CorruptCheckpointError,
     export,
-    load_safetensors,
 )
 from replicax.errors import InvalidArgumentError
 
@@ -191,6 +190,75 @@ def test_orbax_restores_a_directory(saved, tmp_path, small_slabs):
         export(path, to)
 
 
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+EXPORT = """
+import sys
+import numpy as np
+import replicax as rx
+from replicax._src.checkpoint import array_files, slabs
+sys.path.insert(0, sys.argv[1])
+import exported_models
+
+def megabytes(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+path, to, slab_megabytes, width = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+slabs.SLAB_BYTES, array_files._CACHE_BYTES = slab_megabytes << 20, 2 * slab_megabytes << 20
+model = (lambda: exported_models.make_wide(width)) if ".weights." in to or ".keras" in to else None
+small = sys.argv[6]  # imports, and compiles, what the large export needs
+rx.checkpoint.export(small, to.replace("large", "small"), model=model and (lambda: exported_models.make_wide(64)))
+before = megabytes("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # begins to measure the peak anew
+rx.checkpoint.export(path, to, model=model)
+print(megabytes("VmHWM") - before)
+"""
+
+
+def _check_export_memory(folder, file, width, slab_megabytes, limit_megabytes):
+    paths = []
+    for size in (64, width):
+        model = exported_models.make_wide(size)
+        paths.append(rx.Checkpoint(model=model).save(folder / f"ckpt{size}"))
+        del model
+    arguments = [
+        os.path.dirname(MODELS),
+        paths[1],
+        str(folder / file),
+        str(slab_megabytes),
+        str(width),
+        paths[0],
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", EXPORT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert float(ended.stdout.splitlines()[-1]) < limit_megabytes
+    shutil.rmtree(folder)
+
+
+FILES = ["large.safetensors", "large.weights.h5", "large.keras", "large"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_export_takes_little_memory(tmp_path, file):
+    """192 MB in slabs of 2 MB; each array has 64 MB."""
+    _check_export_memory(tmp_path, file, 4096, 2, 100)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", FILES)
+def test_an_export_of_a_large_checkpoint_takes_less_than_half_a_gigabyte(tmp_path, file):
+    """768 MB in slabs of 32 MB; each array has 256 MB."""
+    _check_export_memory(tmp_path, file, 8192, 32, 500)
+
+
 # --- errors ---------------------------------------------------------------------------------------------
 
 
@@ -274,6 +342,7 @@ def test_the_command_exports_the_latest_of_a_directory(trained, tmp_path, capsys
     weights = tmp_path / "m.weights.h5"
     assert main(["export", directory, "--to", str(weights), "--model", f"{MODELS}:make_model"]) == 0
     model = make_model()
+    model.optimizer.build(model.trainable_variables)
     model.load_weights(weights)
     np.testing.assert_array_equal(model.layers[-1].kernel, trained[0].layers[-1].kernel)
 
