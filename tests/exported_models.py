@@ -29,7 +29,7 @@ def make_nothing():
     return 3
 
 
-def make_wide(width):
-    """Three large variables."""
-    layers = [keras.layers.Dense(width, use_bias=False, kernel_initializer="ones") for _ in range(3)]
+def make_wide(width, count):
+    """Some large variables."""
+    layers = [keras.layers.Dense(width, use_bias=False, kernel_initializer="ones") for _ in range(count)]
     return keras.Sequential([keras.Input((width,)), *layers])

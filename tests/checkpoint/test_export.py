@@ -19,7 +19,7 @@ import replicax as rx
 from checks import message
 from exported_models import make_model, make_nothing, make_smaller
 from replicax.__main__ import main
-from replicax._src.checkpoint import slabs
+from replicax._src.checkpoint import array_files, slabs
 from replicax.checkpoint import (
     CheckpointMismatchError,
     CheckpointWriteError,
@@ -205,11 +205,11 @@ def megabytes(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
-path, to, slab_megabytes, width = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
-slabs.SLAB_BYTES, array_files._CACHE_BYTES = slab_megabytes << 20, 2 * slab_megabytes << 20
-model = (lambda: exported_models.make_wide(width)) if ".weights." in to or ".keras" in to else None
-small = sys.argv[6]  # imports, and compiles, what the large export needs
-rx.checkpoint.export(small, to.replace("large", "small"), model=model and (lambda: exported_models.make_wide(64)))
+small, path, to = sys.argv[2:5]
+slabs.SLAB_BYTES, array_files._CACHE_BYTES, width, count = map(int, sys.argv[5:])
+model = (lambda: exported_models.make_wide(width, count)) if ".weights." in to or ".keras" in to else None
+make_small = model and (lambda: exported_models.make_wide(64, count))
+rx.checkpoint.export(small, to.replace("large", "small"), model=make_small)  # imports what the large one needs
 before = megabytes("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # begins to measure the peak anew
@@ -218,28 +218,19 @@ print(megabytes("VmHWM") - before)
 """
 
 
-def _check_export_memory(folder, file, width, slab_megabytes, limit_megabytes):
+def check_memory(folder, file, width, count, slab_bytes, cache_bytes, limit_bytes):
     paths = []
     for size in (64, width):
-        model = exported_models.make_wide(size)
+        model = exported_models.make_wide(size, count)
         paths.append(rx.Checkpoint(model=model).save(folder / f"ckpt{size}"))
         del model
-    arguments = [
-        os.path.dirname(MODELS),
-        paths[1],
-        str(folder / file),
-        str(slab_megabytes),
-        str(width),
-        paths[0],
-    ]
+    numbers = map(str, (slab_bytes, cache_bytes, width, count))
+    arguments = [os.path.dirname(MODELS), *paths, str(folder / file), *numbers]
     ended = subprocess.run(
-        [sys.executable, "-c", EXPORT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
+        [sys.executable, "-c", EXPORT, *arguments], capture_output=True, text=True, timeout=400
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert float(ended.stdout.splitlines()[-1]) < limit_megabytes
+    assert float(ended.stdout.splitlines()[-1]) * 2**20 < limit_bytes
     shutil.rmtree(folder)
 
 
@@ -248,15 +239,15 @@ FILES = ["large.safetensors", "large.weights.h5", "large.keras", "large"]
 
 @pytest.mark.parametrize("file", FILES)
 def test_an_export_takes_little_memory(tmp_path, file):
-    """192 MB in slabs of 2 MB; each array has 64 MB."""
-    _check_export_memory(tmp_path, file, 4096, 2, 100)
+    """12 arrays of 16 MB, in slabs of 2 MB. The chunks that one array keeps are freed before the next."""
+    check_memory(tmp_path, file, 2048, 12, 2 << 20, 16 << 20, 160 << 20)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("file", FILES)
 def test_an_export_of_a_large_checkpoint_takes_less_than_half_a_gigabyte(tmp_path, file):
-    """768 MB in slabs of 32 MB; each array has 256 MB."""
-    _check_export_memory(tmp_path, file, 8192, 32, 500)
+    """3 arrays of 256 MB, with the slabs and the memory for chunks that users have."""
+    check_memory(tmp_path, file, 8192, 3, slabs.SLAB_BYTES, array_files._CACHE_BYTES, 500 << 20)
 
 
 # --- errors ---------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ CPUS = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 
 
 def made(width=8):
-    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(width), keras.layers.BatchNormalization()])
+    return keras.Sequential(
+        [keras.Input((12,)), keras.layers.Dense(width), keras.layers.BatchNormalization()]
+    )
 
 
 def values_of(model):
@@ -63,7 +65,9 @@ def test_names_of_the_file_are_mapped_and_floats_are_cast(tmp_path):
     np.testing.assert_array_equal(model.layers[0].bias, bias)
     model = made()
     load_safetensors(
-        model, tmp_path / "hf.safetensors", names=lambda key: "proj.weight" if key.endswith("kernel") else None
+        model,
+        tmp_path / "hf.safetensors",
+        names=lambda key: "proj.weight" if key.endswith("kernel") else None,
     )
     np.testing.assert_array_equal(model.layers[0].kernel, kernel.astype("f4"))
 
@@ -110,7 +114,9 @@ def test_a_file_that_does_not_fit_changes_nothing(saved, tmp_path):
     message(CheckpointMismatchError, lambda: load_safetensors(small, file, names={"biases": "x"}), "biases")
     message(InvalidArgumentError, lambda: load_safetensors(small, file, names=["bias"]), "dict")
     message(InvalidArgumentError, lambda: load_safetensors(keras.layers.Dense(3), file), "built")
-    message(InvalidArgumentError, lambda: load_safetensors(small, tmp_path / "missing.safetensors"), "missing")
+    message(
+        InvalidArgumentError, lambda: load_safetensors(small, tmp_path / "missing.safetensors"), "missing"
+    )
     damaged = tmp_path / "damaged.safetensors"
     for content in (b"", b"\x00" * 4, b"\xff" * 40, (tmp_path / "m.safetensors").read_bytes()[:-4]):
         damaged.write_bytes(content)

@@ -21,12 +21,15 @@ def slabs(array: SavedValue) -> Iterator[tuple[Index, np.ndarray]]:
     Raises:
       CorruptCheckpointError: The array is damaged; the message names it.
     """
-    if math.prod(array.shape[1:]) * array.dtype.itemsize > SLAB_BYTES:
-        for index in _indices(array.shape, SLAB_BYTES // array.dtype.itemsize):
-            yield index, array.read(index)
-        return
-    for rows, values in array.slabs(SLAB_BYTES):
-        yield (rows,) if array.shape else (), values
+    try:
+        if math.prod(array.shape[1:]) * array.dtype.itemsize > SLAB_BYTES:
+            for index in _indices(array.shape, SLAB_BYTES // array.dtype.itemsize):
+                yield index, array.read(index)
+        else:
+            for rows, values in array.slabs(SLAB_BYTES):
+                yield (rows,) if array.shape else (), values
+    finally:
+        array.release()
 
 
 def _indices(shape: Sequence[int], most: int) -> Iterator[Index]:
