@@ -69,8 +69,8 @@ def training(folder, num_steps, restores):
     )
     if strategy.num_replicas_in_sync > 1:
         waited = rx.CheckpointManager(checkpoint, f"{folder}-waited")
-        write_arrays = writing.write_arrays
-        writing.write_arrays = lambda *args: (time.sleep(2 * processes._TELL_S), write_arrays(*args))
+        write_pieces, index = writing.write_pieces, min(strategy.cluster_resolver.task_id, 1)
+        writing.write_pieces = lambda *args: (time.sleep(2), write_pieces(*args))
         waited.save()
         try:
             waited.wait(timeout_s=0.1)
@@ -78,17 +78,17 @@ def training(folder, num_steps, restores):
             report(late=str(error))
         waited.wait()
         report(after_wait=[os.path.basename(path) for path in waited.checkpoints])
-        writing.write_arrays = None
+        writing.write_pieces = write_pieces if index == 0 else None
         waited.save()
         try:
             waited.save()
         except CheckpointError as error:
-            report(failed=str(error))
-        writing.write_arrays = write_arrays
+            report(failed=f"{type(error).__name__}: {error}")
+        writing.write_pieces = write_pieces
         waited.save()
         waited.wait()
         report(after_failure=[os.path.basename(path) for path in waited.checkpoints])
-        before, index = optimizer.iterations.numpy(), min(strategy.cluster_resolver.task_id, 1)
+        before = optimizer.iterations.numpy()
         for name, path in (
             ("another", waited.checkpoints[index]),
             ("none", [None, waited.checkpoints[0]][index]),
@@ -104,7 +104,7 @@ def training(folder, num_steps, restores):
         report(untouched=bool(optimizer.iterations.numpy() == before))
         processes._SHARED_WITHIN_S = 0.5
         if index == 0:
-            writing.write_arrays = lambda *args: (time.sleep(0.5), write_arrays(*args))
+            writing.write_pieces = lambda *args: (time.sleep(0.5), write_pieces(*args))
         with rx.CheckpointManager(checkpoint, f"{folder}-closed") as closed:
             closed.save(1)
         report(after_close=os.path.basename(rx.checkpoint.latest_checkpoint(closed.directory) or "none"))
@@ -116,7 +116,7 @@ def training(folder, num_steps, restores):
         manager.save(3)
         report(reopened=rx.CheckpointManager(checkpoint, manager.directory).restore_or_initialize()[-6:])
         if index == 0:
-            writing.write_arrays = None
+            writing.write_pieces = None
         path = manager.save(4)
         try:
             rx.checkpoint.latest_checkpoint(manager.directory)
@@ -127,7 +127,7 @@ def training(folder, num_steps, restores):
         except CheckpointError as error:
             report(failed_together=f"{type(error).__name__}: {error}")
         report(after_all=os.path.basename(rx.checkpoint.latest_checkpoint(manager.directory)))
-        writing.write_arrays = write_arrays
+        writing.write_pieces = write_pieces
         with tempfile.TemporaryDirectory() as own:
             try:
                 checkpoint.write(os.path.join(own, "exact"))
@@ -142,3 +142,88 @@ def training(folder, num_steps, restores):
                 if index == 1:
                     os.rmdir(given)
             report(saved_to=second.directory, latest=second.latest_checkpoint)
+
+
+def divided_state(folder, action, num_bytes):
+    """Saves or restores arrays that are divided over the devices of all processes, by rows, columns and both."""
+    import os
+    import time
+
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import replicax as rx
+    from replicax._src.checkpoint import chunks, writing
+    from replicax._src.devices import topology
+    from replicax.errors import ClusterFailureError
+    from replicax.testing import report
+
+    chunks.CHUNK_BYTES, chunks.FILE_BYTES = 1 << 16, 1 << 19
+    strategy = (
+        rx.MultiWorkerMirroredStrategy() if "TF_CONFIG" in os.environ else rx.OneDeviceStrategy("cpu:0")
+    )
+    devices = np.array(jax.devices()).reshape(-1, 2 if len(jax.devices()) % 2 == 0 else 1)
+    mesh = jax.sharding.Mesh(devices, ("x", "y"))
+    rows = int(num_bytes) // 4 // 512
+    layouts = {
+        "rows": PartitionSpec(("x", "y")),
+        "columns": PartitionSpec(None, ("x", "y")),
+        "both": PartitionSpec("x", "y"),
+        "turned": PartitionSpec("y", "x"),
+        "copied": PartitionSpec(),
+    }
+    values = {
+        name: np.random.default_rng(number).random((rows, 512), np.float32)
+        for number, name in enumerate(layouts)
+    }
+
+    def placed(name, value):
+        sharding = NamedSharding(mesh, layouts[name])
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    def gathers(*args, **kwargs):
+        raise AssertionError("an array was gathered")
+
+    state = {name: placed(name, values[name] * (action != "restore")) for name in layouts}
+    state["number"] = np.int64(7)
+    checkpoint = rx.Checkpoint(state=state)
+    manager = rx.CheckpointManager(checkpoint, folder)
+    topology.Topology.put_whole = topology.Topology.compile = gathers
+    if action == "restore":
+        with open("/proc/self/io") as file:
+            before = int(file.readline().split()[1])
+        path = manager.restore_or_initialize()
+        with open("/proc/self/io") as file:
+            num_read = int(file.readline().split()[1]) - before
+        needed = sum(
+            len({str(shard.index) for shard in state[name].addressable_shards})
+            * state[name].addressable_shards[0].data.nbytes
+            for name in layouts
+        )
+        are_equal = all(
+            np.array_equal(shard.data, values[name][shard.index])
+            for name in layouts
+            for shard in checkpoint.state[name].addressable_shards
+        )
+        layouts_kept = all(checkpoint.state[name].sharding == state[name].sharding for name in layouts)
+        report(path=os.path.basename(path), read=num_read, needed=needed, equal=are_equal, kept=layouts_kept)
+        return
+    manager.save()
+    manager.wait()
+    report(
+        written=manager.statistics()["num_bytes"],
+        buffers=checkpoint._buffers.num_bytes,
+        total=sum(value.nbytes for value in values.values()),
+    )
+    if action == "die":
+        write_pieces = writing.write_pieces
+        if strategy.cluster_resolver.task_id == 1:
+            writing.write_pieces = lambda *args: (write_pieces(*args), os._exit(9))
+        manager.save()
+        began = time.monotonic()
+        try:
+            manager.wait()
+        except ClusterFailureError as error:
+            report(died=str(error), after_s=time.monotonic() - began)
+        report(left=sorted(os.listdir(folder)))

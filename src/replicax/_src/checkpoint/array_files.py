@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -155,23 +155,22 @@ def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable
     flying: deque[tuple[int, Any]] = deque()
     num_bytes = 0
     paths: list[str] = []
-    last: tuple[str, Any] = ("", None)
+    folder, array = "", cast(Any, None)
     try:
         for piece in pieces:
             stored = arrays[piece.folder]
-            if last[0] != piece.folder:
-                spec = _spec(os.path.join(part, piece.folder), stored)
+            if folder != piece.folder:
+                folder, spec = piece.folder, _spec(os.path.join(part, piece.folder), stored)
                 opened = ts.open(spec, context=context, open=True, write=True, assume_metadata=True)
-                last = (piece.folder, opened.result())
+                array = opened.result()
             while flying and num_bytes + piece.value.nbytes > _WINDOW_BYTES:
                 size, written = flying.popleft()
                 written.result()
                 num_bytes -= size
             index = part_at(piece.origin, stored.file, stored.shape)
             value = piece.value.view(_in_files(stored.dtype))
-            flying.append(
-                (value.nbytes, last[1][index].write(value, can_reference_source_data_indefinitely=True))
-            )
+            written = array[index].write(value, can_reference_source_data_indefinitely=True)
+            flying.append((value.nbytes, written))
             num_bytes += value.nbytes
             numbers = (at // by for at, by in zip(piece.origin, stored.file, strict=True))
             paths.append(os.path.join(part, piece.folder, ".".join(["c", *map(str, numbers)])))
@@ -277,7 +276,7 @@ class ArrayReader:
         grid = [-(-size // by) for size, by in zip(self.stored.shape, self.stored.file, strict=True)]
         position = int(np.ravel_multi_index(numbers, grid)) if numbers else 0
         writers = self.stored.writers
-        return self._names[writers[position] if len(writers) > 1 else writers[0]]
+        return self._names[writers[position if len(writers) > 1 else 0]]
 
     def _corrupt(self, name: str, problem: str) -> CorruptCheckpointError:
         file = os.path.join(self._folder, name) if name else self._folder

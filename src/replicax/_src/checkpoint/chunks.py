@@ -121,11 +121,12 @@ def writers_of(cuts: Mapping[str, Cut]) -> dict[str, tuple[int, ...]]:
         cut, found = cuts[key], writers.setdefault(key, [])
         for number, origin in enumerate(cut.files):
             holders = cut.holders[cut.block_of(origin)] if cut.holders else (0,)
-            found.append(holders[0])
+            first = min(holders)
+            found.append(first)
             if len(holders) > 1:
                 shared.append((key, number, holders, cut.bytes_of(origin)))
             else:
-                num_bytes[holders[0]] = num_bytes.get(holders[0], 0) + cut.bytes_of(origin)
+                num_bytes[first] = num_bytes.get(first, 0) + cut.bytes_of(origin)
     for key, number, holders, size in sorted(shared, key=lambda one: -one[3]):
         writer = min(holders, key=lambda process: (num_bytes.get(process, 0), process))
         writers[key][number] = writer

@@ -136,7 +136,7 @@ def copy_to_host(leaves: Mapping[str, ArrayLeaf], buffers: HostBuffers, part: st
         }
         own = {folder: value for folder, value in values.items() if number == 0 or folder in shared}
         pieces = _copied(own, cuts, stored, buffers, number)
-        tables = {folder: value for folder, value in own.items() if _is_table(value)}
+        tables: dict[str, Any] = {folder: value for folder, value in own.items() if _is_table(value)}
         write_pieces(part, stored, _pieces_of_tables(tables, cuts))
     turns = repr(
         [(folder, cuts[folder].shape, cuts[folder].file, writers[folder]) for folder in sorted(shared)]
