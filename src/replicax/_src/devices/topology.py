@@ -384,7 +384,7 @@ class Topology:
 def digest(value: jax.Array | np.ndarray) -> str:
     """Returns a text that is equal for arrays with equal bytes."""
     data = np.ascontiguousarray(np.asarray(value)).reshape(-1).view(np.uint8)
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(data.data).hexdigest()
 
 
 def _unchanged(value: Any) -> Any:

@@ -154,7 +154,8 @@ def _store_of(values: _Values) -> type:
                 return
             if not self._h5_entry_initialized:
                 self._create_h5_group(self._h5_entry_path)
-            dataset = self._h5_entry_group.create_dataset(key, array.shape, array.dtype)
+            group: Any = self._h5_entry_group
+            dataset = group.create_dataset(key, array.shape, array.dtype)
             if array.dtype == jnp.bfloat16:
                 dataset.attrs["dtype"] = "bfloat16"
             for index, part in slabs(array):
