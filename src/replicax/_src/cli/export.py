@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from replicax._src.checkpoint.export import export
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 
 _DESCRIPTION: Final = """\
@@ -61,6 +60,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the file. Returns the exit code."""
+    from replicax._src.checkpoint.export import export  # imports JAX
+
     try:
         model = None if options.model is None else _function(options.model)
         written = export(options.checkpoint, options.to, only=options.only, model=model, name=options.name)
