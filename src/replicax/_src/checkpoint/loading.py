@@ -41,7 +41,9 @@ def load_safetensors(tracked: Any, file: str | os.PathLike[str], *, names: Names
         is cast to a variable of another floating-point dtype.
       InvalidArgumentError: ``tracked`` has no variables, or the file is no safetensors file.
 
+    >>> import tempfile
     >>> import replicax as rx
+    >>> directory = tempfile.mkdtemp()
     >>> variable = rx.Variable([0.0, 0.0])
     >>> path = rx.Checkpoint(weights=rx.Variable([1.0, 2.0])).save(directory + "/ckpt")
     >>> file = rx.checkpoint.export(path, directory + "/weights.safetensors")
