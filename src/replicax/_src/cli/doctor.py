@@ -48,7 +48,7 @@ process, as you start your program; on this machine: replicax launch --workers 2
 
 The exit code is 0 if nothing is wrong, and 1 otherwise. Notes do not change it.
 """
-_PACKAGES: Final = ("jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint", "pyarrow", "xxhash")
+_PACKAGES: Final = ("jax", "jaxlib", "keras", "numpy", "grain", "tensorstore", "pyarrow", "xxhash")
 _NOT_ASKED: Final = Answer(Outcome.UNCHECKED, "was not asked")
 
 

@@ -38,7 +38,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     ``model.fit(x, y, epochs=10, callbacks=[rx.keras.callbacks.CheckpointCallback("training")])`` is the same call each
     time the program starts. Weights, optimizer, seeds, logs and history are bit-identical to those of a training
     without interruption, also from the middle of an epoch. On SIGTERM to any process, all processes save after the same
-    batch and exit with code 42. In a cluster every process passes one to its ``fit``, and the chief writes. Keras calls
+    batch and exit with code 42. In a cluster every process passes one to its ``fit``, and writes its part. Keras calls
     it after the other callbacks.
 
     Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart:
