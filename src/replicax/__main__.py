@@ -5,13 +5,13 @@ import re
 import sys
 from collections.abc import Sequence
 
-from replicax._src.cli import doctor, launch, migrate, plan, server, top
+from replicax._src.cli import doctor, export, launch, migrate, plan, server, top
 from replicax._src.cli.arguments import did_you_mean
 from replicax._src.version import __version__
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
-COMMANDS = (launch, server, top, plan, migrate, doctor)
+COMMANDS = (launch, server, top, plan, export, migrate, doctor)
 
 # What launchers of other libraries are called.
 _RUN = ". To run a script in several processes: replicax launch --workers 2 train.py; in one: python train.py"
@@ -23,6 +23,7 @@ replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
   replicax doctor --test                     check this machine: versions, devices, one real training step
   replicax launch --workers 2 train.py       run train.py in two processes on this machine
   replicax plan train.py --topology v5e:4x4  tell whether train.py fits hardware that is not here, and how fast it can be
+  replicax export training --to FILE         write a checkpoint to safetensors, to files of Keras, or for orbax
   replicax migrate train_tf.py               show what a TensorFlow program becomes
   replicax top                               watch a job with parameter servers
   replicax server                            run a worker or a parameter server

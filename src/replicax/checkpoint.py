@@ -11,15 +11,10 @@ from replicax._src.checkpoint.errors import (
     UnsharedDirectoryError,
     UntrackableError,
 )
-from replicax._src.checkpoint.export import (
-    CheckpointReader,
-    export_safetensors,
-    export_weights,
-    list_variables,
-    load_checkpoint,
-    load_variable,
-)
+from replicax._src.checkpoint.export import export, export_weights
+from replicax._src.checkpoint.loading import load_safetensors
 from replicax._src.checkpoint.polling import checkpoints_iterator
+from replicax._src.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
 from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.trees import HostRandomState
 from replicax._src.public_names import publish_all
@@ -37,11 +32,12 @@ __all__ = [
     "UnsharedDirectoryError",
     "UntrackableError",
     "checkpoints_iterator",
-    "export_safetensors",
+    "export",
     "export_weights",
     "latest_checkpoint",
     "list_variables",
     "load_checkpoint",
+    "load_safetensors",
     "load_variable",
 ]
 

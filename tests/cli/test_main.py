@@ -44,7 +44,7 @@ def test_a_mistyped_word_gets_the_right_one(capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["launch", "server", "top", "plan", "migrate", "doctor"])
+@pytest.mark.parametrize("command", ["launch", "server", "top", "plan", "export", "migrate", "doctor"])
 def test_every_command_has_help(capsys, command):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])

@@ -97,6 +97,8 @@ NOT_VARIABLES = [
     "ON_WRITE",
     "PER_REPLICA",
     "PER_WORKER",
+    "F8_E4M3",  # dtypes of safetensors
+    "F8_E5M2",
     "RESOURCE_EXHAUSTED",
     "SC_PAGE_SIZE",
     "SC_PHYS_PAGES",

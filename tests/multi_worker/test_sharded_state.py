@@ -51,6 +51,8 @@ def test_a_chief_saves_alone_at_the_end_of_an_epoch_and_all_save_together(report
     assert chief["weights"] == other["weights"] == chief["loaded"]
     assert chief["seen"][-1] == chief["weights"][0]
     for report in (chief, other):  # none of them waits for ever
+        assert report["held"] == [1 / 2, 1 / 2, 1 / 2, 1], "loaded weights are cut before a program runs"
+        assert report["assigned"] == [[1.0] * 8] * 6, "where the values differ, all take the first worker's"
         kind, text = report["alone"]
         assert kind in ("PeerFailureError", "ProgramMismatchError"), text
 

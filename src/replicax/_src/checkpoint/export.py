@@ -1,120 +1,123 @@
-"""Reads the contents of a checkpoint by name, or exports them to other formats, for other programs."""
+"""Writes a checkpoint to files of other programs, in slabs, so that a model of any size needs little memory."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fnmatch
+import functools
+import importlib
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any, final
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
-import numpy as np
-
-from replicax._src.checkpoint import processes
-from replicax._src.checkpoint.directory import is_of_keras, latest_checkpoint
-from replicax._src.checkpoint.errors import CheckpointNotFoundError, CheckpointWriteError
-from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.extras import missing_extra
+from replicax._src.checkpoint import orbax_directories, processes, safetensors_files
+from replicax._src.checkpoint.errors import CheckpointWriteError
+from replicax._src.checkpoint.reader import opened
+from replicax._src.checkpoint.saved import SavedCheckpoint, SavedValue
+from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.options import path_of
 
-_WEIGHTS = ".weights.h5"
+_SAFETENSORS: Final = ".safetensors"
+_WEIGHTS: Final = ".weights.h5"
+_OF_KERAS: Final = (_WEIGHTS, ".keras")
 
 
-def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the keys and shapes of the arrays in a checkpoint, or in the latest one of a directory.
-
-    Source: TensorFlow, ``tf.train.list_variables``.
-    """
-    arrays = _opened(path).contents.arrays
-    return [(key, arrays[key].shape) for key in sorted(arrays)]
-
-
-def _opened(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    checked = path_of(path, "path", "training/ckpt-3")
-    latest = latest_checkpoint(checked)
-    return SavedCheckpoint(latest if latest and not is_of_keras(latest) else checked)
-
-
-def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
-    """Returns one verified array of a checkpoint, or of the latest one of a directory.
-
-    Raises:
-      CheckpointNotFoundError: There is no checkpoint, or no such array in it.
-      CorruptCheckpointError: The array is damaged.
-
-    Source: TensorFlow, ``tf.train.load_variable``.
-    """
-    saved = _opened(path)
-    if name not in saved.contents.arrays:
-        raise CheckpointNotFoundError(
-            f"The checkpoint {saved.path!r} has no array {name!r}. It has "
-            f"{', '.join(sorted(saved.contents.arrays)[:20])}."
-        )
-    return saved.array(name).read()
-
-
-@final
-class CheckpointReader:
-    """The arrays of one checkpoint by name, like TensorFlow's reader. ``load_checkpoint`` makes it."""
-
-    def __init__(self, saved: SavedCheckpoint) -> None:
-        self._saved = saved
-
-    def get_variable_to_shape_map(self) -> dict[str, list[int]]:
-        """Returns the shapes of all arrays by key."""
-        return {key: list(array.shape) for key, array in self._saved.contents.arrays.items()}
-
-    def get_variable_to_dtype_map(self) -> dict[str, str]:
-        """Returns the dtypes of all arrays by key, with their names in NumPy and JAX."""
-        return {key: array.dtype for key, array in self._saved.contents.arrays.items()}
-
-    def has_tensor(self, name: str) -> bool:
-        """True if the checkpoint has an array of this key."""
-        return name in self._saved.contents.arrays
-
-    def get_tensor(self, name: str) -> np.ndarray:
-        """Returns one verified array; see ``load_variable``."""
-        return load_variable(self._saved.path, name)
-
-
-def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Returns a reader of a checkpoint, or of the latest one of a directory.
-
-    Raises:
-      CheckpointNotFoundError: There is none.
-
-    Source: TensorFlow, ``tf.train.load_checkpoint``.
-    """
-    return CheckpointReader(_opened(path))
-
-
-def export_safetensors(
-    path: str | os.PathLike[str], file: str | os.PathLike[str], *, only: str | Iterable[str] = "*"
+def export(
+    path: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    only: str | Iterable[str] | None = None,
+    model: Callable[[], Any] | None = None,
+    name: str = "model",
 ) -> str:
-    """Writes the arrays of a checkpoint to a safetensors file, under their keys. What is read is verified.
+    """Writes a checkpoint to a file of another program. The name of the file says which:
+
+    - ``model.safetensors``: the arrays under their keys, with the program's names as metadata;
+    - ``model.weights.h5``, ``model.keras``: a Keras model, as Keras itself writes it;
+    - a name without an ending: a directory for orbax, a pytree of nested dicts. It needs orbax.
+
+    The arrays are read, verified and written in slabs of 32 MiB. So a model of any size needs less than 0.5 GB of
+    memory. One process calls it.
 
     Args:
       path: The checkpoint, or a directory, for its latest one.
-      file: The file to write. It replaces an existing file once it is complete.
-      only: Patterns of the keys to export: ``"model/*"``.
+      to: The file to write. It replaces an existing file once it is complete. A directory must not exist.
+      only: Patterns of the keys to export: ``"model/*"``. All by default. Not for Keras.
+      model: Only for Keras: makes the model that was saved, without arguments. Variables of 1 MB and more are not
+        allocated. If the model is compiled and its optimizer was saved with it, the file has the optimizer too.
+      name: Only for Keras: the name that the model has in the checkpoint.
 
     Returns:
       The path of the file.
 
     Raises:
-      CorruptCheckpointError: The checkpoint is damaged.
-      InvalidArgumentError: ``only`` matches none of its arrays.
+      CheckpointNotFoundError: There is no checkpoint.
+      CorruptCheckpointError: The checkpoint is damaged; the message names the variable.
+      CheckpointMismatchError: The checkpoint has another model than ``model`` makes.
+      InvalidArgumentError: The ending is unknown, ``only`` matches nothing, or an option is for another format.
       CheckpointWriteError: The file cannot be written, or safetensors does not support the dtype of an array
-        (``int4``).
-      MissingExtraError: safetensors is not installed.
+        (``int4``). An existing file is unchanged.
+      MissingExtraError: orbax or Keras is not installed.
     """
-    try:
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise missing_extra("Exporting a checkpoint to safetensors", "checkpoint", "safetensors") from error
-    saved = _opened(path)
+    to = os.path.abspath(path_of(to, "to", "model.safetensors"))
+    head, ending = _split(to)
+    _check_options(to, ending, only, model)
+    saved = opened(path)
+    if ending in _OF_KERAS:
+        assert model is not None
+        files_of_keras = importlib.import_module("replicax._src.keras.exported_files")
+        write = files_of_keras.writing(saved, model, name)
+    else:
+        arrays = _chosen(saved, "*" if only is None else only)
+        write_arrays = safetensors_files.write if ending else orbax_directories.write
+        write = functools.partial(write_arrays, arrays=arrays)
+        if not ending:
+            orbax_directories.orbax()
+            if os.path.lexists(to):
+                raise InvalidArgumentError(f"{to!r} exists. Remove it, or export to a new directory.")
+    with _in_place(to, f"{head}.part{ending}") as part:
+        write(part)
+    return to
+
+
+def _split(to: str) -> tuple[str, str]:
+    """Returns a path without its ending, and the ending; "" for a directory.
+
+    Raises:
+      InvalidArgumentError: The ending is of another format.
+    """
+    for ending in (_SAFETENSORS, *_OF_KERAS):
+        if to.endswith(ending):
+            return to.removesuffix(ending), ending
+    if os.path.splitext(to)[1]:
+        raise InvalidArgumentError(
+            f"export writes a file that ends with '.safetensors', '.weights.h5' or '.keras', or a directory for orbax, "
+            f"whose name has no ending; got {to!r}."
+        )
+    return to, ""
+
+
+def _check_options(to: str, ending: str, only: Any, model: Any) -> None:
+    if ending in _OF_KERAS:
+        if not callable(model):
+            raise InvalidArgumentError(
+                f"{os.path.basename(to)!r} is a file of Keras, so export needs model=make_model, a function that makes "
+                f"the model that was saved; got {model!r:.200}."
+            )
+        if only is not None:
+            raise InvalidArgumentError(
+                "only is for safetensors and orbax. A file of Keras has the full model."
+            )
+    elif model is not None:
+        raise InvalidArgumentError(
+            f"model is for files that end with '.weights.h5' or '.keras', not for {os.path.basename(to)!r}."
+        )
+
+
+def _chosen(saved: SavedCheckpoint, only: str | Iterable[str]) -> dict[str, SavedValue]:
+    """Returns the arrays whose keys match the patterns."""
     patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
     if not all(isinstance(each, str) for each in patterns):
         raise InvalidArgumentError(
@@ -123,35 +126,47 @@ def export_safetensors(
     keys = [key for key in saved.contents.arrays if any(fnmatch.fnmatchcase(key, each) for each in patterns)]
     if not keys:
         raise InvalidArgumentError(
-            f"export_safetensors(only={only!r}) matches none of the arrays of {saved.path!r}, so nothing was "
-            f"written. It has {', '.join(sorted(saved.contents.arrays)[:20]) or 'only numbers and strings'}."
+            f"only={only!r} matches none of the arrays of {saved.path!r}, so nothing was written. It has "
+            f"{', '.join(sorted(saved.contents.arrays)[:20]) or 'only numbers and strings'}."
         )
-    file = os.path.abspath(path_of(file, "file", "model.safetensors"))
-    values = {key: np.asarray(saved.array(key).read(), order="C") for key in keys}
-    labels = {key: saved.contents.arrays[key].label for key in keys}
-    with _in_place(file, f"{file}.part"):
-        save_file(values, f"{file}.part", metadata=labels)
-    return file
+    return {key: saved.array(key) for key in keys}
 
 
 @contextlib.contextmanager
-def _in_place(file: str, part: str) -> Iterator[None]:
-    """Returns a context in which ``part`` is written. It then replaces ``file``, whose directory is created.
+def _in_place(to: str, part: str) -> Iterator[str]:
+    """Yields a path to write, which then replaces ``to``. Makes the directory that it is in.
 
     Raises:
-      CheckpointWriteError: It could not be written; ``file`` is unchanged.
+      CheckpointWriteError: It could not be written; ``to`` is unchanged.
     """
     try:
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        yield
-        os.replace(part, file)
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            os.remove(part)
+        os.makedirs(os.path.dirname(to), exist_ok=True)
+        _remove(part)
+        yield part
+        _flush(part)
+        os.replace(part, to)
+    except BaseException as error:
+        _remove(part)
+        if isinstance(error, ReplicaxError) or not isinstance(error, Exception):
+            raise
         raise CheckpointWriteError(
             getattr(error, "errno", None) or errno.EIO,
-            f"{file!r} could not be written ({type(error).__name__}: {error!s:.300}). An existing file is unchanged.",
+            f"{to!r} could not be written ({type(error).__name__}: {error!s:.300}). An existing file is unchanged.",
         ) from error
+
+
+def _remove(part: str) -> None:
+    if os.path.isdir(part):
+        shutil.rmtree(part, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.remove(part)
+
+
+def _flush(part: str) -> None:
+    """Waits until a file is on the disk."""
+    if os.path.isfile(part):
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
@@ -180,7 +195,6 @@ def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
         )
     if not processes.is_chief():
         return None
-    part = file.removesuffix(_WEIGHTS) + ".part" + _WEIGHTS
-    with _in_place(file, part):
+    with _in_place(file, file.removesuffix(_WEIGHTS) + ".part" + _WEIGHTS) as part:
         model.save_weights(part, overwrite=True)
     return file

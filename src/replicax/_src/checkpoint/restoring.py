@@ -159,6 +159,16 @@ class Restoration:
         finally:
             self._is_advancing = False
 
+    def matches(self) -> dict[str, Leaf]:
+        """Returns the leaves that have a counterpart, by its key. It reads and restores nothing.
+
+        Raises:
+          CheckpointMismatchError: Shapes or dtypes differ.
+        """
+        pairs = self._matched()
+        self._check(pairs, [], [])
+        return {pair.key: pair.leaf for pair in pairs}
+
     def _read(self, *, is_strict: bool, is_first: bool) -> tuple[list[_Pair], dict[str, Any], list[str]]:
         """Checks what was matched, and reads it into memory. It changes nothing."""
         pairs = self._awaited()

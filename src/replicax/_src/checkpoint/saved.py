@@ -111,6 +111,10 @@ class SavedValue:
             self._readers[folder] = self._saved.reader(f"{folder}/{self._key}", self._key, stored)
         return self._readers[folder]
 
+    def release(self) -> None:
+        """Frees the chunks that were read and kept."""
+        self._readers.clear()
+
     def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
         """Returns the values of an index, in memory that nobody else holds.
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
 import os
 import runpy
 import sys
@@ -39,7 +38,6 @@ from replicax._src.tracebacks import shorten
 from replicax._src.tracing.capture import current_capture, planning
 from replicax._src.user_code import UNKNOWN, user_line_of
 
-_DEFERRED_BYTES = 1 << 20
 _LOOPS = ("fit", "train_on_batch", "evaluate", "test_on_batch", "predict", "predict_on_batch")
 
 
@@ -74,11 +72,13 @@ class _FirstProgram:
     def _install_keras(self) -> None:
         import keras
 
+        from replicax._src.keras import unallocated_variables
+
         use_imported()
         for name in _LOOPS:
             replace_method(keras.Model, name, functools.partial(self._loop, name=name))
-        replace_method(keras.Variable, "__init__", functools.partial(_variable, scope=keras.StatelessScope))
-        replace_method(keras.Variable, "_deferred_initialize", _deferred)
+        replace_method(keras.Variable, "__init__", unallocated_variables.make)
+        replace_method(keras.Variable, "_deferred_initialize", unallocated_variables.initialize)
 
     def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
         context.check_may_enter(strategy)
@@ -159,26 +159,6 @@ def _is_item(value: Any) -> bool:
 
 def _is_inside() -> bool:
     return planning.get() or current_capture() is not None or context.in_replica_function()
-
-
-def _is_large(shape: Any) -> bool:
-    return shape is not None and 4 * math.prod(shape) >= _DEFERRED_BYTES
-
-
-def _variable(
-    original: Any, variable: Any, initializer: Any, shape: Any = None, *args: Any, scope: Any, **kwargs: Any
-) -> None:
-    """Creates a large Keras variable without a value, because a plan needs only its shape."""
-    if (callable(initializer) or isinstance(initializer, str)) and _is_large(shape):
-        with scope(initialize_variables=False):
-            original(variable, initializer, shape, *args, **kwargs)
-    else:
-        original(variable, initializer, shape, *args, **kwargs)
-
-
-def _deferred(original: Any, variable: Any) -> None:
-    if not _is_large(variable.shape):
-        original(variable)
 
 
 def _heard(result: Path, text: str, plan: Plan | None) -> None:

@@ -335,7 +335,7 @@ class Topology:
             return [self.put_whole(value) for value in values]
         of_all = self.peers.gather_before_program(
             "comparing values that were set outside of programs",
-            [[name, _digest(value)] for name, value in zip(names, values, strict=True)],
+            [[name, digest(value)] for name, value in zip(names, values, strict=True)],
         )
         if any([name for name, _ in their] != list(names) for their in of_all):
             have = "\n".join(
@@ -430,8 +430,10 @@ class Topology:
         return SharedProgram(compiled, name, self.peers, has_one_form=has_one_form)
 
 
-def _digest(value: jax.Array) -> str:
-    return hashlib.sha256(np.asarray(value).tobytes()).hexdigest()
+def digest(value: jax.Array | np.ndarray) -> str:
+    """Returns a text that is equal for arrays with equal bytes."""
+    data = np.ascontiguousarray(np.asarray(value)).reshape(-1).view(np.uint8)
+    return hashlib.sha256(data.data).hexdigest()
 
 
 def _unchanged(value: Any) -> Any:

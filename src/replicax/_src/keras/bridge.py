@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import keras
+from keras.src.saving import saving_lib
 
-from replicax._src import jax_compat
+from replicax._src import context, jax_compat
 from replicax._src.framework import Framework, stop_using, use
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import checkpointing, losses, metric_results, models, planned_steps
@@ -43,6 +44,15 @@ def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _reads_from_disk(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Makes Keras use a temporary file, in scopes, where it would hold all weights of a ``.keras`` file in memory."""
+
+    def is_memory_sufficient(model: Any) -> bool:
+        return not context.has_strategy() and original(model)
+
+    return is_memory_sufficient
+
+
 _BASES: Final = (
     (keras.Variable, PlacedVariable),
     (keras.optimizers.Optimizer, PlacedOptimizer),
@@ -63,9 +73,11 @@ _REPLACED: Final = (
     # These two regularizers turn their factors into arrays and keep them (Keras 3.12 to 3.15).
     (keras.regularizers.L1, "__init__", _outside_functions),
     (keras.regularizers.OrthogonalRegularizer, "__init__", _outside_functions),
+    # `load_model` and `model.save` hold the full file in memory if the host has twice as much (Keras 3.12 to 3.15).
+    (saving_lib, "is_memory_sufficient", _reads_from_disk),
 )
 
-_originals: list[tuple[type, str, Any]] = []
+_originals: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
@@ -98,7 +110,7 @@ def uninstall() -> None:
     stop_using("keras")
 
 
-def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     original = vars(owner)[name]
     wrapped = wrap(original)
     _originals.append((owner, name, original))

@@ -1,9 +1,11 @@
-"""Reads of Keras variables that are sharded over several processes, outside of programs. No process holds a full
-variable.
+"""Reads and assignments of Keras variables that are sharded over several processes, outside of programs. No process
+holds a full variable.
 
 A read needs all processes, which gather the variable together, so all must read the same variables in the same order.
 The end of an epoch of ``fit`` is an exception: processes whose callbacks have finished wait there for the others, and
 gather the variables that these read meanwhile. So a chief can save alone.
+
+A value that all processes assign, such as loaded weights, is cut into shards at once if all have the same value.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 import keras
+import numpy as np
 
 from replicax._src import context, jax_compat
+from replicax._src.devices.topology import digest
 from replicax._src.keras.overriding import overridden
 from replicax._src.variables.layouts import VariableLayouts
 
@@ -67,6 +71,19 @@ class SharedReads:
             asked, gathered = self._gather_together(number)
             if asked == number and gathered is not None:
                 return gathered
+
+    def in_shards(self, path: str, value: np.ndarray, sharding: Any) -> jax.Array | None:
+        """Returns a host value that all processes assign, as shards; None if they assign different values, which the
+        next program compares.
+        """
+        peers = self._layouts.topology.peers
+        assert peers is not None
+        if self._is_open:  # other processes may answer reads now
+            return None
+        of_all = peers.gather_before_program("assigning divided variables", [path, digest(value)])
+        if any(theirs != of_all[0] for theirs in of_all):
+            return None
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
 
     def open(self, *args: Any) -> None:
         """Allows each process to read alone, until all call ``meet``."""
@@ -125,6 +142,19 @@ def is_sharded(value: Any) -> bool:
     if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False
     return not value.is_fully_addressable and not value.is_fully_replicated
+
+
+def in_shards(variable: Any, value: Any, stored: Any) -> Any:
+    """Returns a host value that is assigned outside of functions, as the variable stores it: in shards if ``stored`` is
+    sharded over several processes.
+    """
+    if not is_needed or not isinstance(value, np.ndarray) or not is_sharded(stored):
+        return value
+    reads = of(context.owners.get(id(variable)))
+    if reads is None or value.shape != stored.shape:
+        return value
+    shards = reads.in_shards(variable.path, np.asarray(value, stored.dtype), stored.sharding)
+    return value if shards is None else shards
 
 
 def shards() -> contextlib.AbstractContextManager[None]:

@@ -16,8 +16,8 @@ import keras
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.directory import is_of_keras
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
-from replicax._src.checkpoint.export import load_checkpoint
 from replicax._src.checkpoint.polling import checkpoints_iterator
+from replicax._src.checkpoint.reader import load_checkpoint
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import path_of
 

@@ -93,6 +93,8 @@ class PlacedVariable(_Keras):
     def assign(self, value: Any) -> Any:
         """Assigns the value where the variable is kept."""
         stored = getattr(self, "_value", None)
+        if shared_reads.is_needed and current_capture() is None:
+            value = shared_reads.in_shards(self, value, stored)
         result = super().assign(placed_variables.beside(self, value))
         if isinstance(stored, ServerArray):
             (assigned,) = accessor.get([self])

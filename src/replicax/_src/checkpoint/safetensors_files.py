@@ -1,0 +1,167 @@
+"""Files in the format safetensors: a header in JSON, and the bytes of each tensor. Written and read part by part.
+
+The format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.checkpoint.errors import CheckpointWriteError
+from replicax._src.checkpoint.saved import SavedValue
+from replicax._src.checkpoint.slabs import SLAB_BYTES, slabs
+from replicax._src.errors import InvalidArgumentError
+
+_NAMES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPES: Final = {name: jnp.dtype(dtype) for dtype, name in _NAMES.items()}
+_INDEX: Final = ".index.json"
+_MOST_HEADER_BYTES: Final = 100_000_000  # the limit of the format
+
+
+def write(file: str, *, arrays: Mapping[str, SavedValue]) -> None:
+    """Writes arrays under their keys, with their labels as metadata.
+
+    Raises:
+      CorruptCheckpointError: An array is damaged.
+      CheckpointWriteError: The format lacks the dtype of an array.
+      OSError: The file cannot be written.
+    """
+    lacking = [
+        f"{key} ({array.dtype.name})" for key, array in arrays.items() if array.dtype.name not in _NAMES
+    ]
+    if lacking:
+        raise CheckpointWriteError(
+            errno.EINVAL,
+            f"safetensors does not support the dtypes of {', '.join(lacking[:5])}. Export the others, with only, or all "
+            "to a directory for orbax.",
+        )
+    # Large items first, so that each tensor begins at a multiple of its item's size.
+    keys = sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key))
+    header: dict[str, Any] = {"__metadata__": {key: arrays[key].label for key in keys}}
+    position = 0
+    for key in keys:
+        array = arrays[key]
+        end = position + math.prod(array.shape) * array.dtype.itemsize
+        header[key] = {
+            "dtype": _NAMES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for key in keys:
+            for _, values in slabs(arrays[key]):
+                opened.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+@final
+class Tensor:
+    """A tensor in a file, of which parts can be read.
+
+    Attributes:
+      shape, dtype: Its shape and dtype.
+      num_components: 0, as in other sources of values.
+    """
+
+    num_components = 0
+
+    def __init__(self, file: str, offset: int, shape: tuple[int, ...], dtype: np.dtype):
+        self.shape, self.dtype = shape, dtype
+        self._file, self._offset, self._as = file, offset, dtype
+
+    def cast(self, dtype: np.dtype) -> Tensor:
+        """Returns the same tensor, whose values are read as another dtype."""
+        tensor = Tensor(self._file, self._offset, self.shape, self.dtype)
+        tensor._as = dtype
+        return tensor
+
+    def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """Returns the values of an index, in memory that nobody else holds."""
+        if not math.prod(self.shape):
+            return np.zeros(self.shape, self._as)[index]
+        mapped = np.memmap(self._file, self.dtype, "r", self._offset, self.shape)
+        return np.array(mapped[index], self._as, order="C")
+
+    def read_components(self, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """There are none."""
+        raise AssertionError(f"a tensor has no components, so not {index}")
+
+    def slabs(self, max_bytes: int = SLAB_BYTES) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields the rows in turn, in blocks."""
+        rows = max(1, max_bytes // max(1, math.prod(self.shape[1:]) * self._as.itemsize))
+        for start in range(0, self.shape[0], rows):
+            block = slice(start, min(start + rows, self.shape[0]))
+            yield block, self.read((block,))
+
+
+def tensors_of(file: str) -> dict[str, Tensor]:
+    """Returns the tensors of a file, or of all files that an index lists (``model.safetensors.index.json``).
+
+    Raises:
+      InvalidArgumentError: There is no such file, or it has another format or is truncated.
+    """
+    try:
+        return _of_index(file) if file.endswith(_INDEX) else _of_file(file)
+    except OSError as error:
+        raise InvalidArgumentError(f"The safetensors file {file!r} cannot be read ({error}).") from error
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise InvalidArgumentError(
+            f"{file!r} is no safetensors file, or is truncated ({type(error).__name__}: {error!s:.200}). Give a file "
+            f"such as 'model.safetensors', or an index such as 'model.safetensors{_INDEX}'."
+        ) from error
+
+
+def _of_index(file: str) -> dict[str, Tensor]:
+    with open(file, encoding="utf-8") as opened:
+        files: dict[str, str] = json.load(opened)["weight_map"]
+    tensors: dict[str, Tensor] = {}
+    for name in dict.fromkeys(files.values()):
+        tensors |= _of_file(os.path.join(os.path.dirname(file), name))
+    return {name: tensors[name] for name in files}
+
+
+def _of_file(file: str) -> dict[str, Tensor]:
+    size = os.path.getsize(file)
+    with open(file, "rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > min(size, _MOST_HEADER_BYTES):
+            raise ValueError("its header is longer than the file")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, each in header.items():
+        start, end = each["data_offsets"]
+        shape, dtype = tuple(each["shape"]), _DTYPES[each["dtype"]]
+        if end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+            raise ValueError(f"{name!r} has {end - start} bytes at {start}, and the file {size}")
+        tensors[name] = Tensor(file, 8 + length + start, shape, dtype)
+    return tensors
