@@ -105,7 +105,8 @@ def test_table_is_read_and_restored_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(chunks, "FILE_BYTES", 1 << 19)
     monkeypatch.setattr(array_files, "_CACHE_BYTES", 1 << 17)
-    values = np.random.RandomState(0).randn(1 << 16, 32).astype(np.float32)
+    monkeypatch.setattr(array_files, "_WINDOW_BYTES", 1 << 19)
+    values = np.random.RandomState(0).randn(1 << 17, 32).astype(np.float32)
     with servers(2, FixedShardsPartitioner(2)).scope():
         table = rx.Variable(values, name="table")
     tracemalloc.start()

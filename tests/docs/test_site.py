@@ -99,6 +99,7 @@ NOT_VARIABLES = [
     "PER_WORKER",
     "F8_E4M3",  # dtypes of safetensors
     "F8_E5M2",
+    "NOT_FOUND",
     "RESOURCE_EXHAUSTED",
     "SC_PAGE_SIZE",
     "SC_PHYS_PAGES",

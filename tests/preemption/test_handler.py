@@ -231,7 +231,11 @@ def test_an_error_of_a_step_changes_nothing(tmp_path):
         assert training.handler.total_run_calls == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"step_counter": lambda: 1, "checkpoint_interval": 100}], ids=["alone", "with an interval"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"step_counter": lambda: 1, "checkpoint_interval": 100}],
+    ids=["alone", "with an interval"],
+)
 def test_manager_is_used_unchanged(tmp_path, options):
     """On preemption it saves, also before ``checkpoint_interval`` has passed."""
     strategy = rx.OneDeviceStrategy("cpu:0")

@@ -66,6 +66,7 @@ ELEMENTWISE = {
     "polygamma": (lax.polygamma, on(Y, X)),
     "population_count": (lax.population_count, on(INTS)),
     "real": (lax.real, on(lax.complex(X, Y))),
+    "replicax_rows": (functools.partial(marked, markers.rows_p), on(X)),
     "reduce_precision": (lambda x: lax.reduce_precision(x, 5, 3), on(X)),
     "regularized_incomplete_beta": (lax.betainc, on(X, Y, X)),
     "select_n": (lambda x, y: lax.select_n(x < 0.5, x, y), on(X, Y)),
