@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import final
 
 CHUNK_BYTES = 4 << 20
-FILE_BYTES = 64 << 20
+FILE_BYTES = 32 << 20
 _LARGEST_DIVISOR = 64  # thinner chunks are worse than larger ones
 _EVEN_DIVISOR = 7  # a dim that no device divides is rather halved unevenly than divided by a larger number
 
