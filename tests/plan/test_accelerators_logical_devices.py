@@ -55,10 +55,9 @@ def test_sharded_state_gathers_only_shards_over_replicas(topology):
     assert found.memory.arguments == of_kernels // 8 + ROWS * WIDTH * F32
     gathered = [c for c in found.compiled if c.kind == "all-gather"]
     assert {c.axes for c in gathered} == {("replica",)}
-    assert sum(c.bytes * c.count for c in gathered) in (
-        of_kernels // 2,
-        of_kernels,
-    )  # once, or twice for "down"
+    # The TPU's compiler casts to what its matrix unit multiplies, bfloat16, before it gathers.
+    least = of_kernels // (4 if topology.startswith("v5e") else 2)
+    assert sum(c.bytes * c.count for c in gathered) in (least, 2 * least)  # once, or twice for "down"
 
 
 def test_replica_over_several_hosts_raises():
