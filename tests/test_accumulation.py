@@ -430,3 +430,23 @@ def test_rows_of_replicas_outside_of_run():
     (batch,) = strategy.experimental_distribute_dataset(rx.data.from_arrays(X).batch(ROWS))
     accumulated = rx.experimental.accumulate(2)(lambda x: (jnp.sum(x), 1))
     message(rx.errors.PerReplicaUseError, lambda: accumulated(batch), "strategy.run")
+
+
+def test_tape_around_it_where_a_replica_has_no_rows():
+    strategy = rx.MirroredStrategy(CPUS)
+    with strategy.scope():
+        weight = rx.Variable(np.ones(8, np.float32))
+
+    @rx.experimental.accumulate(2)
+    def mean_of(rows):
+        return jnp.sum(rows * weight.value), rows.shape[0]
+
+    def step(rows):
+        with rx.GradientTape() as tape:
+            mean = mean_of(rows)
+        return rx.get_replica_context().all_reduce("SUM", tape.gradient(mean, weight))
+
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: np.ones((0 if context.replica_id_in_sync_group == 3 else 4, 8), np.float32)
+    )
+    assert_close(strategy.experimental_local_results(strategy.run(step, args=(rows,)))[0], np.ones(8), 1e-6)

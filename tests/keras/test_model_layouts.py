@@ -252,3 +252,11 @@ def test_an_error_in_the_function_leaves_keras_as_it_was():
     assert layer.name == f"dense_{number + 1}"
     layer.build((None, 2))
     assert np.asarray(layer.kernel).shape == (2, 2)  # it has a value: no stateless scope is open
+
+
+def test_replicas_of_one_device_need_no_layouts():
+    layout_map = rx.experimental.layouts.for_model(mlp, devices_per_replica=np.int64(1))
+    assert len(layout_map) == 0
+    assert (
+        rx.MirroredStrategy(["cpu:0"], devices_per_replica=1, layout_map=layout_map).num_replicas_in_sync == 1
+    )

@@ -531,3 +531,22 @@ def test_uneven_batches_have_no_branches(prints, monkeypatch):
     assert not [
         eqn for eqn in branches for inner in equations_in(eqn) if inner.primitive.name == "dot_general"
     ]
+
+
+def test_indexing_under_a_condition_of_each_replica():
+    """A pass marks what the compiler would do wrong on shards. Such a mark may stand under a condition that differs."""
+    strategy = rx.MirroredStrategy(devices_per_replica=2, shard_state="all")
+    with strategy.scope():
+        table = rx.Variable(np.ones((8, 8), np.float32))
+
+    def step(ids):
+        def rows(table):
+            return jnp.sum(table[ids])
+
+        return jax.lax.cond(ids[0] > 1, lambda t: jnp.sum(jax.grad(rows)(t)), lambda t: 0.0, table.value)
+
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full(5, context.replica_id_in_sync_group, np.int32)
+    )
+    results = strategy.experimental_local_results(strategy.run(step, args=(ids,)))
+    assert list(map(float, results)) == [0.0, 0.0, 40.0, 40.0]

@@ -99,6 +99,10 @@ OTHERS = {
         functools.partial(marked, markers.logical_p, mesh=MESH, spec=jax.sharding.PartitionSpec()),
         on(X),
     ),
+    "replicax_replicated": (
+        functools.partial(marked, markers.replicated_p, mesh=MESH, spec=jax.sharding.PartitionSpec()),
+        on(X),
+    ),
 }
 
 COLLECTIVES = {
@@ -154,7 +158,9 @@ def test_a_reduced_value_stays_reduced(name):
     assert found is Replication.REDUCED
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *MOVES, "optimization_barrier", "replicax_logical"])
+@pytest.mark.parametrize(
+    "name", [*ELEMENTWISE, *MOVES, "optimization_barrier", "replicax_logical", "replicax_replicated"]
+)
 def test_a_value_that_differs_still_differs(name):
     fn, args = {**ELEMENTWISE, **MOVES, **OTHERS}[name]
     assert replication_of(fn, *args, given=Replication.VARYING)[0] is Replication.VARYING

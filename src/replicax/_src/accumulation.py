@@ -16,6 +16,7 @@ from replicax._src.control import assert_same
 from replicax._src.errors import InvalidArgumentError, PerReplicaUseError, StructureError
 from replicax._src.framework import is_variable
 from replicax._src.function import Function
+from replicax._src.options import whole_number
 from replicax._src.tracing.capture import TracedCapture, current_capture
 from replicax._src.tracing.key import is_array, name_of
 from replicax._src.tracing.loss_counts import LossCount, counting, note_loss
@@ -61,12 +62,7 @@ def accumulate(num_micro_batches: int) -> Callable[[MicroFunction], Callable[...
     >>> float(mean_of((jnp.arange(5.0), jnp.array([1, 1, 1, 1, 0]))))
     1.5
     """
-    is_int = isinstance(num_micro_batches, int) and not isinstance(num_micro_batches, bool)
-    if not is_int or num_micro_batches < 1:
-        raise InvalidArgumentError(
-            f"accumulate takes the number of micro-batches, an int of at least 1, got {num_micro_batches!r}. Write "
-            "@rx.experimental.accumulate(4)."
-        )
+    num_micro_batches = whole_number("num_micro_batches", num_micro_batches, least=1)
 
     def decorate(fn: MicroFunction) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -264,8 +260,10 @@ def _scanned(
         jaxpr, consts = jax_compat.trace(body, [*map(jax_compat.abstractify, values), *avals])
         return _Trace(jaxpr, consts, found[0])
 
-    # A replica without rows takes part, too: it returns zeros, and assigns the variables that the others assign.
-    sizes = [rows for _, rows in groups] or [1]
+    # A replica without rows takes part, too: it returns zeros, which depend on the variables as on the other replicas,
+    # and assigns the variables that the others assign.
+    groups = groups or [(0, 1)]
+    sizes = [rows for _, rows in groups]
     while True:
         num_written = len(written)
         traces = [traced(rows) for rows in sizes]

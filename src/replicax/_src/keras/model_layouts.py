@@ -18,6 +18,7 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras_backend import check_keras
+from replicax._src.options import whole_number
 from replicax._src.variables.layer_layouts import (
     DENSE,
     LayerVariable,
@@ -86,14 +87,7 @@ def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_p
     check_keras("rx.experimental.layouts.for_model")
     import keras
 
-    if (
-        isinstance(devices_per_replica, bool)
-        or not isinstance(devices_per_replica, int)
-        or devices_per_replica < 1
-    ):
-        raise InvalidArgumentError(
-            f"devices_per_replica must be the number of devices of a replica, 1 or more; got {devices_per_replica!r}."
-        )
+    devices_per_replica = whole_number("devices_per_replica", devices_per_replica, least=1)
     if isinstance(model, keras.Layer):
         built = model
     else:
@@ -113,6 +107,8 @@ def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_p
             f"The model {built.name!r} has no variables yet, so their shapes are unknown. Build it first: give it a "
             "keras.Input, or call model.build(input_shape) in the function that makes it."
         )
+    if devices_per_replica == 1:
+        return LayoutMap()
     choices = choose_layouts(layers, devices_per_replica)
     layout_map = layout_map_of(choices, _automatic_names(built))
     share, excess = excess_of_device(choices, devices_per_replica)

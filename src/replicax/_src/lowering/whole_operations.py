@@ -35,7 +35,7 @@ from replicax._src import jax_compat
 from replicax._src.devices.specs import Axes, axes_of, spec_of, without
 from replicax._src.devices.topology import REPLICA_AXIS, SHARD_AXIS, Topology
 from replicax._src.tracing.equations import equations, equations_in, evaluated
-from replicax._src.tracing.markers import logical_p
+from replicax._src.tracing.markers import logical_p, replicated_p
 from replicax._src.tracing.program import ReplicaProgram, Variant, is_print
 
 Rule = Callable[[Any], bool]
@@ -191,7 +191,7 @@ def make_whole(program: ReplicaProgram, topology: Topology) -> ReplicaProgram:
     """Returns the program with such operations replicated over the logical devices of each replica."""
 
     def whole(value: Any) -> Any:
-        return logical_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))
+        return replicated_p.bind(value, mesh=topology.mesh, spec=PartitionSpec(*[None] * value.ndim))
 
     mesh = topology.mesh.abstract_mesh.update_axis_types({REPLICA_AXIS: AxisType.Manual})
 

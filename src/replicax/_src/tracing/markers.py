@@ -114,3 +114,6 @@ read_p = jax_compat.identity_primitive("replicax_read")
 
 # A value laid out over the logical devices of its replica. Params: mesh, spec.
 logical_p = jax_compat.sharding_primitive("replicax_logical")
+
+# The same, put there by a pass, around an operation that would be wrong on shards. It may stand under any condition.
+replicated_p = jax_compat.sharding_primitive("replicax_replicated")

@@ -51,7 +51,9 @@ COLLECTIVES: Final = MAKES_EQUAL | frozenset(
 # --- for the replication analysis --------------------------------------------------------------------
 
 KEEPS_REDUCED: Final = (
-    ELEMENTWISE | MOVES | frozenset("optimization_barrier replicax_aggregate replicax_logical".split())
+    ELEMENTWISE
+    | MOVES
+    | frozenset("optimization_barrier replicax_aggregate replicax_logical replicax_replicated".split())
 )
 """Primitives whose result is reduced if their operand is."""
 KEEPS_SHIFTED: Final = frozenset("add convert_element_type copy reshape slice squeeze".split())

@@ -211,8 +211,14 @@ def _of_einsum(
     is_rows = role[0] is _Role.ROWS
     yield Choice(kernel, _sharded(len(kernel.shape), (einsum.taken if is_rows else einsum.made)[0]))
     if bias is not None:
-        of_bias = () if is_rows else _sharded(len(bias.shape), einsum.dim_of_bias(len(bias.shape)))
-        yield Choice(bias, of_bias, "it is added after the sum over the devices" if is_rows else "")
+        dim = einsum.dim_of_bias(len(bias.shape))
+        if is_rows or dim < 0:
+            reason = (
+                "it is added after the sum over the devices" if is_rows else "it has no dim that is divided"
+            )
+            yield Choice(bias, (), reason)
+        else:
+            yield Choice(bias, _sharded(len(bias.shape), dim))
     yield from _replicated(
         layer, f"no rule is for this variable of a {layer.kind}", besides=("kernel", "bias")
     )

@@ -60,13 +60,14 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> ja
 
 
 def lookup(table: Any, ids: Any) -> jax.Array:
-    """Returns rows of a table that may be sharded over replicas, and never gathers the table for it.
+    """Returns rows of a table that may be sharded over replicas, without gathering the table.
 
     It is ``table[ids]``, in every context, and is differentiable. With ``shard_state="all"`` each replica holds a shard
     of a trainable table. In ``Strategy.run`` and ``fit`` the replicas then exchange ids and rows, whatever the number
     of ids. With n ids on each of the S replicas that share a table, a lookup moves S·n rows to each replica, and so
     does its gradient. ``embedding_lookup``, ``table[ids]`` and Keras's ``Embedding`` do the same for tables of at least
-    1 MiB if all replicas together look up fewer rows than the table has. Otherwise they gather the table.
+    1 MiB if all replicas together look up fewer rows than the table has. Otherwise they gather the table. The reference
+    of sharded state lists the cases in which ``lookup`` gathers it, too.
 
     All replicas must call it, also those without rows. It communicates; it does not block.
 
