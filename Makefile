@@ -11,6 +11,10 @@ PEERS_STAMP := $(PEERS_VENV)/.installed
 KERAS_HUB := --no-deps keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.38 regex==2026.11.19 sentencepiece==0.2.3 tokenizers==0.23.3
 PLAN_VENV := .venv-plan
 PLAN_STAMP := $(PLAN_VENV)/.installed
+ENGINES_VENV := .venv-engines
+ENGINES_STAMP := $(ENGINES_VENV)/.installed
+# Slurm and Open MPI, as Debian has them.
+ENGINES_PACKAGES := slurm-wlm munge openmpi-bin libopenmpi-dev gcc libc6-dev
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 DOCS_BUILD := build/docs
@@ -55,7 +59,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan fuzz docs docs-serve lint format bench clean
+.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines fuzz docs docs-serve lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -69,6 +73,8 @@ help:
 	@echo "make test-gpu   run the tests of GPUs (tests/gpu), where there is a GPU"
 	@echo "make test-peers run the tests with TensorFlow, torch, Hugging Face datasets and keras_hub (tests/peers)"
 	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
+	@echo "make test-engines  run the tests on Slurm, Ray, Open MPI and manifests for Kubernetes (tests/engines); as root it installs"
+	@echo "                Debian's packages of Slurm and Open MPI where they are missing"
 	@echo "make fuzz       compare operations that mix rows on several devices with one device in float64 (an hour)"
 	@echo "make docs       build the site into $(DOCS_BUILD)/html; warnings are errors"
 	@echo "make docs-serve show it on http://127.0.0.1:$(DOCS_PORT)"
@@ -135,6 +141,15 @@ test-plan: $(PLAN_STAMP)
 	@echo "test-plan: pytest tests/plan"
 	@$(PLAN_ENV) $(PLAN_VENV)/bin/python -m pytest -q tests/plan
 
+# Without root or apt the tests of Slurm and Open MPI are skipped, with the reason. One process: Ray's cluster is shared.
+test-engines: $(ENGINES_STAMP)
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(ENGINES_PACKAGES) >/dev/null 2>&1; then \
+	  echo "test-engines: apt-get install $(ENGINES_PACKAGES)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(ENGINES_PACKAGES); } >/dev/null || \
+	  echo "test-engines: apt-get failed; tests of what is missing are skipped"; fi
+	@echo "test-engines: pytest tests/engines"
+	@REPLICAX_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest -q -rs tests/engines
+
 # Each cell of a notebook runs once: $(DOCS_BUILD)/notebooks keeps the outputs until the cells change.
 docs: $(DOCS_STAMP)
 	@echo "docs: sphinx-build docs $(DOCS_BUILD)/html"
@@ -165,7 +180,7 @@ bench: $(STAMP)
 
 clean:
 	@echo "clean: removing the environments of this Makefile, build outputs and caches"
-	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) $(DOCS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) $(ENGINES_VENV) $(DOCS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # $(call install,environment,what pip installs,packages besides or instead)
@@ -202,6 +217,9 @@ $(PEERS_STAMP): peers.lock pyproject.toml
 
 $(PLAN_STAMP): plan.lock requirements.lock pyproject.toml
 	$(call install,$(PLAN_VENV),-r plan.lock)
+
+$(ENGINES_STAMP): engines.lock requirements.lock pyproject.toml
+	$(call install,$(ENGINES_VENV),-r engines.lock)
 
 $(DOCS_STAMP): docs.lock requirements.lock pyproject.toml
 	$(call install,$(DOCS_VENV),-r docs.lock)
