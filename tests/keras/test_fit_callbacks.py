@@ -625,6 +625,23 @@ def test_a_keyboard_interrupt_in_a_callback_leaves_the_weights_of_the_steps_done
     assert num_steps == 5
 
 
+@pytest.mark.quick
+def test_an_interrupt_while_keras_empties_the_variables_loses_nothing(strategy, monkeypatch):
+    model = make_model(strategy)
+    train(model)
+    before = state_of(model)
+
+    def empty_and_interrupt(*args, **groups):
+        keras.Model._purge_model_variables(model, *args, **groups)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "_purge_model_variables", empty_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(model)
+    for after, expected in zip(sum(state_of(model), []), sum(before, []), strict=True):
+        np.testing.assert_array_equal(after, expected)
+
+
 # Keras says of a generator without `steps_per_epoch` that its data ran out.
 ends = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 

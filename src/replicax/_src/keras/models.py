@@ -369,9 +369,18 @@ class PlacedModel(_Keras):
         with in_compute_loss():
             return super().compute_loss(*args, **kwargs)
 
-    def _get_jax_state(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_jax_state(self, *, purge_model_variables: bool = False, **groups: bool) -> Any:
         with shared_reads.shards():  # Keras's loops start with the stored shards
-            return super()._get_jax_state(*args, **kwargs)
+            state = super()._get_jax_state(**groups)
+        if purge_model_variables:
+            phase = next(
+                phase for phase in PHASES.values() if {g for g in groups if groups[g]} == set(phase.groups)
+            )
+            function = getattr(self, phase.function_name, None)
+            if isinstance(function, GlobalStepFunction):
+                state = function.hold(state)  # before the variables are empty, so that Ctrl-C loses nothing
+            self._purge_model_variables(**groups)
+        return state
 
 
 _SIGNATURE_OF_COMPILE = inspect.signature(keras.Model.compile)

@@ -219,8 +219,12 @@ class GlobalStepFunction(StepFunction):
             f"({', '.join(self.phase.groups)}). A step in TensorFlow's style takes only `data`, and returns the logs."
         )
 
+    def hold(self, state: State) -> State:
+        """Takes over the state of the variables, which Keras empties next."""
+        return self._held.hold(state)
+
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-        groups = self._held.hold(state)  # this comes first, because Keras has emptied the variables
+        groups = self._held.hold(state)
         batches: list[Batch] = []
         error: Exception | None = None
         capacity = self._most_steps

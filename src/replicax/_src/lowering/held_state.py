@@ -97,10 +97,11 @@ class HeldState:
         if self._groups is not None and state is self._groups:
             return self._groups
         self._remember_owned()
-        if self._groups is None:
-            self._groups = tuple(Values(()) for _ in state)
-        for group, given in zip(self._groups, state, strict=True):
+        groups = self._groups or tuple(Values(()) for _ in state)
+        for group, given in zip(groups, state, strict=True):
             group.arrays = list(given)
+        self._groups = groups  # all of them at once: Ctrl-C may come between any two lines
+        for given in state:
             if isinstance(given, list):
                 given.clear()  # otherwise its arrays would be held twice, and copied
         self._forget()
