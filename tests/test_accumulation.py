@@ -393,6 +393,7 @@ def test_the_number_is_a_positive_int(number):
     lambda x: jnp.sum(x),
     lambda x: (jnp.sum(x), 1, 2),
     lambda x: (jnp.sum(x), x),
+    lambda x: (jnp.sum(x), x, 1),
     lambda x: (jnp.sum(x), "1"),
     lambda x: (jnp.sum(x), None),
     lambda x: ("text", 1),

@@ -229,11 +229,26 @@ def test_the_devices_of_a_replica_exchange_only_sums():
         ({}, 2, ["for_model takes a Keras model", "got {}"]),
         (keras.Sequential, 2, ["for_model takes a Keras model"]),
         (lambda: None, 2, ["returned None"]),
+        (lambda size: mlp(), 2, ["without arguments", "'size'", "lambda"]),
         (lambda: keras.Sequential([keras.layers.Dense(2)]), 2, ["no variables yet", "keras.Input"]),
     ],
 )
 def test_invalid_arguments(model, devices, says):
     message(InvalidArgumentError, lambda: for_model(model, devices), *says)
+
+
+def test_layers_that_are_not_built_yet_are_warned_of(caplog):
+    class HalfBuilt(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = (keras.layers.Dense(8, name=name) for name in ("up", "down"))
+            self.up.build((None, 8))
+
+    with caplog.at_level(logging.WARNING, "replicax"):
+        for_model(lambda: HalfBuilt())
+    (record,) = caplog.records
+    assert "down" in record.getMessage()
+    assert "up" not in record.getMessage().split(":", 1)[1].split(".")[0]
 
 
 def test_an_error_in_the_function_leaves_keras_as_it_was():

@@ -140,8 +140,9 @@ class _Sums:
 
 def _sums_of(result: Any, name: str) -> _Sums:
     if not isinstance(result, tuple) or len(result) != 2:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise StructureError(
-            f"A function for accumulate returns (sums, count), got {type(result).__name__} from {name}. Write `return (loss, "
+            f"A function for accumulate returns (sums, count), got {got} from {name}. Write `return (loss, "
             "gradients), count`, with the sums over the rows of the micro-batch and the number that they are to be divided "
             "by, such as jnp.sum(mask)."
         )

@@ -95,6 +95,13 @@ def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_p
             raise InvalidArgumentError(
                 f"for_model takes a Keras model, or a function without arguments that makes one; got {model!r}."
             )
+        try:
+            inspect.signature(model).bind()
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"for_model calls the function that makes the model without arguments, and {model!r} takes some ({error}). Give "
+                "them to it: for_model(lambda: make_model(...), ...)."
+            ) from None
         with _deferred():
             built = model()
         if not isinstance(built, keras.Layer):
@@ -106,6 +113,16 @@ def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_p
         raise InvalidArgumentError(
             f"The model {built.name!r} has no variables yet, so their shapes are unknown. Build it first: give it a "
             "keras.Input, or call model.build(input_shape) in the function that makes it."
+        )
+    unbuilt = sorted(
+        {layer.path or layer.name for layer in built._flatten_layers(include_self=False) if not layer.built}
+    )
+    if unbuilt:
+        log.warning(
+            "Some layers of %r have no variables yet, so their variables will be replicated: %s. Call the whole model before "
+            "for_model sees it, in the function that makes it.",
+            built.name,
+            ", ".join(unbuilt[:_MAX_SHOWN]) + (", …" if len(unbuilt) > _MAX_SHOWN else ""),
         )
     if devices_per_replica == 1:
         return LayoutMap()
