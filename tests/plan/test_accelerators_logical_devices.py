@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from logical_training import F32, ROWS, WIDE, WIDTH, Training
+from logical_training import (
+    F32,
+    ROWS,
+    WIDE,
+    WIDTH,
+    Training,
+    collectives_by_hand,
+    exchanged,
+    two_dimensions,
+)
+from replicax._src.devices.ahead_of_time import topology_ahead
 from replicax._src.devices.hardware import hardware_of
 
 
@@ -58,6 +68,15 @@ def test_sharded_state_gathers_only_shards_over_replicas(topology):
     # The TPU's compiler casts to what its matrix unit multiplies, bfloat16, before it gathers.
     least = of_kernels // (4 if topology.startswith("v5e") else 2)
     assert sum(c.bytes * c.count for c in gathered) in (least, 2 * least)  # once, or twice for "down"
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])
+def test_collectives_of_two_dimensions_are_those_of_a_program_by_hand(topology):
+    strategy, step, described = two_dimensions()
+    hardware = hardware_of(topology)
+    devices = topology_ahead(hardware, 2).mesh.devices.reshape(-1, 2)
+    found = strategy.plan(step, args=tuple(described), topology=topology)
+    assert exchanged(found.compiled) == exchanged(collectives_by_hand(devices))
 
 
 def test_replica_over_several_hosts_raises():

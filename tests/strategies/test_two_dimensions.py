@@ -2,7 +2,6 @@
 bytes on each, and the collectives of a program written by hand.
 """
 
-import collections
 import functools
 
 import jax
@@ -12,11 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from checks import assert_close, message, tpu_strategy
+from logical_training import collectives_by_hand, exchanged, two_dimensions
 from replicax._src.plan.hlo import read_hlo
 from replicax._src.tracing import gathers
 from replicax._src.tracing.equations import equations, equations_in
@@ -155,14 +153,6 @@ def test_training_equals_one_device_and_shards_memory(how, num_logical, state, s
 # --- the collectives ------------------------------------------------------------------------------------------
 
 
-def exchanged(collectives):
-    """The bytes of results by kind and axes."""
-    total = collections.Counter()
-    for one in collectives:
-        total[one.kind, one.axes] += one.bytes * one.count
-    return dict(total)
-
-
 @pytest.mark.parametrize("num_logical", [2, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize("how", ["run", "fit"])
 def test_only_shards_are_exchanged_over_replicas(how, num_logical, monkeypatch):
@@ -205,68 +195,16 @@ def test_only_shards_are_exchanged_over_replicas(how, num_logical, monkeypatch):
     assert "over replica" in text
 
 
-def by_hand(num_replicas, num_logical):
-    """The step of ``test_collectives_are_those_of_a_program_by_hand``, with every exchange written down."""
-    devices = np.array(jax.devices()[: num_replicas * num_logical]).reshape(num_replicas, num_logical)
-    mesh = Mesh(devices, ("replica", "logical"))
-    up_spec, down_spec = P("replica", "logical"), P("logical", "replica")
-
-    def step(up_shard, down_shard, x, y):
-        up = jax.lax.all_gather(up_shard, "replica", axis=0, tiled=True)
-        down = jax.lax.all_gather(down_shard, "replica", axis=1, tiled=True)
-        hidden = jnp.tanh(x @ up)
-        errors = jax.lax.psum(hidden @ down, "logical") - y
-        of_outputs = 2 * errors / (len(x) * num_replicas)
-        of_hidden = (of_outputs @ down.T) * (1 - hidden**2)
-        of_up, of_down = jax.lax.psum((x.T @ of_hidden, hidden.T @ of_outputs), "replica")
-        number = jax.lax.axis_index("replica")
-        of_up = jax.lax.dynamic_slice_in_dim(of_up, number * len(up_shard), len(up_shard), 0)
-        width = down_shard.shape[1]
-        of_down = jax.lax.dynamic_slice_in_dim(of_down, number * width, width, 1)
-        return up_shard - 0.1 * of_up, down_shard - 0.1 * of_down, jax.lax.psum(jnp.sum(errors**2), "replica")
-
-    specs = up_spec, down_spec, P("replica"), P("replica")
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=(up_spec, down_spec, P()), check_vma=False
-    )
-    shapes = (WIDTH, WIDE), (WIDE, WIDTH), (4 * num_replicas, WIDTH), (4 * num_replicas, WIDTH)
-    args = [
-        jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, specs)
-    ]
-    text = jax.jit(mapped).lower(*args).compile().as_text()
-    return exchanged(read_hlo(text, 8, 8, dict(mesh.shape)).collectives)
-
-
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("num_replicas", [4, 2])
 def test_collectives_are_those_of_a_program_by_hand(num_replicas, is_late, monkeypatch):
     if is_late:
         monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
-    strategy = rx.MirroredStrategy(
-        2 * num_replicas,
-        devices_per_replica=2,
-        layout_map={"up": (None, "logical"), "down": ("logical",)},
-        shard_state="all",
-    )
-    with strategy.scope():
-        up = rx.Variable(np.ones((WIDTH, WIDE), np.float32), name="up")
-        down = rx.Variable(np.ones((WIDE, WIDTH), np.float32), name="down")
-
-    def step(x, y):
-        with rx.GradientTape() as tape:
-            errors = jnp.tanh(x @ up.value) @ down.value - y
-            loss = rx.nn.compute_average_loss((errors**2).sum(-1))
-        gradients = tape.gradient(loss, [up, down])
-        gradients, loss = rx.get_replica_context().all_reduce("SUM", (gradients, loss))
-        up.assign_sub(0.1 * gradients[0])
-        down.assign_sub(0.1 * gradients[1])
-        return loss
-
-    described = [jax.ShapeDtypeStruct((4, WIDTH), np.float32)] * 2
+    strategy, step, described = two_dimensions(2 * num_replicas)
     text = strategy.lower(step, described).compile().as_text()
     mesh = dict(strategy.topology.mesh.shape)
-    assert exchanged(read_hlo(text, 8, 8, mesh).collectives) == by_hand(num_replicas, 2)
+    devices = np.array(jax.devices()[: 2 * num_replicas]).reshape(num_replicas, 2)
+    assert exchanged(read_hlo(text, 8, 8, mesh).collectives) == exchanged(collectives_by_hand(devices))
 
 
 def test_collectives_of_split_values_move_shards():
