@@ -97,6 +97,13 @@ def collectives_by_hand(devices):
     mesh = Mesh(devices, ("replica", "logical"))
     up_spec, down_spec = P("replica", "logical"), P("logical", "replica")
 
+    def summed(gradient, dim):
+        if devices[0, 0].platform != "cpu":
+            return jax.lax.psum_scatter(gradient, "replica", scatter_dimension=dim, tiled=True)
+        size = gradient.shape[dim] // num_replicas
+        total = jax.lax.psum(gradient, "replica")
+        return jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index("replica") * size, size, dim)
+
     def step(up_shard, down_shard, x, y):
         up = jax.lax.all_gather(up_shard, "replica", axis=0, tiled=True)
         down = jax.lax.all_gather(down_shard, "replica", axis=1, tiled=True)
@@ -104,11 +111,7 @@ def collectives_by_hand(devices):
         errors = jax.lax.psum(hidden @ down, "logical") - y
         of_outputs = 2 * errors / (len(x) * num_replicas)
         of_hidden = (of_outputs @ down.T) * (1 - hidden**2)
-        of_up, of_down = jax.lax.psum((x.T @ of_hidden, hidden.T @ of_outputs), "replica")
-        number = jax.lax.axis_index("replica")
-        of_up = jax.lax.dynamic_slice_in_dim(of_up, number * len(up_shard), len(up_shard), 0)
-        width = down_shard.shape[1]
-        of_down = jax.lax.dynamic_slice_in_dim(of_down, number * width, width, 1)
+        of_up, of_down = summed(x.T @ of_hidden, 0), summed(hidden.T @ of_outputs, 1)
         return up_shard - 0.1 * of_up, down_shard - 0.1 * of_down, jax.lax.psum(jnp.sum(errors**2), "replica")
 
     specs = up_spec, down_spec, P("replica"), P("replica")
