@@ -261,8 +261,9 @@ class DistributedIterator:
         self._reader = self._dataset.reader_of(new)
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns a position for ``set_state`` in every worker, from those of another number of workers. Checkpoints use
-        it.
+        """Returns a position for ``set_state`` in every worker, from those of another number of workers.
+
+        Checkpoints call it.
         """
         return {**states[0], "elements": {OF_WORKERS: [state["elements"] for state in states]}}
 

@@ -221,9 +221,9 @@ OF_WORKERS: Final = "of_workers"
 def of_other_workers(num_workers: int) -> NotResumableError:
     """Returns the error for the states of another number of workers."""
     return NotResumableError(
-        f"{num_workers} workers have saved a position each of a dataset of which each read a part, and now there is another "
-        "number of workers. The rx.data.from_... functions for files resume on any number, and so does a dataset with the "
-        "same position in all workers (rx.data.from_arrays, AutoShardPolicy.DATA)."
+        f"{num_workers} workers have saved a position each of a dataset of which each read a part, and now there is "
+        "another number of workers. The rx.data.from_... functions for files resume on any number, and so does a dataset "
+        "with the same position in all workers (rx.data.from_arrays, AutoShardPolicy.DATA)."
     )
 
 

@@ -228,8 +228,8 @@ class Shuffle(Step):
 
 @final
 class _ShuffleCursor(Cursor):
-    """A cursor over shuffled windows. Its state is that of the stream before (``of``) and after (``to``) the window, the
-    number of the window, and the number of its rows already read.
+    """A cursor over shuffled windows. Its state is that of the stream before (``of``) and after (``to``) the window,
+    the number of the window, and the number of its rows already read.
 
     The seed, the path and the number of a window determine its order.
     """

@@ -170,8 +170,8 @@ class ShareCursor(Cursor):
         else:
             num_shards, index = state["share"]
             raise NotResumableError(
-                f"This is the position of worker {index} of {num_shards}. Another number of workers needs those of all; "
-                "rx.Checkpoint restores them."
+                f"This is the position of worker {index} of {num_shards}. Another number of workers needs those of "
+                "all; rx.Checkpoint restores them."
             )
         self._has_rows = True
         if self._parts and "at" in self._parts[0]:  # an invalid position fails here, not in a later read
@@ -181,9 +181,9 @@ class ShareCursor(Cursor):
         """Divides what the workers of a saved run have not read; each new worker computes the same."""
         if self._stages.undivided is not None:
             raise NotResumableError(
-                f"{told_of(self._stages.undivided)} stands where the position of one worker cannot be divided: with files "
-                f"on each worker it resumes on {len(workers)} worker(s) only. Any number resumes after map, filter and "
-                "shuffle before batch, and one repeat; or with AutoShardPolicy.DATA."
+                f"{told_of(self._stages.undivided)} stands where the position of one worker cannot be divided: with "
+                f"files on each worker it resumes on {len(workers)} worker(s) only. Any number resumes with map, filter "
+                "and shuffle before batch, map after it, and one repeat after shuffle; or with AutoShardPolicy.DATA."
             )
         last = max(worker["now"]["repetition"] for worker in workers)
         begun: list[dict[str, Any]] = []
