@@ -93,6 +93,24 @@ def test_every_row_is_seen_once(tmp_path_factory, pipeline, kind, sizes, batch_s
     assert collections.Counter(seen) == dict.fromkeys(itertools.chain(*numbers), times)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=3, max_size=6),
+    runs=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=2, max_size=3),
+)
+def test_dropped_remainders_repeat_no_row(tmp_path_factory, sizes, runs):
+    rows, _ = make_numbers(tmp_path_factory.mktemp("files"), "lines", sizes)
+    seen, saved = [], None
+    for num_workers, num_steps in [*runs, (2, None)]:
+        workers = Workers(lambda: rows.batch(3, drop_remainder=True).repeat(2), num_workers, saved)
+        seen += workers.take(num_steps)
+        saved = workers.save()
+    assert max(collections.Counter(seen).values(), default=0) <= 2
+    assert len(seen) >= 2 * (sum(sizes) - 2 * 3 * (len(runs) + 1)), (
+        "each worker drops at most two rows per epoch"
+    )
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=3, max_size=6),
