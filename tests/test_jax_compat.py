@@ -2,7 +2,6 @@
 
 import ast
 import errno
-import os
 import pathlib
 import threading
 
@@ -16,33 +15,7 @@ from jax._src import compilation_cache, distributed
 import replicax as rx
 from checks import in_a_process_of_its_own, message
 from replicax._src import jax_compat, jax_compat_names
-
-
-def test_cached_program_is_complete_or_absent(tmp_path, monkeypatch):
-    """A process killed while writing it leaves the old file; a damaged file is replaced."""
-
-    def killed(path, data):
-        with open(path, "wb") as file:
-            file.write(data[:1])
-        raise KeyboardInterrupt
-
-    jax_compat.keep_programs()
-    cache, _ = compilation_cache.get_file_cache(str(tmp_path))
-    cache.put("f", b"damaged")
-    with monkeypatch.context() as patch:
-        patch.setattr(pathlib.Path, "write_bytes", killed)
-        with pytest.raises(KeyboardInterrupt):
-            cache.put("f", b"program")
-    assert cache.get("f") == b"damaged"
-    (left,) = tmp_path.glob("*.part-*")
-    compilation_cache.get_file_cache(str(tmp_path))
-    assert left.exists(), "somebody may be writing it"
-    os.utime(left, (0, 0))
-    compilation_cache.get_file_cache(str(tmp_path))
-    assert not left.exists()
-    cache.put("f", b"program")
-    assert cache.get("f") == b"program"
-    assert len(list(tmp_path.iterdir())) == 1
+from replicax._src.devices.program_files import ProgramFiles
 
 
 @pytest.fixture
@@ -64,7 +37,7 @@ def programs(tmp_path):
 def test_each_process_keeps_what_it_compiles_for_cpus(number, programs, monkeypatch):
     monkeypatch.setattr(distributed.global_state, "process_id", number)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    jax_compat.keep_programs()
+    jax_compat.keep_programs(ProgramFiles)
     jax.jit(lambda x: x * 3 + number)(1.0)
     assert len(list(programs.glob("*-cache"))) == 1
     with jax_compat.not_in_persistent_cache():
@@ -75,7 +48,7 @@ def test_each_process_keeps_what_it_compiles_for_cpus(number, programs, monkeypa
 def test_a_program_that_cannot_be_kept_runs_all_the_same(programs, monkeypatch, caplog):
     monkeypatch.setattr(distributed.global_state, "process_id", 1)
     monkeypatch.setattr(distributed.global_state, "client", object())
-    jax_compat.keep_programs()
+    jax_compat.keep_programs(ProgramFiles)
     jax.jit(lambda x: x * 7)(1.0)
     monkeypatch.setattr(pathlib.Path, "write_bytes", _disk_is_full)
     with caplog.at_level("WARNING", "replicax"):
@@ -178,7 +151,6 @@ NOT_NEEDED = {"jax.core.eval_jaxpr", "jax.__file__", "jax.__version__"}
 IN_FUNCTIONS = (
     "jax._src.compilation_cache",
     "jax._src.compiler",
-    "jax._src.lru_cache",
     "jax.experimental.topologies",
 )
 

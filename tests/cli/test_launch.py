@@ -360,7 +360,7 @@ def test_restarts(script, num_restarts, code):
 def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     folder = tmp_path / "checkpoints"
     path = script("""
-    print("saves in", os.environ["REPLICAX_CHECKPOINT_DIR"], os.environ["JAX_COMPILATION_CACHE_DIR"])
+    print("saves in", os.environ["REPLICAX_CHECKPOINT_DIR"])
     folder = os.environ["REPLICAX_CHECKPOINT_DIR"]
     if task == "worker 0":
         os.makedirs(f"{folder}/ckpt-{restart}")
@@ -369,7 +369,7 @@ def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     """)
     result = launch("--workers", 2, "--checkpoint-dir", folder, path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count(f"worker 1 | saves in {folder} {folder}/.compiled/") == 4
+    assert result.stdout.count(f"worker 1 | saves in {folder}") == 4
     assert result.stderr.count("exited with code 42: it was preempted, and has saved.") == 3
     assert result.stderr.count("Starting all tasks again; this restart is not counted.") == 3
     assert "the first to fail" not in result.stderr

@@ -104,7 +104,7 @@ def test_one_by_hand():
     """The options replace TF_CONFIG, or a part of it; Ctrl-C ends the server, even with an open stream."""
     port = free_ports(1)[0]
     cluster = {"worker": ["127.0.0.1:1", f"127.0.0.1:{port}"], "ps": ["127.0.0.1:2"]}
-    environment = {**os.environ, "REPLICAX_TOKEN": "a secret", "REPLICAX_PROGRAM_CACHE": "off"}
+    environment = {**os.environ, "REPLICAX_TOKEN": "a secret", "REPLICAX_CACHE_DIR": "off"}
     command = [
         "server",
         "--cluster",

@@ -20,6 +20,7 @@ from checks import catches, in_a_process_of_its_own, message
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.devices.program_cache import host_folder
 from replicax._src.parameter_servers.errors import (
     MessageError,
     RemoteError,
@@ -493,7 +494,7 @@ def test_a_script_that_makes_its_server_itself(tmp_path):
         num_threads, platform, folder = json.loads(process.stdout.readline())
         assert int(num_threads) == max(1, len(os.sched_getaffinity(0)) // 2)
         assert platform == "cpu"
-        assert folder == str(tmp_path / "replicax" / "programs")
+        assert folder == str(tmp_path / "replicax" / "programs" / host_folder())
         assert (tmp_path / "replicax" / "programs").stat().st_mode & 0o777 == 0o700
         with TaskClient(addresses[1], Credentials(token="a secret"), "ps 0") as client:
             hello(client, "a")

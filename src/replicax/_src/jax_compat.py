@@ -17,10 +17,7 @@ import re
 import signal
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from replicax._src.jax_compat_names import check_names
@@ -507,39 +504,40 @@ def not_in_persistent_cache() -> Iterator[None]:
 
 
 _changing_cache = threading.RLock()
-_PART_LIVES_S = 3600.0
 _WRITTEN = {"backend", "cache_key", "compile_time_secs", "executable", "module_name"}
 
 
-def keep_programs() -> None:
-    """Makes every process store its CPU programs in JAX's persistent cache, if there is one, and write each file
-    atomically.
+def keep_programs(open_files: Callable[[str], Any]) -> None:
+    """Makes every process store its CPU programs in JAX's persistent cache, if there is one, in other files.
 
     Call it before the first program. No public name does it. In JAX only process 0 writes (jax#18819, closed; unchanged
     in jax 0.12), but the keys of CPU programs differ between processes. If JAX's private names differ, JAX's own
     behaviour stays.
+
+    Args:
+      open_files: Opens the files of a folder, with ``get`` and ``put``.
     """
     try:
-        _keep_programs()
+        _keep_programs(open_files)
     except (ImportError, AttributeError) as error:
         log.debug("JAX's own cache of compiled programs stays in use: %s", error)
 
 
 @functools.cache
-def _keep_programs() -> None:
-    from jax._src import compilation_cache, compiler, lru_cache
+def _keep_programs(open_files: Callable[[str], Any]) -> None:
+    from jax._src import compilation_cache, compiler
 
     cache_of_files, write = compilation_cache.get_file_cache, compiler._cache_write
     put = compilation_cache.put_executable_and_time
-    whole_files, signature = _whole_files(lru_cache), inspect.signature(write)
+    signature = inspect.signature(write)
     if not set(signature.parameters) >= _WRITTEN:
         raise AttributeError("its cache files have other names")
 
-    def whole_cache_of_files(path: str) -> Any:
-        """Returns JAX's own cache if its size is limited or it is not on a local disk, otherwise ``WholeFiles``."""
+    def files_of(path: str) -> Any:
+        """Returns JAX's own cache if its size is limited or it is not on a local disk, otherwise the other files."""
         is_plain = jax.config.jax_compilation_cache_max_size == -1 and "://" not in path  # type: ignore[attr-defined]
         checks = jax.config.jax_compilation_cache_check_contents  # type: ignore[attr-defined]
-        return (whole_files(path), path) if is_plain and not checks else cache_of_files(path)
+        return (open_files(path), path) if is_plain and not checks else cache_of_files(path)
 
     def write_from_all(*args: Any, **kwargs: Any) -> None:
         """Writes a program from every process. JAX's own function returns at once except in the first process, so that
@@ -558,39 +556,8 @@ def _keep_programs() -> None:
             except Exception as error:  # a full disk, for example; JAX only warns too
                 log.warning("Cannot keep the compiled program %s: %s", given["module_name"], error)
 
-    compilation_cache.get_file_cache = whole_cache_of_files
+    compilation_cache.get_file_cache = files_of
     compiler._cache_write = write_from_all
-
-
-def _whole_files(lru_cache: Any) -> Any:
-    suffix = lru_cache._CACHE_SUFFIX
-
-    class WholeFiles(lru_cache.LRUCache):
-        """JAX's cache of compiled programs in a directory, in which every file is complete.
-
-        JAX writes files in place and never rewrites them (jax 0.10 to 0.12; no upstream issue: write a temporary file
-        and rename it). A process that is killed during a write would leave half a program. Every later process would
-        then warn and recompile.
-        """
-
-        def __init__(self, path: str):
-            super().__init__(path, max_size=-1)
-            self._folder = Path(path)  # JAX's own path may be an object of another library
-            for left in self._folder.glob("*.part-*"):
-                with contextlib.suppress(OSError):  # another process may remove it at the same time
-                    if time.time() - left.stat().st_mtime > _PART_LIVES_S:
-                        left.unlink()
-
-        def put(self, key: str, value: bytes) -> None:
-            part = self._folder / f"{key}.part-{uuid.uuid4().hex}"
-            try:
-                part.write_bytes(value)
-                part.replace(self._folder / f"{key}{suffix}")
-            except OSError:
-                part.unlink(missing_ok=True)
-                raise
-
-    return WholeFiles
 
 
 # --- evaluating operation by operation, observed (RunOptions(eager=True)) ------------------------------

@@ -72,24 +72,29 @@ def agreed_state(states: Sequence[Any]) -> list[Any]:
     return [states[0]] if all(state == states[0] for state in states) else list(states)
 
 
-def own_state(label: str, states: Sequence[Any]) -> Any:
+def own_state(label: str, states: Sequence[Any], merge: Callable[[Sequence[Any]], Any]) -> Any:
     """Returns the state for this process, from the saved ones.
 
+    Args:
+      merge: Returns one state for any process from those of another number of processes, or None.
+
     Raises:
-      NotResumableError: Another number of processes had a state each.
+      NotResumableError: Another number of processes had a state each, and they cannot be merged.
     """
     if len(states) == 1:
         return states[0]
     peers = joined_peers()
     num_processes = 1 if peers is None else len(peers)
-    if len(states) != num_processes:
+    if len(states) == num_processes:
+        return states[process_number()]
+    merged = merge(states)
+    if merged is None:
         raise NotResumableError(
             f"The checkpoint has a state of {label} for each of {len(states)} processes, but now there are "
-            f"{num_processes}. A dataset of which each worker reads a part resumes only with the same number "
-            "of workers. A dataset with the same position in all (rx.data.from_arrays, AutoShardPolicy.DATA) "
-            "resumes with any number."
+            f"{num_processes}. Positions of distributed datasets of files (rx.data.from_...) resume on any number, and "
+            "so do states that are equal in all processes."
         )
-    return states[process_number()]
+    return merged
 
 
 def check_shared(directory: str) -> None:

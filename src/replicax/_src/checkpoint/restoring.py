@@ -88,7 +88,7 @@ class Restoration:
         self,
         saved: SavedCheckpoint,
         root: Any,
-        state_of: Callable[[str, Sequence[Any]], Any],
+        state_of: Callable[[str, Sequence[Any], Callable[[Sequence[Any]], Any]], Any],
         share: tuple[int, int] = (0, 1),
     ):
         self.saved, self.number = saved, next(_numbers)
@@ -303,7 +303,7 @@ class Restoration:
             return self._difference_of_state(pair, pair.leaf, array)
         assert isinstance(pair.leaf, ArrayLeaf)
         if array is None:
-            was = self._state_of(pair.leaf.label, self.saved.contents.states[pair.key])
+            was = self.saved.contents.states[pair.key][0]
             return f"{pair.key}: a state was saved ({was!s:.60}), but {pair.leaf.label!r} is an array here"
         saved, here = (array.shape, jnp.dtype(array.dtype)), (tuple(pair.leaf.shape), pair.leaf.dtype)
         if saved == here:
@@ -322,7 +322,9 @@ class Restoration:
 
     def _difference_of_state(self, pair: _Pair, leaf: StateLeaf, array: SavedArray | None) -> str:
         if array is None:
-            text = leaf.difference(self._state_of(leaf.label, self.saved.contents.states[pair.key]))
+            text = leaf.difference(
+                self._state_of(leaf.label, self.saved.contents.states[pair.key], leaf.merged)
+            )
             return f"{pair.key}: {text}" if text else ""
         is_complex = jnp.issubdtype(jnp.dtype(array.dtype), jnp.complexfloating)
         if isinstance(leaf, TreeNumber) and not leaf.is_text and not array.shape and not is_complex:
@@ -339,7 +341,7 @@ class Restoration:
             elif pair.key in fetched:
                 leaf.set(fetched[pair.key])
             else:
-                leaf.give(self._state_of(leaf.label, self.saved.contents.states[pair.key]))
+                leaf.give(self._state_of(leaf.label, self.saved.contents.states[pair.key], leaf.merged))
         for pair in pairs:
             assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
             pair.leaf.finish()
@@ -374,7 +376,7 @@ class Restoration:
         """
         key, contents = self._nodes[number].key, self.saved.contents
         if key in contents.states:
-            state = self._state_of(key, contents.states[key])
+            state = self._state_of(key, contents.states[key], lambda states: None)
             value = state[0] if isinstance(state, list) else None
             return value if isinstance(value, (bool, int, float, str)) else None
         array = contents.arrays.get(key)

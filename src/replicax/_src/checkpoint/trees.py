@@ -6,8 +6,8 @@ import abc
 import base64
 import json
 import random
-from collections.abc import Hashable, Mapping
-from typing import Any, final
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +193,10 @@ class StateLeaf(Leaf):
                 "Return numbers, strings, lists and dicts of these, or bytes."
             ) from error
 
+    def merged(self, saved: Sequence[Any]) -> Any:
+        """Returns one saved state for any process, from those of another number of processes; None if there is none."""
+        del saved
+
     def difference(self, saved: Any) -> str:
         """Returns why a saved state does not fit here; "" if it does."""
         del saved
@@ -259,6 +263,20 @@ class _ObjectState(StateLeaf):
 
     def set(self, state: Any) -> None:
         self.of.set_state(state)
+
+    def merged(self, saved: Sequence[Any]) -> Any:
+        return (
+            [self.of.merge_states([each[0] for each in saved])] if isinstance(self.of, MergesStates) else None
+        )
+
+
+@runtime_checkable
+class MergesStates(Protocol):
+    """An object whose states of several processes can be restored in another number of processes."""
+
+    def merge_states(self, states: Sequence[Any]) -> Any:
+        """Returns one state, for ``set_state`` in every process."""
+        ...
 
 
 def leaf_of_state(tracked: Any) -> Leaf | None:

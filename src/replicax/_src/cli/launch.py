@@ -25,7 +25,6 @@ from replicax._src.cluster.layout import (
     SCRIPT_IN,
     SERVER_COMMAND,
     Layout,
-    checkpoint_environment,
     device_environment,
     free_ports,
     num_usable_cores,
@@ -412,7 +411,7 @@ def _environment(
         cluster, task, os.environ, num_devices=options.devices_per_worker, is_server=is_server
     )
     if options.checkpoint_dir is not None:
-        own |= checkpoint_environment(options.checkpoint_dir, os.environ)
+        own[CHECKPOINT_DIR_VARIABLE] = str(options.checkpoint_dir.absolute())
     if options.replication > 1:
         own[REPLICATION_VARIABLE] = str(options.replication)
     return {**os.environ, "PYTHONUNBUFFERED": "1", **told, **own}

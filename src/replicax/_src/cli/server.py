@@ -27,7 +27,7 @@ _EPILOG: Final = """\
 environment:
   TF_CONFIG               the cluster and which task this is, unless the options say it
   REPLICAX_TOKEN          a secret that all tasks of a cluster share; see the guide to parameter servers for TLS
-  REPLICAX_PROGRAM_CACHE  where compiled programs are kept (~/.cache/replicax/programs); "off": nowhere
+  REPLICAX_CACHE_DIR      where compiled programs are kept (~/.cache/replicax/programs); "off": nowhere
   PJRT_NPROC              threads to compute with (the cores of the host, shared by the tasks on it)
 """
 

@@ -187,20 +187,6 @@ def device_environment(num_devices: int, environment: Mapping[str, str]) -> dict
     return changes
 
 
-def checkpoint_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that tell a script where to save, and JAX to cache compiled programs there. ``environment``
-    has priority for the cache.
-
-    Each machine has its own cache, because a program for one CPU may not run on another.
-    """
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / ".compiled" / socket.gethostname()),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    told = {CHECKPOINT_DIR_VARIABLE: str(folder.absolute())}
-    return told | {name: value for name, value in kept.items() if name not in environment}
-
-
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that make servers faster: settings of the memory allocator of GNU's C library.
 

@@ -21,6 +21,7 @@ from replicax._src.cluster.layout import TASKS_ON_HOST_VARIABLE, num_usable_core
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.devices.autoshard import WorkerShare
+from replicax._src.devices.program_cache import keep_programs
 from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError, UnsupportedError
 from replicax._src.jax_compat import Device
 from replicax._src.options import whole_number
@@ -484,9 +485,9 @@ def cpu_pool_is_large() -> bool:
     return value.isdigit() and int(value) >= _CPU_POOL_THREADS
 
 
-def prepare_backend(num_processes_here: int = 1) -> None:
-    """Enables the cache of compiled programs and, unless the user has, limits XLA's CPU threads. Call it before JAX's
-    backend starts.
+def prepare_backend(num_processes_here: int = 1, *, is_task: bool = False) -> None:
+    """Unless the user has, configures the cache of compiled programs and limits XLA's CPU threads. Call it before JAX's
+    backend starts; the threads cannot change later.
 
     Several devices in one process need threads for queued collectives. Processes with one device each share the cores,
     and every thread beyond the number of cores waits for a time slice of another thread. With two workers on two cores
@@ -494,10 +495,11 @@ def prepare_backend(num_processes_here: int = 1) -> None:
 
     Args:
       num_processes_here: The number of the cluster's processes on this host. Launchers may report more.
+      is_task: True if this process is a task of a cluster.
     """
+    keep_programs(is_task=is_task)
     if jax_compat.backend_started():
         return
-    jax_compat.keep_programs()
     num_told = [int(text) for text in map(os.environ.get, _TASKS_ON_HOST) if text and text.isdigit()]
     num_processes_here = max(num_processes_here, *num_told, 1)
     if jax_compat.has_several_cpu_devices():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -12,7 +12,7 @@ from replicax._src import context
 from replicax._src.drawing import html
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.agreed import agreed
-from replicax._src.input.elements import NotResumableError, Pass
+from replicax._src.input.elements import OF_WORKERS, NotResumableError, Pass
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
 from replicax._src.input.specs import INFINITE, Cardinality
@@ -259,6 +259,13 @@ class DistributedIterator:
         new.set_state(state["elements"])
         self._reader.close()
         self._reader = self._dataset.reader_of(new)
+
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns a position for ``set_state`` in every worker, from those of another number of workers.
+
+        Checkpoints call it.
+        """
+        return {**states[0], "elements": {OF_WORKERS: [state["elements"] for state in states]}}
 
     def close(self) -> None:
         """Ends the prefetching thread. Afterwards the iterator cannot be used. It may be called twice.

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -95,6 +95,7 @@ class Elements:
       count_files: Returns the number of files that it reads, or None if it cannot be sharded by file.
       of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
       of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
+      merge: Returns one position of its iterator from those of another number of workers; see ``files/share.merged``.
     """
 
     description: str
@@ -114,6 +115,7 @@ class Elements:
     count_files: Callable[[], int | None] = lambda: None
     of_files: Callable[[int, int], Elements] | None = None
     of_hint: Callable[[int, int], Elements] | None = None
+    merge: Callable[[Sequence[Mapping[str, Any]]], Any] | None = None
 
     @property
     def cardinality(self) -> Cardinality | None:
@@ -149,7 +151,7 @@ class _ElementsPass(Pass):
         self._fingerprint = {} if elements.not_resumable else elements.fingerprint()
         self._promised = elements.count() if elements.is_count_promised else None
         self._num_elements = 0
-        self._start = elements.start
+        self._start, self._merge = elements.start, elements.merge
         self._iterator: Any = elements.start()
 
     def __next__(self) -> Any:
@@ -176,6 +178,8 @@ class _ElementsPass(Pass):
     def set_state(self, state: Any) -> None:
         if self._not_resumable:
             raise NotResumableError(self._not_resumable)
+        if isinstance(state, dict) and OF_WORKERS in state:
+            state = self._merged(state[OF_WORKERS])
         _check_same_dataset(state, self._fingerprint)
         before = self._iterator.get_state() if self._num_elements else None  # get_state starts some iterators
         try:
@@ -196,6 +200,31 @@ class _ElementsPass(Pass):
                 "dataset that is made in the same way."
             ) from error
         self._num_elements = state["position"]
+
+    def _merged(self, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns one state, from the workers' ``now``, and ``batch`` and ``rows`` of a batch that is in use."""
+        if self._merge is None:
+            raise of_other_workers(len(workers))
+        for worker in workers:
+            _check_same_dataset(worker["now"], self._fingerprint)
+        iterators = [
+            {name: value if name == "rows" else value["iterator"] for name, value in worker.items()}
+            for worker in workers
+        ]
+        return {**workers[0]["now"], "iterator": self._merge(iterators)}
+
+
+OF_WORKERS: Final = "of_workers"
+"""The key of the states of all workers, in the state for another number of workers."""
+
+
+def of_other_workers(num_workers: int) -> NotResumableError:
+    """Returns the error for the states of another number of workers."""
+    return NotResumableError(
+        f"{num_workers} workers have saved a position each of a dataset of which each read a part, and now there is "
+        "another number of workers. The rx.data.from_... functions for files resume on any number, and so does a dataset "
+        "with the same position in all workers (rx.data.from_arrays, AutoShardPolicy.DATA)."
+    )
 
 
 def _check_same_dataset(state: Any, expected: Mapping[str, Any]) -> None:

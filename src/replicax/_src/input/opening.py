@@ -18,6 +18,7 @@ from replicax._src.input.elements import (
     UnsupportedSourceError,
 )
 from replicax._src.input.files.dataset import FileDataset
+from replicax._src.input.files.share import merged
 from replicax._src.input.pipeline import Dataset
 from replicax._src.input.steps import Filter, Map
 
@@ -106,6 +107,7 @@ def _open_ours(dataset: Dataset) -> Elements:
         count_files=lambda: len(source.files) or None,
         of_files=of_files,
         of_hint=of_hint,
+        merge=merged if isinstance(dataset, FileDataset) else None,
     )
 
 

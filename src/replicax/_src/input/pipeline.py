@@ -319,26 +319,17 @@ class DatasetIterator(Pass):
         """Moves to a position in an equal dataset. Later passes continue as those of that dataset."""
         dataset, steps, before = self._dataset, self._dataset.steps, (self._cursor, self._constant)
         try:
-            dataset.steps = self._with_seeds(state["seeds"])
+            dataset.steps = with_seeds(dataset.steps, state["seeds"])
             self._begin(int(state["pass"])).set_state(state["cursor"])
             dataset.passes.num_begun = int(state["passes"])
         except Exception as error:
             dataset.steps, (self._cursor, self._constant) = steps, before
+            if isinstance(error, NotResumableError):
+                raise
             raise NotResumableError(
                 f"This position does not belong to {dataset!r}: {error}. Use it with a dataset of the same data and "
                 "steps."
             ) from error
-
-    def _with_seeds(self, seeds: Sequence[int]) -> tuple[Step, ...]:
-        """Returns the steps of the dataset with the seeds of a position."""
-        shuffles = [step for step in self._dataset.steps if isinstance(step, Shuffle)]
-        if len(seeds) != len(shuffles):
-            raise ValueError(f"it has {len(seeds)} shuffles, but the dataset has {len(shuffles)}")
-        left = iter(seeds)
-        return tuple(
-            dataclasses.replace(step, seed=next(left)) if isinstance(step, Shuffle) else step
-            for step in self._dataset.steps
-        )
 
     def _begin(self, number: int | None = None) -> Cursor:
         dataset = self._dataset
@@ -346,6 +337,17 @@ class DatasetIterator(Pass):
         self._constant = {"pass": number, "seeds": dataset.seeds}
         self._cursor = dataset.open((number,))
         return self._cursor
+
+
+def with_seeds(steps: Sequence[Step], seeds: Sequence[int]) -> tuple[Step, ...]:
+    """Returns the steps with the seeds of a position."""
+    num_shuffles = sum(isinstance(step, Shuffle) for step in steps)
+    if len(seeds) != num_shuffles:
+        raise ValueError(f"it has {len(seeds)} shuffles, but the dataset has {num_shuffles}")
+    left = iter(seeds)
+    return tuple(
+        dataclasses.replace(step, seed=next(left)) if isinstance(step, Shuffle) else step for step in steps
+    )
 
 
 # --- arrays in memory ---------------------------------------------------------------------------------
@@ -396,7 +398,7 @@ def _source_of(arrays: Any, num_rows: int) -> RowSource:
 
 
 def _open_arrays(arrays: Any) -> Cursor:
-    return _ArrayCursor(ArrayRows.all_of(arrays))
+    return ChunkCursor(ArrayRows.all_of(arrays))
 
 
 def _given(value: Any) -> Any:
@@ -432,10 +434,10 @@ class ArrayDataset(Dataset):
 
 
 @final
-class _ArrayCursor(Cursor):
-    """A cursor over the rows in their stored order."""
+class ChunkCursor(Cursor):
+    """A cursor over rows in memory, in their stored order."""
 
-    def __init__(self, rows: ArrayRows):
+    def __init__(self, rows: Chunk):
         self._rows, self._next = rows, 0
 
     def read(self, num_rows: int) -> Chunk:

@@ -31,11 +31,13 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import common_num_rows, describe_shapes
 from replicax._src.input.elements import (
     END,
+    OF_WORKERS,
     Elements,
     EmptyDatasetError,
     NotResumableError,
     Pass,
     element_spec,
+    of_other_workers,
 )
 from replicax._src.input.opening import open_elements
 from replicax._src.input.specs import INFINITE, Cardinality, PerReplicaSpec, is_static, spec_of
@@ -254,44 +256,63 @@ class _SharedBatches(Pass):
         return self._elements.get_state()
 
     def set_state(self, state: Any) -> None:
-        self._elements.set_state(state)
+        self._elements.set_state(_for_elements(state))
 
 
 @final
 class _OwnBatches(Pass):
-    """A pass over this worker's own batches, each of which may last for several steps. Its state counts the taken
-    steps.
+    """A pass over this worker's own batches, each of which may last for several steps. Its state counts the rows of the
+    batch that have been taken.
     """
 
     def __init__(self, elements: Pass, share: WorkerShare, is_immutable: bool):
         self._elements, self._share, self._is_immutable = elements, share, is_immutable
         self._before: Any = None  # the state before the batch that is being cut
         self._steps: collections.deque[LocalRows] = collections.deque()
-        self._num_taken = 0
+        self._num_rows = self._num_taken = 0  # of that batch
 
     def __next__(self) -> LocalRows:
         while not self._steps:
             with contextlib.suppress(NotResumableError):
                 self._before = self._elements.get_state()
-            self._num_taken = 0
-            batch = _Batch(next(self._elements), self._share.num_replicas)
-            rows_of_steps = rows_of_own_batch(batch.num_rows, self._share)
-            self._steps.extend(batch.cut(rows, self._is_immutable) for rows in rows_of_steps)
-        self._num_taken += 1
-        return self._steps.popleft()
+            self._cut(next(self._elements), 0)
+        step = self._steps.popleft()
+        self._num_taken += sum(step.sizes)
+        return step
+
+    def _cut(self, element: Any, num_taken: int) -> None:
+        """Cuts a batch into steps, without its first rows."""
+        batch = _Batch(element, self._share.num_replicas)
+        self._num_rows, self._num_taken = batch.num_rows, num_taken
+        for rows in rows_of_own_batch(batch.num_rows, self._share):
+            if rows.stop > num_taken:
+                if rows.start < num_taken:  # the workers had other replicas
+                    rows = Rows(num_taken, split_sizes(rows.stop - num_taken, len(rows.sizes)))
+                self._steps.append(batch.cut(rows, self._is_immutable))
 
     def get_state(self) -> Any:
+        now = self._elements.get_state()  # raises the reason if there is none
         if not self._steps:
-            return {"taken": 0, "elements": self._elements.get_state()}
-        if self._before is None:
-            self._elements.get_state()  # raises the reason
-        return {"taken": self._num_taken, "elements": self._before}
+            return {"now": now}
+        return {"now": now, "batch": self._before, "rows": [self._num_taken, self._num_rows]}
 
     def set_state(self, state: Any) -> None:
-        self._elements.set_state(state["elements"])
         self._steps.clear()
-        for _ in range(state["taken"]):
-            next(self)
+        if isinstance(state, dict) and "batch" in state:
+            self._elements.set_state(state["batch"])
+            self._before = state["batch"]
+            self._cut(next(self._elements), state["rows"][0])
+        else:
+            self._elements.set_state(_for_elements(state))
+
+
+def _for_elements(state: Any) -> Any:
+    """Returns the state of the elements, from the state of a pass, of all workers, or of a shared pass."""
+    if not isinstance(state, dict):
+        return state
+    if OF_WORKERS in state:
+        return {OF_WORKERS: [each if "now" in each else {"now": each} for each in state[OF_WORKERS]]}
+    return state.get("now", state)
 
 
 class _Batch:
@@ -457,6 +478,8 @@ class _Pulls(Pass):
         return [one.get_state() for one in self._passes]
 
     def set_state(self, state: Any) -> None:
+        if isinstance(state, dict) and OF_WORKERS in state:
+            raise of_other_workers(len(state[OF_WORKERS]))
         if not isinstance(state, list) or len(state) != len(self._passes):
             raise NotResumableError(
                 f"The state is not of this dataset, which consists of {len(self._passes)} datasets; got {state!r}."

@@ -228,8 +228,8 @@ class Shuffle(Step):
 
 @final
 class _ShuffleCursor(Cursor):
-    """A cursor over shuffled windows. Its state is that of the stream before the window, the number of the window, and
-    the number of its rows already read.
+    """A cursor over shuffled windows. Its state is that of the stream before (``of``) and after (``to``) the window,
+    the number of the window, and the number of its rows already read.
 
     The seed, the path and the number of a window determine its order.
     """
@@ -254,7 +254,8 @@ class _ShuffleCursor(Cursor):
     def get_state(self) -> Any:
         if self._given == len(self._window):
             return {"window": self._number, "given": 0, "of": self._parent.get_state()}
-        return {"window": self._number - 1, "given": self._given, "of": self._before}
+        to = self._parent.get_state()
+        return {"window": self._number - 1, "given": self._given, "of": self._before, "to": to}
 
     def set_state(self, state: Any) -> None:
         self._parent.set_state(state["of"])

@@ -277,7 +277,7 @@ class DistributedInput(DataAdapter):
         """Surrounds the call that takes the batches. On exit the prefetching thread has ended."""
         try:
             with warnings.catch_warnings():
-                if self.num_batches is None and self._ends_by_itself:
+                if self._ends_by_itself:
                     # Keras reports the normal end of the data as an interruption.
                     warnings.filterwarnings("ignore", message=r"\s*Your input ran out of data")
                 yield

@@ -15,6 +15,7 @@ import numpy as np
 
 from replicax._src.checkpoint.trees import HostRandomState
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.input.elements import OF_WORKERS, of_other_workers
 from replicax._src.keras.datasets import DistributedInput
 from replicax._src.keras.overriding import muted
 from replicax._src.keras.passes import LoopOfFit
@@ -101,6 +102,8 @@ class DataOfFit:
 
     def begin_epoch(self) -> None:
         """Records that an epoch begins, and possibly a pass with it."""
+        if self.is_there:
+            self._loop.forget_length()
         if not self._num_taken:
             self._at_pass = {"random": self._random.get_state(), "dataset": self._state_of_x()}
 
@@ -124,6 +127,17 @@ class DataOfFit:
         """Takes the state from the checkpoint. ``resume`` moves to its position."""
         self._restored = state
 
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        """Returns one state from those of another number of processes, for ``set_state``.
+
+        Raises:
+          NotResumableError: The data have no position, or one for each number of processes.
+        """
+        positions = [state["position"] for state in states]
+        if None in positions:
+            raise of_other_workers(len(states))
+        return {**states[0], "position": {OF_WORKERS: positions}}
+
     def resume(self) -> int:
         """Moves to the restored position. Called in place of ``begin_epoch``.
 
@@ -138,6 +152,8 @@ class DataOfFit:
             self._x.set_state(before["dataset"])
         if isinstance(self._x, DistributedInput):
             self.is_there = self._x.resume(state["position"], taken)
+            if self.is_there:
+                self._loop.forget_length()
         self._at_pass = {"random": before["random"], "dataset": before["dataset"]}
         return taken
 

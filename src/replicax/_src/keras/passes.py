@@ -43,3 +43,10 @@ class LoopOfFit:
     def skip(self, num_batches: int) -> None:
         """Counts batches that other code took in place of the loop."""
         self._loop._steps_seen += num_batches
+
+    def forget_length(self) -> None:
+        """Makes an epoch without ``steps_per_epoch`` end with its data. Keras ends each after as many batches as the
+        first one had, but an epoch that other workers began may have more or fewer.
+        """
+        if self._loop.steps_per_epoch is None:
+            self._loop._num_batches = None

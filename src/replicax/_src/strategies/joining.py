@@ -25,7 +25,7 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
       ClusterStartError: A worker is missing, or the workers do not fit together.
       BackendStartedError: JAX was used before.
     """
-    prepare_backend(membership.spec.num_tasks_beside(membership.task))
+    prepare_backend(membership.spec.num_tasks_beside(membership.task), is_task=True)
     peers = join_cluster(membership, timeout_s)
     compare_devices(peers, jax.local_devices())
     # Device ids have gaps between processes.

@@ -12,8 +12,9 @@ from replicax._src.devices.autoshard import check_shard
 from replicax._src.input.chunks import Chunk, read_pieces
 from replicax._src.input.files.formats import FileFormat, FileReader, reading
 from replicax._src.input.files.paths import fingerprint_of
+from replicax._src.input.files.share import Share, open_share
 from replicax._src.input.pipeline import Dataset, RowSource
-from replicax._src.input.steps import Cursor
+from replicax._src.input.steps import Cursor, Path
 from replicax._src.options import whole_number
 
 
@@ -23,6 +24,9 @@ class FileDataset(Dataset):
 
     Each iteration reads the files again. (A batch of unparsed records is an array of Python objects.)
     """
+
+    _all: FileDataset | None = None  # the dataset of which this is the share of one worker
+    _share: Share = (1, 0)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -52,10 +56,23 @@ class FileDataset(Dataset):
         )
 
     def of_files(self, num_shards: int, index: int) -> FileDataset:
-        """Returns the same dataset over the files ``index, index + num_shards, ...``."""
+        """Returns the same dataset over the files ``index, index + num_shards, ...``. Any number of such shares resumes
+        from the positions of any other.
+        """
         check_shard(num_shards, index)
         assert self.source.of_files is not None
-        return FileDataset(self.source.of_files(self.files[index::num_shards]), self.steps, self.passes)
+        share = FileDataset(self.source.of_files(self.files[index::num_shards]), self.steps, self.passes)
+        share._all, share._share = self, (num_shards, index)
+        return share
+
+    def open(self, path: Path) -> Cursor:
+        """Opens the stream of its elements."""
+        return open_share((self._all or self).source, self._share, self.steps, path)
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns JSON that tells the dataset from those with other rows or steps; equal for all shares."""
+        return super().fingerprint if self._all is None else self._all.fingerprint
 
 
 def file_dataset(files: tuple[str, ...], format: FileFormat) -> FileDataset:

@@ -1,0 +1,104 @@
+"""Files of compiled programs, which many processes read and write at once, in a folder of bounded size. No JAX here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, final
+
+_SUFFIX: Final = "-cache"  # as JAX names them
+_PART_LIVES_S: Final = 3600.0
+# A full scan may be slow on a network disk, so a process writes this share of the limit before the next one.
+_SCANNED_EVERY: Final = 0.01
+_KEPT: Final = 0.9  # of the limit, after programs were removed
+
+
+@final
+class ProgramFiles:
+    """The compiled programs of a folder, one file each. It has the methods that JAX's persistent cache calls.
+
+    Every file is complete, and no lock is needed: a process writes a temporary file and renames it. JAX writes in place
+    and never rewrites (jax 0.10 to 0.12; no upstream issue: write a temporary file and rename it), so after a kill
+    every later process would find half a program, warn and compile again. JAX bounds the size with a lock file, which
+    network disks may not support, and a process that waits for it fails after 10 s.
+
+    Args:
+      folder: The folder of the files; it is created.
+      root: The folder whose size is bounded; ``folder`` or a parent, also with programs of other versions.
+      max_bytes: The largest size of all programs in ``root``. Those not used for longest are removed. Each process that
+        writes may exceed it by 1 %. None is no limit.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], root: Path | None = None, max_bytes: int | None = None
+    ):
+        self._path = Path(folder)  # JAX prints it
+        self._root, self._max_bytes = root or self._path, max_bytes
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in self._root.rglob("*.part-*"):
+            with contextlib.suppress(OSError):  # another process may remove it at the same time
+                if time.time() - left.stat().st_mtime > _PART_LIVES_S:
+                    left.unlink()
+        self._num_new = 0  # bytes written since the last scan
+        self._remove_old()
+
+    def get(self, key: str) -> bytes | None:
+        """Returns a program, or None."""
+        path = self._path / f"{key}{_SUFFIX}"
+        try:
+            value = path.read_bytes()
+        except OSError:  # missing; or on a network disk, removed by another process meanwhile
+            return None
+        if self._max_bytes is not None:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes a program, also in place of a damaged one."""
+        if self._max_bytes is not None and len(value) > self._max_bytes:
+            return
+        part = self._path / f"{key}.part-{uuid.uuid4().hex}"
+        try:
+            part.write_bytes(value)
+            part.replace(self._path / f"{key}{_SUFFIX}")
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        self._num_new += len(value)
+        if self._max_bytes is not None and self._num_new > self._max_bytes * _SCANNED_EVERY:
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        self._num_new = 0
+        if self._max_bytes is None:
+            return
+        found = []
+        for path in self._root.rglob(f"*{_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                about = path.stat()
+                found.append((about.st_mtime, about.st_size, path))
+        for path in oldest(found, self._max_bytes):
+            with contextlib.suppress(OSError):  # another process may remove it at the same time
+                path.unlink()
+
+
+def oldest(found: Iterable[tuple[float, int, Path]], max_bytes: int) -> list[Path]:
+    """Returns the paths to remove: none while all fit, otherwise the oldest until 90 % of the limit is left.
+
+    >>> oldest([(1.0, 5, Path("a")), (3.0, 5, Path("b")), (2.0, 5, Path("c"))], 12)
+    [PosixPath('a')]
+    """
+    newest_first = sorted(found, key=lambda one: one[:2], reverse=True)
+    if sum(size for _, size, _ in newest_first) <= max_bytes:
+        return []
+    total, removed = 0, []
+    for _, size, path in newest_first:
+        total += size
+        if total > max_bytes * _KEPT:
+            removed.append(path)
+    return removed
