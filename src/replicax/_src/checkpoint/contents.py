@@ -24,7 +24,7 @@ from replicax._src.checkpoint.errors import CorruptCheckpointError
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 COMPONENTS = "components"
-_FORMAT = 3
+_FORMAT = 4
 
 
 @final
@@ -125,8 +125,8 @@ class Contents:
       save: The identity of the save, which is also in each ``zarr.json``.
       processes: The names of the processes that wrote it, by number.
       number: The number of the checkpoint, if it has one.
-      order: The position among the checkpoints of the directory.
-      time_s: The time of the save, in seconds since 1970.
+      time_s: The time of the save, in seconds since 1970. It is later than that of every checkpoint that was in the
+        directory, even if the clock was set back.
       metrics: The metrics that were given.
       part_of: The number of the process whose own checkpoint it is: it has only what that process's devices held, and
         files of other writers are not in it. None for a checkpoint that has everything.
@@ -138,7 +138,6 @@ class Contents:
     save: str
     processes: tuple[str, ...]
     number: int
-    order: int
     time_s: float
     metrics: Any = None
     part_of: int | None = None

@@ -108,7 +108,10 @@ def _grown(place: Any, lacking: Mapping[str, Any]) -> Any:
 
 def _is_numeric(dtype: Any) -> bool:
     """True if files can have such arrays. They cannot have strings, dates and Python objects."""
-    return jax_compat.is_typed_key(dtype) or jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    if jax_compat.is_typed_key(dtype) or dtype == np.bool_:
+        return True
+    lacks = ("mm", "fg", "cG")  # time spans, and floats and complex numbers of more than 64 bits per number
+    return jnp.issubdtype(dtype, np.number) and dtype.kind + dtype.char not in lacks
 
 
 def _name_of(path: Any) -> str:
@@ -129,7 +132,10 @@ class _TreeArray(ArrayLeaf):
 
     @property
     def _data(self) -> Any:
-        return jax.random.key_data(self._array) if self._is_key else self._array
+        if self._is_key:
+            return jax.random.key_data(self._array)
+        array = self._array
+        return array if isinstance(array, jax.Array) else np.asarray(array, array.dtype.newbyteorder("="))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -186,11 +192,12 @@ class StateLeaf(Leaf):
         state = self.get()
         state = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else [state]
         try:
+            _check_keys(state)
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise UntrackableError(
                 f"The state of {self.label} cannot be saved: the result of get_state() is not JSON ({error}). "
-                "Return numbers, strings, lists and dicts of these, or bytes."
+                "Return numbers, strings, lists and dicts of these with strings as keys, or bytes."
             ) from error
 
     def difference(self, saved: Any) -> str:
@@ -201,6 +208,16 @@ class StateLeaf(Leaf):
     def give(self, saved: Any) -> None:
         """Sets the state from its saved form."""
         self.set(base64.b64decode(saved["bytes"]) if isinstance(saved, dict) else saved[0])
+
+
+def _check_keys(state: Any) -> None:
+    """Refuses keys that JSON would change into strings."""
+    if isinstance(state, dict):
+        if other := [key for key in state if not isinstance(key, str)]:
+            raise TypeError(f"the key {other[0]!r} is not a string")
+        state = list(state.values())
+    for item in state if isinstance(state, (list, tuple)) else ():
+        _check_keys(item)
 
 
 @final

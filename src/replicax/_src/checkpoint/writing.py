@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import re
 import shutil
 import socket
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.host_copy import HostCopy
 from replicax._src.cluster.failures import ClusterFailureError
 
-_TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<what>part|replaced)-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}")
+_TEMPORARY = r"\.(?P<what>part|replaced)-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}"
 _MARGIN_BYTES = 1 << 20
+log = logging.getLogger("replicax")
 
 
 @final
@@ -39,7 +42,7 @@ class Snapshot:
       objects: The graph.
       copy: What this process writes.
       states: The states by key.
-      number, order, time_s, metrics: See ``Contents``.
+      number, time_s, metrics: See ``Contents``.
     """
 
     part: str
@@ -49,7 +52,6 @@ class Snapshot:
     copy: HostCopy
     states: Mapping[str, list[Any]]
     number: int
-    order: int
     time_s: float
     metrics: Any = None
 
@@ -63,8 +65,13 @@ def new_part(path: str) -> str:
     """Creates the directory in which a checkpoint is written.
 
     Raises:
-      CheckpointWriteError: It cannot be created.
+      CheckpointWriteError: It cannot be created, or ``path`` is something else than a checkpoint.
     """
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(os.path.join(path, ARRAYS))):
+        raise CheckpointWriteError(
+            errno.EEXIST,
+            f"{path!r} exists and is not a checkpoint, so it was not replaced. Choose another path, or move it away.",
+        )
     part = _beside(path, "part")
     try:
         os.makedirs(os.path.join(part, ARRAYS))
@@ -148,7 +155,6 @@ def _write_manifest(snapshot: Snapshot, checksums: Mapping[str, int]) -> None:
         snapshot.identity,
         processes.names(),
         snapshot.number,
-        snapshot.order,
         snapshot.time_s,
         snapshot.metrics,
         processes.process_number() if snapshot.is_own else None,
@@ -197,23 +203,23 @@ def remove(path: str) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def clean(directory: str) -> list[str]:
-    """Removes the leftovers of killed writers from a directory, and returns their names.
+def clean(directory: str, name: str) -> None:
+    """Removes what killed writers have left of the checkpoints with a name. Other names may be of a living writer on
+    another host.
 
     A writer that was killed while it replaced a checkpoint has left both. The old one gets its name back.
     """
-    removed = []
-    for name in sorted(os.listdir(directory)):
-        match = _TEMPORARY.fullmatch(name)
+    pattern = re.compile(rf"(?P<name>{re.escape(name)}-\d+){_TEMPORARY}")
+    for entry in sorted(os.listdir(directory)):
+        match = pattern.fullmatch(entry)
         if match is None or _is_alive(match["host"], int(match["pid"])):
             continue
-        path, whole = os.path.join(directory, name), os.path.join(directory, match["name"])
+        path, whole = os.path.join(directory, entry), os.path.join(directory, match["name"])
         if match["what"] == "replaced" and not os.path.exists(whole):
             os.rename(path, whole)
             continue
         shutil.rmtree(path, ignore_errors=True)
-        removed.append(name)
-    return removed
+        log.info("Removed %s, which a killed writer has left in %s.", entry, directory)
 
 
 def _is_alive(host: str, pid: int) -> bool:
@@ -240,10 +246,8 @@ def probe(directory: str) -> None:
     """
     try:
         os.makedirs(directory, exist_ok=True)
-        path = _beside(os.path.join(directory, "probe"), "part")
-        with open(path, "wb") as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"?")
-        os.remove(path)
     except OSError as error:
         raise write_error(directory, error) from error
 
