@@ -57,8 +57,8 @@ class Source(Protocol):
         """Returns some of the components [R, ...]."""
         ...
 
-    def slabs(self, max_bytes: int = ...) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the rows in turn, in blocks."""
+    def slabs(self, max_bytes: int | None = None) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """Yields all values in parts, each with its index."""
         ...
 
 
@@ -261,7 +261,8 @@ class VariableLeaf(ArrayLeaf):
             whole = variable.read_value() if isinstance(variable, Variable) else variable.value
             variable.assign(whole.at[ids].set(rows))  # the servers get only these rows
 
-        for rows, values in source.slabs(_BLOCK_BYTES):
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        for (rows,), values in source.slabs(max(_BLOCK_BYTES, row_bytes)):
             strategy.run_here(assign, np.arange(rows.start, rows.stop, dtype=np.int32), values)
 
 

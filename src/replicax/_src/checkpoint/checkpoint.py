@@ -27,7 +27,7 @@ from replicax._src import context, jax_compat
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.arrays import ArrayLeaf
-from replicax._src.checkpoint.contents import SavedObject
+from replicax._src.checkpoint.contents import Contents, SavedObject
 from replicax._src.checkpoint.directory import records_in
 from replicax._src.checkpoint.graph import Graph, kind_of
 from replicax._src.checkpoint.host_copy import HostBuffers, HostCopy, copy_to_host
@@ -224,10 +224,18 @@ class Checkpoint(Trackable, Growing):
             raise
         agreed = {key: processes.agreed_state([each["states"].get(key) for each in told]) for key in states}
         chiefs = told[0]["part"]
-        identity = os.path.basename(chiefs)
-        return Snapshot(
-            part if is_own else chiefs, identity, is_own, objects, copy, agreed, number, time_s, metrics
+        contents = Contents(
+            objects,
+            copy.arrays,
+            agreed,
+            save=os.path.basename(chiefs),
+            processes=processes.names(),
+            number=number,
+            time_s=time_s,
+            metrics=metrics,
+            part_of=processes.process_number() if is_own else None,
         )
+        return Snapshot(part if is_own else chiefs, contents, copy.pieces)
 
     def _later_time(self, directory: str) -> float:
         """Returns the time, or a little more than that of the latest checkpoint if the clock was set back."""
@@ -253,12 +261,18 @@ class Checkpoint(Trackable, Growing):
         if part:
             check_space(path, copy.num_bytes)
         known = copy.arrays.keys() | states.keys()
+        is_saved = [
+            node.leaf is None or node.key in known for node in graph.nodes
+        ]  # others have no value yet
         objects = tuple(
-            SavedObject(dict(node.children), node.key if node.leaf is not None else "", kind_of(node.object))
-            for node in graph.nodes
+            SavedObject(
+                {name: child for name, child in node.children.items() if is_saved[child]},
+                node.key if node.leaf is not None and is_saved[number] else "",
+                kind_of(node.object),
+            )
+            for number, node in enumerate(graph.nodes)
         )
-        valueless = {node.key for node in graph.nodes if node.leaf is not None} - known
-        return _without(objects, valueless), copy, states
+        return objects, copy, states
 
     def _tell_of_unused(self) -> None:
         restoration = self._restoration
@@ -414,16 +428,3 @@ def _check_context(what: str) -> None:
             f"Checkpoint.{what} was called in a function that is traced (an rx.function, or jax.jit). It "
             "would run once, at tracing, and not in each call. Call it outside."
         )
-
-
-def _without(objects: tuple[SavedObject, ...], keys: set[str]) -> tuple[SavedObject, ...]:
-    """Returns the graph without leaves that have no value yet."""
-    dropped = {number for number, node in enumerate(objects) if node.key and node.key in keys}
-    return tuple(
-        SavedObject(
-            {name: child for name, child in node.children.items() if child not in dropped},
-            "" if number in dropped else node.key,
-            node.kind,
-        )
-        for number, node in enumerate(objects)
-    )

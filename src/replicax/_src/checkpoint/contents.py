@@ -37,7 +37,6 @@ class StoredArray:
       chunk: The shape of a chunk, which is read and verified at once.
       file: The shape of what a file has.
       writers: The number of the process that wrote each file, in C order; one number if all are equal.
-      crc32: The CRC-32 of its ``zarr.json``.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +44,6 @@ class StoredArray:
     chunk: tuple[int, ...]
     file: tuple[int, ...]
     writers: tuple[int, ...]
-    crc32: int = 0
 
     def writer_of(self, position: int) -> int:
         """Returns the number of the process that wrote a file."""
@@ -130,6 +128,7 @@ class Contents:
       metrics: The metrics that were given.
       part_of: The number of the process whose own checkpoint it is: it has only what that process's devices held, and
         files of other writers are not in it. None for a checkpoint that has everything.
+      checksums: The CRC-32 of each ``zarr.json``, by its folder.
     """
 
     objects: tuple[SavedObject, ...]
@@ -141,6 +140,7 @@ class Contents:
     time_s: float
     metrics: Any = None
     part_of: int | None = None
+    checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def folders(self) -> Iterator[tuple[str, str, StoredArray]]:
         """Yields the folder in the checkpoint, the key, and the description of all that is in files."""

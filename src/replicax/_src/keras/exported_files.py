@@ -23,7 +23,6 @@ from replicax._src.checkpoint.errors import CheckpointMismatchError, CheckpointW
 from replicax._src.checkpoint.processes import own_state
 from replicax._src.checkpoint.restoring import Restoration
 from replicax._src.checkpoint.saved import SavedCheckpoint, SavedValue
-from replicax._src.checkpoint.slabs import slabs
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras import unallocated_variables
 from replicax._src.keras.capture import accessor
@@ -158,7 +157,7 @@ def _store_of(values: _Values) -> type:
             dataset = group.create_dataset(key, array.shape, array.dtype)
             if array.dtype == jnp.bfloat16:
                 dataset.attrs["dtype"] = "bfloat16"
-            for index, part in slabs(array):
+            for index, part in array.slabs():
                 dataset[index] = part
 
     return SlabStore
