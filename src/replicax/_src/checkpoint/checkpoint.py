@@ -111,11 +111,6 @@ class Checkpoint(Trackable, Growing):
         finally:
             self._waiting = {each for each in self._waiting if not each.has_ended}
 
-    @property
-    def is_growing(self) -> bool:
-        """False, because it is unknown if attributes will be set later. Private."""
-        return False
-
     def awaits(self, restoration: Restoration) -> None:
         """Makes a restoration continue when an attribute is set. Private."""
         self._waiting.add(restoration)

@@ -13,6 +13,7 @@ from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.errors import CheckpointMismatchError
 from replicax._src.checkpoint.graph import Graph, found_in
 from replicax._src.checkpoint.safetensors_files import Tensor, tensors_of
+from replicax._src.checkpoint.trees import HeldTree
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.framework import trackings, use_imported
 from replicax._src.options import path_of
@@ -71,8 +72,9 @@ def load_safetensors(tracked: Any, file: str | os.PathLike[str], *, names: Names
     for key, name in wanted.items():
         leaf = leaves[key]
         leaf.give(leaf.fetch(tensors[name].cast(leaf.dtype)))
-        leaf.finish()
     for node in graph.nodes:
+        if isinstance(node.object, HeldTree):
+            node.object.finish()
         for tracking in trackings():
             tracking.finish(node.object)
 

@@ -61,9 +61,7 @@ def advance_all(restorations: Iterable[Restoration]) -> None:
 
 
 def _is_growing(tracked: Any) -> bool:
-    """True if an object will get more parts."""
-    if isinstance(tracked, Growing):
-        return tracked.is_growing
+    """True if an object will get more parts. It is unknown if attributes of a checkpoint will be set later."""
     return any(tracking.is_growing(tracked) for tracking in trackings())
 
 
@@ -333,16 +331,17 @@ class Restoration:
     def _give(self, pairs: Sequence[_Pair], fetched: dict[str, Any]) -> None:
         for pair in sorted(pairs, key=lambda pair: isinstance(pair.leaf, ArrayLeaf)):
             leaf = pair.leaf
-            assert isinstance(leaf, (ArrayLeaf, StateLeaf))
             if isinstance(leaf, ArrayLeaf):
                 leaf.give(fetched.pop(pair.key))
-            elif pair.key in fetched:
+                continue
+            assert isinstance(leaf, StateLeaf)
+            if pair.key in fetched:
                 leaf.set(fetched[pair.key])
             else:
                 leaf.give(self._state_of(leaf.label, self.saved.contents.states[pair.key]))
         for pair in pairs:
-            assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
-            pair.leaf.finish()
+            if isinstance(pair.leaf.of, HeldTree):
+                pair.leaf.of.finish()
             _newest.note(pair.leaf, self.number)
         self._restored |= {pair.number for pair in pairs}
 

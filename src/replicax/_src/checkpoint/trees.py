@@ -6,7 +6,7 @@ import abc
 import base64
 import json
 import random
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import jax
@@ -122,28 +122,14 @@ def _name_of(path: Any) -> str:
 @final
 class _TreeArray(ArrayLeaf):
     def __init__(self, tree: HeldTree, number: int, label: str, array: Any):
-        self.of, self.label = tree, label
-        self._tree, self._number, self._array = tree, number, array
+        self.of, self.place, self.label = tree, number, label
+        self._array, self._data = array, array
         self._is_key = jax_compat.is_typed_key(getattr(array, "dtype", None))
-
-    @property
-    def identity(self) -> Hashable:
-        return id(self._tree), self._number
-
-    @property
-    def _data(self) -> Any:
         if self._is_key:
-            return jax.random.key_data(self._array)
-        array = self._array
-        return array if isinstance(array, jax.Array) else np.asarray(array, array.dtype.newbyteorder("="))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._data.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self._data.dtype)
+            self._data = jax.random.key_data(array)
+        elif not isinstance(array, jax.Array):
+            self._data = np.asarray(array, array.dtype.newbyteorder("="))
+        self.shape, self.dtype = tuple(self._data.shape), np.dtype(self._data.dtype)
 
     def held(self) -> Held:
         return Held(self._data)
@@ -153,7 +139,7 @@ class _TreeArray(ArrayLeaf):
         return HostParts.like(self._data, source.read) if is_on_device else source.read()
 
     def give(self, fetched: Any) -> None:
-        self._tree.give(self._number, self._placed(fetched))
+        self.of.give(self.place, self._placed(fetched))
 
     def _placed(self, fetched: Any) -> Any:
         if not isinstance(fetched, HostParts):
@@ -161,9 +147,6 @@ class _TreeArray(ArrayLeaf):
         if self._is_key:
             return jax.random.wrap_key_data(fetched.placed(), impl=jax.random.key_impl(self._array))
         return fetched.placed()
-
-    def finish(self) -> None:
-        self._tree.finish()
 
 
 # --- states -----------------------------------------------------------------------------------------------
@@ -180,9 +163,6 @@ class StateLeaf(Leaf):
     def set(self, state: Any) -> None:
         """Resumes from a state."""
 
-    def finish(self) -> None:
-        """Called when all leaves have their values."""
-
     def take(self) -> Any:
         """Returns the state as JSON.
 
@@ -192,7 +172,7 @@ class StateLeaf(Leaf):
         state = self.get()
         state = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else [state]
         try:
-            _check_keys(state)
+            _check_keys(state, "")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise UntrackableError(
@@ -210,14 +190,14 @@ class StateLeaf(Leaf):
         self.set(base64.b64decode(saved["bytes"]) if isinstance(saved, dict) else saved[0])
 
 
-def _check_keys(state: Any) -> None:
+def _check_keys(state: Any, path: str) -> None:
     """Refuses keys that JSON would change into strings."""
-    if isinstance(state, dict):
-        if other := [key for key in state if not isinstance(key, str)]:
-            raise TypeError(f"the key {other[0]!r} is not a string")
-        state = list(state.values())
-    for item in state if isinstance(state, (list, tuple)) else ():
-        _check_keys(item)
+    if isinstance(state, (list, tuple)):
+        state = {str(position): item for position, item in enumerate(state)}
+    for key, item in state.items() if isinstance(state, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} is not a string, at {path.lstrip('/')!r}")
+        _check_keys(item, f"{path}/{key}")
 
 
 @final
@@ -225,12 +205,7 @@ class TreeNumber(StateLeaf):
     """A number or a string in a pytree."""
 
     def __init__(self, tree: HeldTree, number: int, label: str, value: Any):
-        self.of, self.label = tree, label
-        self._tree, self._number, self._value = tree, number, value
-
-    @property
-    def identity(self) -> Hashable:
-        return id(self._tree), self._number
+        self.of, self.place, self.label, self._value = tree, number, label, value
 
     @property
     def is_text(self) -> bool:
@@ -250,7 +225,7 @@ class TreeNumber(StateLeaf):
         return f"{value!r:.60} was saved ({type(value).__name__}), but {self._value!r:.60} is here"
 
     def set(self, state: Any) -> None:
-        self._tree.give(self._number, self._converted(state))
+        self.of.give(self.place, self._converted(state))
 
     def _converted(self, state: Any) -> Any:
         """Converts to the type of the current value, unless that is an int or a bool and another kind was saved.
@@ -261,9 +236,6 @@ class TreeNumber(StateLeaf):
         is_kept = issubclass(here, (float, str)) or issubclass(here, bool) == isinstance(state, bool)
         is_cut = issubclass(here, int) and isinstance(state, float)
         return here(state) if is_kept and not is_cut else state
-
-    def finish(self) -> None:
-        self._tree.finish()
 
 
 @final
