@@ -277,7 +277,7 @@ def test_keys_that_json_would_change_are_refused(saved):
         def set_state(self, state):
             raise AssertionError("nothing was saved")
 
-    message(UntrackableError, lambda: saved(counts=Counts()), "the key 1 is not a string")
+    message(UntrackableError, lambda: saved(counts=Counts()), "the key 1 is not a string, at 'epochs/0'")
 
 
 def test_reserved_names_of_a_checkpoint_raise():

@@ -29,6 +29,7 @@ from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import Contents, SavedObject
 from replicax._src.checkpoint.directory import records_in
+from replicax._src.checkpoint.errors import enumerated
 from replicax._src.checkpoint.graph import Graph, kind_of
 from replicax._src.checkpoint.host_copy import HostBuffers, HostCopy, copy_to_host
 from replicax._src.checkpoint.pytrees import Holder
@@ -276,11 +277,10 @@ class Checkpoint(Trackable, Growing):
         unused = restoration.unrestored()
         if unused and not restoration.is_asked:
             log.warning(
-                "Values of the checkpoint %r were not used: %s%s. If this is intended, call expect_partial() "
+                "Values of the checkpoint %r were not used: %s. If this is intended, call expect_partial() "
                 "on the result of restore(). Otherwise call assert_consumed() to see why.",
                 restoration.saved.path,
-                ", ".join(unused[:5]),
-                f" and {len(unused) - 5} more" if len(unused) > 5 else "",
+                enumerated(unused),
             )
         restoration.is_asked = True
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.checkpoint.arrays import ArrayLeaf
-from replicax._src.checkpoint.errors import CheckpointMismatchError
+from replicax._src.checkpoint.errors import CheckpointMismatchError, listed
 from replicax._src.checkpoint.graph import Graph, found_in
 from replicax._src.checkpoint.safetensors_files import Tensor, tensors_of
 from replicax._src.checkpoint.trees import HeldTree
@@ -99,10 +99,8 @@ def _check(
     differ = [text for key, name in wanted.items() if (text := _difference(key, name, leaves, tensors))]
     differ += [f"{name}: only in the file" for name in sorted(unused)]
     if differ:
-        shown = "\n".join(f"  {text}" for text in differ[:20])
-        more = f"\n  and {len(differ) - 20} more" if len(differ) > 20 else ""
         raise CheckpointMismatchError(
-            f"The file {file!r} does not fit the variables, and nothing was loaded. These differ:\n{shown}{more}\n"
+            f"The file {file!r} does not fit the variables, and nothing was loaded. These differ:\n{listed(differ)}\n"
             "Make the model with the shapes of the file. If only the names differ, give names, which may be a dict "
             "with a part of the variables."
         )

@@ -172,7 +172,7 @@ class StateLeaf(Leaf):
         state = self.get()
         state = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else [state]
         try:
-            _check_keys(state, "")
+            _check_keys(state if isinstance(state, dict) else state[0], "")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise UntrackableError(
