@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import zlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -100,8 +101,11 @@ def save(part, cut, value, dtype):
     for number in range(3):
         write_pieces(str(part), {"a": stored}, pieces[number::3])
     checksums = write_metadata(str(part), {"a": stored}, "a save")
-    whole = StoredArray(cut.shape, dtype, cut.chunk, cut.file, (0,), checksums["a"])
-    return ArrayReader(str(part), "a", whole, "label", ("worker 0", "worker 1"))
+    return reader_of(part, stored, checksums["a"])
+
+
+def reader_of(part, stored, crc32):
+    return ArrayReader(str(part), "a", stored, crc32, "label", ("worker 0", "worker 1"))
 
 
 @FEW
@@ -139,7 +143,7 @@ def test_zeros_are_stored_and_a_lost_file_is_not_read_as_zeros(tmp_path):
     assert not reader.read().any()
     lost = sorted(path for path in (tmp_path / "a").iterdir() if path.name != "zarr.json")[-1]
     lost.unlink()
-    again = ArrayReader(str(tmp_path), "a", reader.stored, "label", ("worker 0", "worker 1"))
+    again = reader_of(tmp_path, reader.stored, zlib.crc32((tmp_path / "a" / "zarr.json").read_bytes()))
     with pytest.raises(CorruptCheckpointError) as caught:
         again.read()
     for text in ("label", f"a/{lost.name}", "worker 0"):

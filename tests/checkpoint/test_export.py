@@ -19,7 +19,7 @@ import replicax as rx
 from checks import message
 from exported_models import make_model, make_nothing, make_smaller
 from replicax.__main__ import main
-from replicax._src.checkpoint import array_files, slabs
+from replicax._src.checkpoint import array_files, chunks
 from replicax.checkpoint import (
     CheckpointMismatchError,
     CheckpointWriteError,
@@ -56,7 +56,7 @@ print(json.dumps([predicted.tolist(), [int(model.optimizer.iterations), len(mode
 @pytest.fixture
 def small_slabs(monkeypatch):
     """Slabs of 4 KB, so that small arrays have several."""
-    monkeypatch.setattr(slabs, "SLAB_BYTES", 4096)
+    monkeypatch.setattr(chunks, "SLAB_BYTES", 4096)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ EXPORT = """
 import sys
 import numpy as np
 import replicax as rx
-from replicax._src.checkpoint import array_files, slabs
+from replicax._src.checkpoint import array_files, chunks
 sys.path.insert(0, sys.argv[1])
 import exported_models
 
@@ -206,7 +206,7 @@ def megabytes(name):
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 small, path, to = sys.argv[2:5]
-slabs.SLAB_BYTES, array_files._CACHE_BYTES, width, count = map(int, sys.argv[5:])
+chunks.SLAB_BYTES, array_files._CACHE_BYTES, width, count = map(int, sys.argv[5:])
 model = (lambda: exported_models.make_wide(width, count)) if ".weights." in to or ".keras" in to else None
 make_small = model and (lambda: exported_models.make_wide(64, count))
 rx.checkpoint.export(small, to.replace("large", "small"), model=make_small)  # imports what the large one needs
@@ -247,7 +247,7 @@ def test_an_export_takes_little_memory(tmp_path, file):
 @pytest.mark.parametrize("file", FILES)
 def test_an_export_of_a_large_checkpoint_takes_less_than_half_a_gigabyte(tmp_path, file):
     """3 arrays of 256 MB, with the slabs and the memory for chunks that users have."""
-    check_memory(tmp_path, file, 8192, 3, slabs.SLAB_BYTES, array_files._CACHE_BYTES, 500 << 20)
+    check_memory(tmp_path, file, 8192, 3, chunks.SLAB_BYTES, array_files._CACHE_BYTES, 500 << 20)
 
 
 # --- errors ---------------------------------------------------------------------------------------------

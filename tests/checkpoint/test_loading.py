@@ -118,7 +118,10 @@ def test_a_file_that_does_not_fit_changes_nothing(saved, tmp_path):
         InvalidArgumentError, lambda: load_safetensors(small, tmp_path / "missing.safetensors"), "missing"
     )
     damaged = tmp_path / "damaged.safetensors"
-    for content in (b"", b"\x00" * 4, b"\xff" * 40, (tmp_path / "m.safetensors").read_bytes()[:-4]):
+    header = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}'
+    outside = len(header).to_bytes(8, "little") + header + b"\x00" * 8
+    truncated = (tmp_path / "m.safetensors").read_bytes()[:-4]
+    for content in (b"", b"\x00" * 4, b"\xff" * 40, truncated, outside):
         damaged.write_bytes(content)
         message(InvalidArgumentError, lambda: load_safetensors(tracked, damaged), "damaged.safetensors")
     for value, now in zip(before, values_of(model), strict=True):

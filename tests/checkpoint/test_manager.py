@@ -52,7 +52,7 @@ def checkpoint():
 
 def record(order, metric=None, time_s=0.0):
     metrics = None if metric is None else {"m": metric}
-    return Record(f"ckpt-{order}", Contents((), {}, {}, "", (), order, order, time_s, metrics))
+    return Record(f"ckpt-{order}", Contents((), {}, {}, "", (), order, time_s or order, metrics))
 
 
 @hypothesis.given(
@@ -87,7 +87,7 @@ def test_newest_and_best_are_kept_by_either_rule(metrics, max_to_keep, keep_best
 def test_one_checkpoint_per_hour_is_kept():
     rule = Retention(1, every_n_hours=1)
     records = [record(order, time_s=1000.0 * order) for order in range(9)]
-    assert [r.contents.order for r in records if r not in rule.to_remove(records)] == [0, 4, 8]
+    assert [r.contents.number for r in records if r not in rule.to_remove(records)] == [0, 4, 8]
 
 
 def test_newest_and_best_on_the_disk(checkpoint, tmp_path):
@@ -392,6 +392,53 @@ def test_files_of_another_living_writer_are_not_removed(tmp_path, checkpoint):
         assert not os.path.exists(part)
 
 
+def test_files_of_another_host_are_removed_only_under_this_name(tmp_path, checkpoint):
+    mine, others = (tmp_path / f"{name}-1.part-another-host-7-0123abcd" for name in ("ckpt", "other"))
+    mine.mkdir(), others.mkdir()
+    rx.CheckpointManager(checkpoint, tmp_path)
+    assert os.listdir(tmp_path) == [others.name]
+
+
+@pytest.mark.parametrize("what", ["directory", "file", "link"])
+def test_only_a_checkpoint_is_replaced(what, tmp_path, checkpoint):
+    path, kept = tmp_path / "training", tmp_path / "training" / "ckpt-1"
+    if what == "directory":
+        checkpoint.save(path / "ckpt")
+    elif what == "file":
+        path.write_text("notes")
+    else:
+        path.symlink_to(checkpoint.save(tmp_path / "ckpt"))
+    for save in (lambda: checkpoint.write(path), lambda: checkpoint.snapshot(str(path))()):
+        text = message(CheckpointWriteError, save, "is not a checkpoint")
+        assert "Choose another path" in text
+    assert {"directory": kept.is_dir(), "file": path.is_file(), "link": path.is_symlink()}[what]
+    assert not list(tmp_path.glob("*.part-*"))
+
+
+@pytest.mark.parametrize("tier", ["Checkpoint.save", "CheckpointManager", "local"])
+def test_last_save_is_the_latest_even_if_the_clock_is_set_back(tier, tmp_path, monkeypatch):
+    step = rx.Variable(0)
+    checkpoint = rx.Checkpoint(step=step)
+    how = {
+        "step_counter": step,
+        "checkpoint_interval": 9,
+        "local_directory": tmp_path / "l",
+        "local_every": 1,
+    }
+    manager = rx.CheckpointManager(checkpoint, tmp_path / "s", 2, **(how if tier == "local" else {}))
+    now = time.time()
+    for hours in (0, 1, -5, -4, 2):
+        monkeypatch.setattr(time, "time", lambda hours=hours: now + 3600 * hours)
+        step.assign_add(1)
+        checkpoint.save(tmp_path / "s" / "ckpt") if tier == "Checkpoint.save" else manager.save()
+        manager.wait()
+        assert tier == "local" or names([latest_checkpoint(tmp_path / "s")]) == [f"ckpt-{int(step)}"]
+        expected = int(step)
+        step.assign(0)
+        manager.restore_or_initialize()
+        assert int(step) == expected
+
+
 @pytest.mark.parametrize("when", ["before it is opened", "before it is read"])
 def test_reader_takes_the_newer_checkpoint_if_one_is_removed(when, tmp_path, monkeypatch, caplog):
     """An evaluator runs beside a training that keeps few checkpoints."""
@@ -484,7 +531,7 @@ def test_unwritable_directory_raises_at_once(checkpoint, tmp_path, monkeypatch):
     def read_only(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("builtins.open", read_only)
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
     error = CheckpointWriteError
     message(error, lambda: rx.CheckpointManager(checkpoint, tmp_path), str(tmp_path), "read-only")
 

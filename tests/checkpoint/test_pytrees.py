@@ -259,7 +259,25 @@ def test_unsupported_leaves_of_pytrees_raise():
         UntrackableError, lambda: rx.Checkpoint(a={1: variable, "1": rx.Variable(2.0)}), "the keys 1 and '1'"
     )
     message(UntrackableError, lambda: rx.Checkpoint(a=[variable, print]), "a/1=")
-    message(UntrackableError, lambda: rx.Checkpoint(a=np.array(["x"])), "ndarray")
+    for array in (np.array(["x"]), np.array([1], "m8[s]"), np.ones(2, np.longdouble)):
+        message(UntrackableError, lambda a=array: rx.Checkpoint(a=a), "ndarray")
+
+
+def test_bytes_in_another_order_are_restored(saved):
+    checkpoint = rx.Checkpoint(state=np.zeros(4, ">f4"))
+    checkpoint.restore(saved(state=np.arange(4, dtype=">f4"))).assert_consumed()
+    assert checkpoint.state.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_keys_that_json_would_change_are_refused(saved):
+    class Counts:
+        def get_state(self):
+            return {"epochs": [{1: 5}]}
+
+        def set_state(self, state):
+            raise AssertionError("nothing was saved")
+
+    message(UntrackableError, lambda: saved(counts=Counts()), "the key 1 is not a string, at 'epochs/0'")
 
 
 def test_reserved_names_of_a_checkpoint_raise():

@@ -137,6 +137,25 @@ def test_a_compiled_model_has_its_optimizer_and_not_the_metrics_of_its_loop(save
     assert len(with_metrics) == len(keys) + len(model.metrics_variables)
 
 
+def test_names_with_separators(saved):
+    objects = {name: rx.Variable(float(n)) for n, name in enumerate(["..", "zarr.json", "", "a/b", "ä b"])}
+    nested = rx.Checkpoint(b=rx.Variable(7.0))
+    path = saved(**objects, a=nested)
+    for variable in (*objects.values(), nested.b):
+        variable.assign(-1.0)
+    rx.Checkpoint(**objects, a=nested).restore(path).assert_consumed()
+    assert [float(variable) for variable in (*objects.values(), nested.b)] == [0.0, 1.0, 2.0, 3.0, 4.0, 7.0]
+
+
+def test_checkpoints_that_contain_each_other(saved):
+    inner = rx.Checkpoint(v=rx.Variable(1.0))
+    inner.outer = outer = rx.Checkpoint(inner=inner)
+    path = saved(outer=outer)
+    inner.v.assign(0.0)
+    rx.Checkpoint(outer=outer).restore(path).assert_consumed()
+    assert float(inner.v) == 1.0
+
+
 def test_object_tracked_twice_is_found_by_either_name(saved):
     model = small_model()
     model.compile("adam", "mse")

@@ -214,6 +214,7 @@ class ArrayReader:
       path: The path of the checkpoint.
       folder: The folder of the array in it.
       stored: The array.
+      crc32: The CRC-32 of its ``zarr.json``.
       label: The program's name of it, for messages.
       names: The names of the processes that wrote it.
       part_of: The process that wrote all files that are there; None if all processes wrote some.
@@ -227,6 +228,7 @@ class ArrayReader:
         path: str,
         folder: str,
         stored: StoredArray,
+        crc32: int,
         label: str,
         names: Sequence[str],
         part_of: int | None = None,
@@ -235,7 +237,7 @@ class ArrayReader:
         self._path, self._folder, self._label, self._names = path, folder, label, names
         self._part_of = part_of
         ts = tensorstore()
-        self._check_metadata()
+        self._check_metadata(crc32)
         context = ts.Context({**_LIMITS, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         spec = _spec(os.path.join(path, folder), stored)
         with self._translated():
@@ -243,9 +245,9 @@ class ArrayReader:
                 spec, context=context, open=True, read=True, write=False, assume_metadata=True
             ).result()
 
-    def _check_metadata(self) -> None:
+    def _check_metadata(self, crc32: int) -> None:
         try:
-            is_whole = _checksum(os.path.join(self._path, self._folder, _METADATA)) == self.stored.crc32
+            is_whole = _checksum(os.path.join(self._path, self._folder, _METADATA)) == crc32
         except OSError as error:
             raise self._corrupt(_METADATA, f"cannot be read ({error})") from error
         if not is_whole:

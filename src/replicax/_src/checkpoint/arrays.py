@@ -57,23 +57,20 @@ class Source(Protocol):
         """Returns some of the components [R, ...]."""
         ...
 
-    def slabs(self, max_bytes: int = ...) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the rows in turn, in blocks."""
+    def slabs(self, max_bytes: int | None = None) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """Yields all values in parts, each with its index."""
         ...
 
 
 class ArrayLeaf(Leaf):
-    """A leaf that is one array."""
+    """A leaf that is one array.
 
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the full value."""
+    Attributes:
+      shape, dtype: The shape of the full value, and its dtype.
+    """
 
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> np.dtype:
-        """The dtype, as NumPy has it."""
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
     @abc.abstractmethod
     def held(self) -> Held | None:
@@ -86,9 +83,6 @@ class ArrayLeaf(Leaf):
     @abc.abstractmethod
     def give(self, fetched: Any) -> None:
         """Sets the value that ``fetch`` has returned."""
-
-    def finish(self) -> None:
-        """Called when all leaves have their values."""
 
 
 @final
@@ -156,14 +150,7 @@ class VariableLeaf(ArrayLeaf):
         self.of = variable
         self.binding = binding_of(variable)
         self.label = self.binding.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.binding.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.binding.dtype)
+        self.shape, self.dtype = self.binding.shape, np.dtype(self.binding.dtype)
 
     @property
     def stored(self) -> Any:
@@ -261,7 +248,8 @@ class VariableLeaf(ArrayLeaf):
             whole = variable.read_value() if isinstance(variable, Variable) else variable.value
             variable.assign(whole.at[ids].set(rows))  # the servers get only these rows
 
-        for rows, values in source.slabs(_BLOCK_BYTES):
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        for (rows,), values in source.slabs(max(_BLOCK_BYTES, row_bytes)):
             strategy.run_here(assign, np.arange(rows.start, rows.stop, dtype=np.int32), values)
 
 
@@ -272,14 +260,7 @@ class ShardsLeaf(ArrayLeaf):
     def __init__(self, variable: ShardedVariable):
         self.of = variable
         self.label = variable.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.of.dtype)
+        self.shape, self.dtype = variable.shape, np.dtype(variable.dtype)
 
     def held(self) -> Held:
         return Held(self.of.shards.read())

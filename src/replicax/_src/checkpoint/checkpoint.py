@@ -27,14 +27,16 @@ from replicax._src import context, jax_compat
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.arrays import ArrayLeaf
-from replicax._src.checkpoint.contents import SavedObject
+from replicax._src.checkpoint.contents import Contents, SavedObject
+from replicax._src.checkpoint.directory import records_in
+from replicax._src.checkpoint.errors import enumerated
 from replicax._src.checkpoint.graph import Graph, kind_of
 from replicax._src.checkpoint.host_copy import HostBuffers, HostCopy, copy_to_host
 from replicax._src.checkpoint.pytrees import Holder
 from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
-from replicax._src.checkpoint.tracked import Growing, Parts, Trackable
+from replicax._src.checkpoint.tracked import Growing, Parts, Trackable, escaped
 from replicax._src.checkpoint.trees import StateLeaf
 from replicax._src.checkpoint.writing import Snapshot, check_space, new_part, write, write_error
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
@@ -85,6 +87,7 @@ class Checkpoint(Trackable, Growing):
         self._restoration: Restoration | None = None
         self._waiting: set[Restoration] = set()  # also restorations of checkpoints that contain this one
         self._buffers = HostBuffers()
+        self._time_s = 0.0  # of the latest checkpoint that it has saved or restored
         self.save_counter: int = 0
         named = kwargs if root is None else {"root": root, **kwargs}
         for name, value in named.items():
@@ -109,11 +112,6 @@ class Checkpoint(Trackable, Growing):
         finally:
             self._waiting = {each for each in self._waiting if not each.has_ended}
 
-    @property
-    def is_growing(self) -> bool:
-        """False, because it is unknown if attributes will be set later. Private."""
-        return False
-
     def awaits(self, restoration: Restoration) -> None:
         """Makes a restoration continue when an attribute is set. Private."""
         self._waiting.add(restoration)
@@ -121,7 +119,7 @@ class Checkpoint(Trackable, Growing):
     def parts(self) -> Parts:
         """Returns the tracked objects by name, including leaves of pytrees."""
         names = [name for name in vars(self) if not name.startswith("_") and name != "save_counter"]
-        return {name: self._holder.part(name) for name in names}
+        return {escaped(name): self._holder.part(name) for name in names}
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -136,7 +134,8 @@ class Checkpoint(Trackable, Growing):
           The path of the checkpoint, a directory.
 
         Raises:
-          CheckpointWriteError: The disk is full, or read-only. Earlier checkpoints are unchanged.
+          CheckpointWriteError: The disk is full or read-only, or something else than a checkpoint is at the path.
+            Earlier checkpoints are unchanged.
           CrossReplicaContextError: It is called in a replica function, or in an ``rx.function``.
           DonatedError: An array of a pytree has been donated to a program.
           UnsharedDirectoryError: The processes do not share the directory.
@@ -165,7 +164,7 @@ class Checkpoint(Trackable, Growing):
         return path
 
     def snapshot(
-        self, path: str, *, number: int = 0, order: int = 0, metrics: Any = None, is_own: bool = False
+        self, path: str, *, number: int = 0, metrics: Any = None, is_own: bool = False
     ) -> Callable[[], int]:
         """Copies to the host what this process writes. Returns a function that writes it, in any thread. Every process
         calls both. With ``is_own`` each writes a checkpoint of its own, of all that its devices hold.
@@ -180,8 +179,7 @@ class Checkpoint(Trackable, Growing):
             return lambda: 0
         self._buffers.reserve()
         try:
-            about = {"number": number, "order": order, "time_s": time.time(), "metrics": metrics}
-            snapshot = self._agreed(path, is_own, **about)
+            snapshot = self._agreed(path, is_own, number, metrics)
         except BaseException:
             self._buffers.free()
             raise
@@ -194,14 +192,15 @@ class Checkpoint(Trackable, Growing):
 
         return run
 
-    def _agreed(self, path: str, is_own: bool, **about: Any) -> Snapshot:
+    def _agreed(self, path: str, is_own: bool, number: int, metrics: Any) -> Snapshot:
         """Returns what will be saved, of which all processes have been told. It communicates once."""
-        part = ""
+        part, time_s = "", 0.0
         try:
 
             def begin() -> tuple[tuple[SavedObject, ...], HostCopy, dict[str, Any]]:
-                nonlocal part
-                part = new_part(path) if is_own or processes.is_chief() else ""
+                nonlocal part, time_s
+                if is_own or processes.is_chief():
+                    part, time_s = new_part(path), self._later_time(os.path.dirname(path))
                 return self._copied(path, part, is_own)
 
             (objects, copy, states), told = processes.told_together(
@@ -221,8 +220,24 @@ class Checkpoint(Trackable, Growing):
             raise
         agreed = {key: processes.agreed_state([each["states"].get(key) for each in told]) for key in states}
         chiefs = told[0]["part"]
-        identity = os.path.basename(chiefs)
-        return Snapshot(part if is_own else chiefs, identity, is_own, objects, copy, agreed, **about)
+        contents = Contents(
+            objects,
+            copy.arrays,
+            agreed,
+            save=os.path.basename(chiefs),
+            processes=processes.names(),
+            number=number,
+            time_s=time_s,
+            metrics=metrics,
+            part_of=processes.process_number() if is_own else None,
+        )
+        return Snapshot(part if is_own else chiefs, contents, copy.pieces)
+
+    def _later_time(self, directory: str) -> float:
+        """Returns the time, or a little more than that of the latest checkpoint if the clock was set back."""
+        there = [record.contents.time_s for record in records_in(directory)]
+        self._time_s = max(time.time(), *(known + 1e-3 for known in (self._time_s, *there)))
+        return self._time_s
 
     def _copied(
         self, path: str, part: str, is_own: bool
@@ -242,12 +257,18 @@ class Checkpoint(Trackable, Growing):
         if part:
             check_space(path, copy.num_bytes)
         known = copy.arrays.keys() | states.keys()
+        is_saved = [
+            node.leaf is None or node.key in known for node in graph.nodes
+        ]  # others have no value yet
         objects = tuple(
-            SavedObject(dict(node.children), node.key if node.leaf is not None else "", kind_of(node.object))
-            for node in graph.nodes
+            SavedObject(
+                {name: child for name, child in node.children.items() if is_saved[child]},
+                node.key if node.leaf is not None and is_saved[number] else "",
+                kind_of(node.object),
+            )
+            for number, node in enumerate(graph.nodes)
         )
-        valueless = {node.key for node in graph.nodes if node.leaf is not None} - known
-        return _without(objects, valueless), copy, states
+        return objects, copy, states
 
     def _tell_of_unused(self) -> None:
         restoration = self._restoration
@@ -256,11 +277,10 @@ class Checkpoint(Trackable, Growing):
         unused = restoration.unrestored()
         if unused and not restoration.is_asked:
             log.warning(
-                "Values of the checkpoint %r were not used: %s%s. If this is intended, call expect_partial() "
+                "Values of the checkpoint %r were not used: %s. If this is intended, call expect_partial() "
                 "on the result of restore(). Otherwise call assert_consumed() to see why.",
                 restoration.saved.path,
-                ", ".join(unused[:5]),
-                f" and {len(unused) - 5} more" if len(unused) > 5 else "",
+                enumerated(unused),
             )
         restoration.is_asked = True
 
@@ -355,6 +375,7 @@ class Checkpoint(Trackable, Growing):
         if self._restoration is not None:  # a failure changes nothing: the previous restoration stays active
             self._restoration.drop()
         self._restoration = None if restoration.is_whole else restoration
+        self._time_s = max(self._time_s, saved.contents.time_s)
         return LoadStatus(restoration)
 
     def __repr__(self) -> str:
@@ -362,7 +383,7 @@ class Checkpoint(Trackable, Growing):
         return f"Checkpoint({names}, save_counter={self.save_counter})"
 
 
-_OWN_NAMES = {"_holder", "_restoration", "_waiting", "_buffers"}
+_OWN_NAMES = {"_holder", "_restoration", "_waiting", "_buffers", "_time_s"}
 
 
 def _check_name(name: str, *, is_counter_own: bool = True) -> None:
@@ -402,16 +423,3 @@ def _check_context(what: str) -> None:
             f"Checkpoint.{what} was called in a function that is traced (an rx.function, or jax.jit). It "
             "would run once, at tracing, and not in each call. Call it outside."
         )
-
-
-def _without(objects: tuple[SavedObject, ...], keys: set[str]) -> tuple[SavedObject, ...]:
-    """Returns the graph without leaves that have no value yet."""
-    dropped = {number for number, node in enumerate(objects) if node.key and node.key in keys}
-    return tuple(
-        SavedObject(
-            {name: child for name, child in node.children.items() if child not in dropped},
-            "" if number in dropped else node.key,
-            node.kind,
-        )
-        for number, node in enumerate(objects)
-    )

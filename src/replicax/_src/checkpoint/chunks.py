@@ -15,6 +15,7 @@ from typing import final
 
 CHUNK_BYTES = 4 << 20
 FILE_BYTES = 32 << 20
+SLAB_BYTES = 32 << 20
 _LARGEST_DIVISOR = 64  # thinner chunks are worse than larger ones
 _EVEN_DIVISOR = 7  # a dim that no device divides is rather halved unevenly than divided by a larger number
 
@@ -71,6 +72,28 @@ def origins(shape: Sequence[int], step: Sequence[int]) -> Iterator[Shape]:
 def part_at(origin: Sequence[int], step: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     """Returns the index of the file, or chunk, that begins at ``origin``."""
     return tuple(slice(at, min(at + by, size)) for at, by, size in zip(origin, step, shape, strict=True))
+
+
+def slabs(
+    shape: Shape, item_bytes: int, chunk_rows: int = 1, max_bytes: int | None = None
+) -> Iterator[tuple[slice, ...]]:
+    """Yields the indices of parts of an array, in the order of its bytes: full rows of chunks, if these fit.
+
+    Args:
+      shape: The shape of the array.
+      item_bytes: The size of an element.
+      chunk_rows: The number of rows that are read together.
+      max_bytes: The largest size of a part; by default 32 MiB.
+    """
+    if not shape:
+        yield ()
+        return
+    rows = (max_bytes or SLAB_BYTES) // max(1, math.prod(shape[1:]) * item_bytes)
+    rows -= rows % chunk_rows if rows > chunk_rows else 0
+    for start in range(0, shape[0], max(1, rows)):
+        part = slice(start, min(start + max(1, rows), shape[0]))
+        for rest in ((),) if rows else slabs(shape[1:], item_bytes, max_bytes=max_bytes):
+            yield part, *rest
 
 
 @final

@@ -24,7 +24,7 @@ from replicax._src.checkpoint.errors import CorruptCheckpointError
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 COMPONENTS = "components"
-_FORMAT = 3
+_FORMAT = 4
 
 
 @final
@@ -37,7 +37,6 @@ class StoredArray:
       chunk: The shape of a chunk, which is read and verified at once.
       file: The shape of what a file has.
       writers: The number of the process that wrote each file, in C order; one number if all are equal.
-      crc32: The CRC-32 of its ``zarr.json``.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +44,6 @@ class StoredArray:
     chunk: tuple[int, ...]
     file: tuple[int, ...]
     writers: tuple[int, ...]
-    crc32: int = 0
 
     def writer_of(self, position: int) -> int:
         """Returns the number of the process that wrote a file."""
@@ -125,11 +123,12 @@ class Contents:
       save: The identity of the save, which is also in each ``zarr.json``.
       processes: The names of the processes that wrote it, by number.
       number: The number of the checkpoint, if it has one.
-      order: The position among the checkpoints of the directory.
-      time_s: The time of the save, in seconds since 1970.
+      time_s: The time of the save, in seconds since 1970. It is later than that of every checkpoint that was in the
+        directory, even if the clock was set back.
       metrics: The metrics that were given.
       part_of: The number of the process whose own checkpoint it is: it has only what that process's devices held, and
         files of other writers are not in it. None for a checkpoint that has everything.
+      checksums: The CRC-32 of each ``zarr.json``, by its folder.
     """
 
     objects: tuple[SavedObject, ...]
@@ -138,10 +137,10 @@ class Contents:
     save: str
     processes: tuple[str, ...]
     number: int
-    order: int
     time_s: float
     metrics: Any = None
     part_of: int | None = None
+    checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def folders(self) -> Iterator[tuple[str, str, StoredArray]]:
         """Yields the folder in the checkpoint, the key, and the description of all that is in files."""

@@ -37,7 +37,7 @@ def records_in(directory: str, name: str | None = None) -> list[Record]:
     files.
     """
     records = [record for path in paths_in(directory, name) if (record := _record(path)) is not None]
-    return sorted(records, key=lambda record: (record.contents.order, record.contents.time_s))
+    return sorted(records, key=lambda record: record.contents.time_s)
 
 
 def _record(path: str) -> Record | None:

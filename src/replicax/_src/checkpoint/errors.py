@@ -1,5 +1,9 @@
 """Errors of checkpoints, and of writing them."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 
 
@@ -33,3 +37,14 @@ class UnsharedDirectoryError(CheckpointError):
 
 class UntrackableError(InvalidArgumentError):
     """A checkpoint cannot save this object."""
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Returns the first 20 lines for a message, and how many more there are."""
+    more = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
+    return "\n".join([*(f"  {line}" for line in lines[:20]), *more])
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """Returns the first 5 names for a log line, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

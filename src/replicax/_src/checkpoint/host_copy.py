@@ -73,7 +73,7 @@ class HostCopy:
     """What a checkpoint will contain, and the copies that this process will write.
 
     Attributes:
-      arrays: The arrays by key, without their checksums.
+      arrays: The arrays by key.
       pieces: The files that this process will write.
       num_bytes: The size of all that the processes will write.
       turns: A checksum of who writes what in a shared checkpoint. It must be equal in all processes.
@@ -83,13 +83,6 @@ class HostCopy:
     pieces: list[Piece]
     num_bytes: int
     turns: int
-
-    @functools.cached_property
-    def folders(self) -> dict[str, StoredArray]:
-        """All that is in files, by its folder."""
-        both = ((ARRAYS, lambda array: array.value), (COMPONENTS, lambda array: array.components))
-        found = {f"{top}/{key}": of(array) for top, of in both for key, array in self.arrays.items()}
-        return {folder: stored for folder, stored in found.items() if stored is not None}
 
 
 def copy_to_host(

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.checkpoint.arrays import ArrayLeaf
-from replicax._src.checkpoint.errors import CheckpointMismatchError
+from replicax._src.checkpoint.errors import CheckpointMismatchError, listed
 from replicax._src.checkpoint.graph import Graph, found_in
 from replicax._src.checkpoint.safetensors_files import Tensor, tensors_of
+from replicax._src.checkpoint.trees import HeldTree
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.framework import trackings, use_imported
 from replicax._src.options import path_of
@@ -71,8 +72,9 @@ def load_safetensors(tracked: Any, file: str | os.PathLike[str], *, names: Names
     for key, name in wanted.items():
         leaf = leaves[key]
         leaf.give(leaf.fetch(tensors[name].cast(leaf.dtype)))
-        leaf.finish()
     for node in graph.nodes:
+        if isinstance(node.object, HeldTree):
+            node.object.finish()
         for tracking in trackings():
             tracking.finish(node.object)
 
@@ -97,10 +99,8 @@ def _check(
     differ = [text for key, name in wanted.items() if (text := _difference(key, name, leaves, tensors))]
     differ += [f"{name}: only in the file" for name in sorted(unused)]
     if differ:
-        shown = "\n".join(f"  {text}" for text in differ[:20])
-        more = f"\n  and {len(differ) - 20} more" if len(differ) > 20 else ""
         raise CheckpointMismatchError(
-            f"The file {file!r} does not fit the variables, and nothing was loaded. These differ:\n{shown}{more}\n"
+            f"The file {file!r} does not fit the variables, and nothing was loaded. These differ:\n{listed(differ)}\n"
             "Make the model with the shapes of the file. If only the names differ, give names, which may be a dict "
             "with a part of the variables."
         )

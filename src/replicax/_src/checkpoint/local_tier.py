@@ -87,8 +87,7 @@ class LocalTier:
 
         def open_here() -> None:
             probe(self._directory)
-            for name in clean(self._directory):
-                log.info("Removed %s, which a killed writer has left in %s.", name, self._directory)
+            clean(self._directory, self._name)
 
         what = "opening the local directories"
         _, (token, *_) = processes.told_together(what, chiefs_token, lambda token: token)

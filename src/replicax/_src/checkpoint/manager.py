@@ -19,7 +19,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self, final
 
 import numpy as np
@@ -161,8 +161,7 @@ class CheckpointManager:
         processes.finish_saves(self._directory)  # otherwise cleaning would remove their files
         if processes.is_chief():
             probe(self._directory)
-            for name in clean(self._directory):
-                log.info("Removed %s, which a killed writer has left in %s.", name, self._directory)
+            clean(self._directory, self._name)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -244,11 +243,9 @@ class CheckpointManager:
         number = self._next_number(checkpoint_number)
         self.wait()
         path = os.path.join(self._directory, f"{self._name}-{number}")
-        records = self._records()
-        self._tell_of_others(path, records)
-        order = max((record.contents.order for record in records), default=0) + 1
+        self._tell_of_others(path)
         began = time.perf_counter()
-        write = self._checkpoint.snapshot(path, number=number, order=order, metrics=judged)
+        write = self._checkpoint.snapshot(path, number=number, metrics=judged)
         self._known.add(path)
         self._statistics["copy_s"] = time.perf_counter() - began
         self._last_step = step
@@ -283,11 +280,11 @@ class CheckpointManager:
         self._start(number, write)
         return local.path(number)
 
-    def _tell_of_others(self, path: str, records: Sequence[Record]) -> None:
+    def _tell_of_others(self, path: str) -> None:
         if (
             path not in self._known
-            and any(record.path == path for record in records)
             and processes.is_chief()
+            and any(one.path == path for one in self._records())
         ):
             log.warning(
                 "Replacing the checkpoint %r, which this manager has neither saved nor restored. To continue "

@@ -11,7 +11,6 @@ import numpy as np
 
 from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.saved import SavedValue
-from replicax._src.checkpoint.slabs import slabs
 from replicax._src.extras import missing_extra
 
 
@@ -57,7 +56,7 @@ def write(directory: str, *, arrays: Mapping[str, SavedValue]) -> None:
 
 def _write_array(folder: str, array: SavedValue) -> None:
     opened = None
-    for index, values in slabs(array):
+    for index, values in array.slabs():
         opened = opened or _opened(folder, array, values.shape)
         opened[index] = values
     if opened is None:

@@ -128,7 +128,9 @@ def shared_directory(directory: str, *, takes_chiefs: bool = True) -> str:
     places = dict.fromkeys((directory, told["directory"]) if takes_chiefs else (directory,))
     marker = os.path.join(directory, name)
     if peers.is_leader:
-        _write_marker(marker)
+        os.makedirs(directory, exist_ok=True)
+        with open(marker, "w") as file:
+            file.write("checkpoints of one cluster")
     gather("the directory's mark", True)
     shared = _appears_in(list(places), name)
     seen = gather("which processes see the directory", shared is not None)
@@ -148,17 +150,7 @@ def shared_directory(directory: str, *, takes_chiefs: bool = True) -> str:
 def wait_for_chiefs(path: str) -> None:
     """Waits a little for a file that the chief sees, because a network file system may show it to others late."""
     if not is_chief():
-        _appears(path)
-
-
-def _write_marker(path: str) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w") as file:
-        file.write("checkpoints of one cluster")
-
-
-def _appears(path: str) -> bool:
-    return _appears_in([os.path.dirname(path)], os.path.basename(path)) is not None
+        _appears_in([os.path.dirname(path)], os.path.basename(path))
 
 
 def _appears_in(directories: Sequence[str], name: str) -> str | None:

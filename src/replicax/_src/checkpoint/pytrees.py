@@ -27,7 +27,8 @@ class Holder:
     def part(self, name: Any) -> Any:
         """Returns the saved object of a name: the object itself, or the same holder of a pytree at each call."""
         value = self._values[name]
-        if found_in(value) is not None:
+        # The parts of a Trackable are not computed here, because they may lead back here.
+        if isinstance(value, Trackable) or found_in(value) is not None:
             return value
         kind = HeldPytree if has_tracked(value) else HeldTree
         held = self._held.get(name)

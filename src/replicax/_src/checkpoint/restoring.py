@@ -21,7 +21,12 @@ import numpy as np
 
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedArray, SavedObject
-from replicax._src.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
+from replicax._src.checkpoint.errors import (
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    enumerated,
+    listed,
+)
 from replicax._src.checkpoint.graph import Graph, found_in, kind_of
 from replicax._src.checkpoint.newest import Newest
 from replicax._src.checkpoint.saved import SavedCheckpoint
@@ -61,9 +66,7 @@ def advance_all(restorations: Iterable[Restoration]) -> None:
 
 
 def _is_growing(tracked: Any) -> bool:
-    """True if an object will get more parts."""
-    if isinstance(tracked, Growing):
-        return tracked.is_growing
+    """True if an object will get more parts. It is unknown if attributes of a checkpoint will be set later."""
     return any(tracking.is_growing(tracked) for tracking in trackings())
 
 
@@ -268,10 +271,9 @@ class Restoration:
     def _tell_of(self, missing: Sequence[str]) -> None:
         if missing:
             log.warning(
-                "The checkpoint %r does not have %s%s, so these keep their values.",
+                "The checkpoint %r does not have %s, so these keep their values.",
                 self.saved.path,
-                ", ".join(missing[:5]),
-                f" and {len(missing) - 5} more" if len(missing) > 5 else "",
+                enumerated(missing),
             )
 
     def _check(self, pairs: Sequence[_Pair], missing: Sequence[str], homeless: Sequence[str]) -> None:
@@ -285,11 +287,9 @@ class Restoration:
             differ += [f"{key}: only in the checkpoint" for key in homeless]
             advice = ", or restore the values with the same names with manager.restore()"
         if differ:
-            shown = "\n".join(f"  {text}" for text in differ[:20])
-            more = f"\n  and {len(differ) - 20} more" if len(differ) > 20 else ""
             raise CheckpointMismatchError(
                 f"The checkpoint {self.saved.path!r} belongs to another model, and nothing of it was "
-                f"restored. These differ:\n{shown}{more}\nMake the model as it was when it was saved, track "
+                f"restored. These differ:\n{listed(differ)}\nMake the model as it was when it was saved, track "
                 f"only the parts that are the same{advice}."
             )
 
@@ -335,16 +335,17 @@ class Restoration:
     def _give(self, pairs: Sequence[_Pair], fetched: dict[str, Any]) -> None:
         for pair in sorted(pairs, key=lambda pair: isinstance(pair.leaf, ArrayLeaf)):
             leaf = pair.leaf
-            assert isinstance(leaf, (ArrayLeaf, StateLeaf))
             if isinstance(leaf, ArrayLeaf):
                 leaf.give(fetched.pop(pair.key))
-            elif pair.key in fetched:
+                continue
+            assert isinstance(leaf, StateLeaf)
+            if pair.key in fetched:
                 leaf.set(fetched[pair.key])
             else:
                 leaf.give(self._state_of(leaf.label, self.saved.contents.states[pair.key], leaf.merged))
         for pair in pairs:
-            assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
-            pair.leaf.finish()
+            if isinstance(pair.leaf.of, HeldTree):
+                pair.leaf.of.finish()
             _newest.note(pair.leaf, self.number)
         self._restored |= {pair.number for pair in pairs}
 

@@ -83,10 +83,10 @@ class Retention:
             return []
         sign = 1.0 if self.best_mode == "max" else -1.0
 
-        def quality(record: Record) -> tuple[bool, float, int]:
+        def quality(record: Record) -> tuple[bool, float, float]:
             value = sign * self._judge_earlier(record.contents.metrics)
             is_number = not math.isnan(value)
-            return is_number, value if is_number else 0.0, record.contents.order
+            return is_number, value if is_number else 0.0, record.contents.time_s
 
         return sorted((r for r in records if r.contents.metrics is not None), key=quality, reverse=True)
 

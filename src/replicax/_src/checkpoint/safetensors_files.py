@@ -16,9 +16,9 @@ from typing import Any, Final, final
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src.checkpoint.chunks import slabs
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.saved import SavedValue
-from replicax._src.checkpoint.slabs import SLAB_BYTES, slabs
 from replicax._src.errors import InvalidArgumentError
 
 _NAMES: Final = {
@@ -79,7 +79,7 @@ def write(file: str, *, arrays: Mapping[str, SavedValue]) -> None:
     with open(file, "wb") as opened:
         opened.write(struct.pack("<Q", len(text)) + text)
         for key in keys:
-            for _, values in slabs(arrays[key]):
+            for _, values in arrays[key].slabs():
                 opened.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
@@ -115,12 +115,10 @@ class Tensor:
         """There are none."""
         raise AssertionError(f"a tensor has no components, so not {index}")
 
-    def slabs(self, max_bytes: int = SLAB_BYTES) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the rows in turn, in blocks."""
-        rows = max(1, max_bytes // max(1, math.prod(self.shape[1:]) * self._as.itemsize))
-        for start in range(0, self.shape[0], rows):
-            block = slice(start, min(start + rows, self.shape[0]))
-            yield block, self.read((block,))
+    def slabs(self, max_bytes: int | None = None) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """Yields the parts of ``chunks.slabs``, each with its index."""
+        for index in slabs(self.shape, self._as.itemsize, max_bytes=max_bytes):
+            yield index, self.read(index)
 
 
 def tensors_of(file: str) -> dict[str, Tensor]:
@@ -161,7 +159,7 @@ def _of_file(file: str) -> dict[str, Tensor]:
     for name, each in header.items():
         start, end = each["data_offsets"]
         shape, dtype = tuple(each["shape"]), _DTYPES[each["dtype"]]
-        if end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+        if start < 0 or end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
             raise ValueError(f"{name!r} has {end - start} bytes at {start}, and the file {size}")
         tensors[name] = Tensor(file, 8 + length + start, shape, dtype)
     return tensors

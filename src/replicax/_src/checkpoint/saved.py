@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.checkpoint.array_files import ArrayReader
-from replicax._src.checkpoint.chunks import origins, part_at
+from replicax._src.checkpoint.chunks import origins, part_at, slabs
 from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, MANIFEST, Contents, StoredArray
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 
@@ -55,8 +55,8 @@ class SavedCheckpoint:
     def reader(self, folder: str, key: str, stored: StoredArray) -> ArrayReader:
         """Opens what a folder of the checkpoint has."""
         contents = self.contents
-        label = contents.arrays[key].label
-        return ArrayReader(self.path, folder, stored, label, contents.processes, contents.part_of)
+        crc32, label = contents.checksums[folder], contents.arrays[key].label
+        return ArrayReader(self.path, folder, stored, crc32, label, contents.processes, contents.part_of)
 
     def verify(self, without: Iterable[str] = (), share: tuple[int, int] = (0, 1)) -> None:
         """Reads and verifies all files.
@@ -111,10 +111,6 @@ class SavedValue:
             self._readers[folder] = self._saved.reader(f"{folder}/{self._key}", self._key, stored)
         return self._readers[folder]
 
-    def release(self) -> None:
-        """Frees the chunks that were read and kept."""
-        self._readers.clear()
-
     def read(self, index: tuple[Any, ...] = ()) -> np.ndarray:
         """Returns the values of an index, in memory that nobody else holds.
 
@@ -133,24 +129,16 @@ class SavedValue:
         assert self._array.components is not None
         return self._reader(COMPONENTS, self._array.components).read(index)
 
-    def slabs(self, max_bytes: int = 32 << 20) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the rows in turn, in blocks of full rows of chunks that have at most ``max_bytes``.
-
-        If a row of chunks has more, a block has as many rows as fit, at least one. A scalar comes once, with the
-        shape ().
-        """
-        if not self.shape:
-            yield slice(0, 1), self.read()
-            return
-        num_rows, row_bytes = self.shape[0], math.prod(self.shape[1:]) * self.dtype.itemsize
+    def slabs(self, max_bytes: int | None = None) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """Yields the parts of ``chunks.slabs``, each with its index. Afterwards no chunk is kept."""
         stored = self._array.value or self._array.components
         assert stored is not None
-        rows_of_chunk = stored.chunk[len(stored.shape) - len(self.shape)]
-        rows = max(1, max_bytes // max(1, row_bytes))
-        rows -= rows % rows_of_chunk if rows > rows_of_chunk else 0
-        for start in range(0, num_rows, rows):
-            block = slice(start, min(start + rows, num_rows))
-            yield block, self.read((block,))
+        chunk_rows = stored.chunk[len(stored.shape) - len(self.shape)] if self.shape else 1
+        try:
+            for index in slabs(self.shape, self.dtype.itemsize, chunk_rows, max_bytes):
+                yield index, self.read(index)
+        finally:
+            self._readers.clear()
 
 
 def combined(components: np.ndarray, how: str) -> np.ndarray:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self, final
 
-from replicax._src.checkpoint.errors import UnmatchedCheckpointError
+from replicax._src.checkpoint.errors import UnmatchedCheckpointError, listed
 from replicax._src.checkpoint.restoring import Restoration
 
 
@@ -48,7 +47,7 @@ class LoadStatus:
         unused = self._restoration.unrestored()
         if unused:
             raise UnmatchedCheckpointError(
-                f"The checkpoint {self.path!r} has values that were not restored:\n{_listed(unused)}\nEither the "
+                f"The checkpoint {self.path!r} has values that were not restored:\n{listed(unused)}\nEither the "
                 "program lacks these objects, or they are not built yet: call the model, or "
                 "optimizer.build(model.trainable_variables), first. Call expect_partial() if this is intended."
             )
@@ -64,7 +63,7 @@ class LoadStatus:
         if missing:
             raise UnmatchedCheckpointError(
                 f"The checkpoint {self.path!r} does not have these, which keep their "
-                f"values:\n{_listed(missing)}\nIt was saved by another program, or before they were made."
+                f"values:\n{listed(missing)}\nIt was saved by another program, or before they were made."
             )
         return self
 
@@ -75,7 +74,7 @@ class LoadStatus:
           UnmatchedCheckpointError: No value was restored.
         """
         if not self._restoration.num_restored:
-            saved = _listed(self._restoration.unrestored())
+            saved = listed(self._restoration.unrestored())
             has = f"has:\n{saved}" if saved else "is empty."
             raise UnmatchedCheckpointError(f"Nothing of the checkpoint {self.path!r} was restored. It {has}")
         return self
@@ -91,8 +90,3 @@ class LoadStatus:
         del session
 
     run_restore_ops = initialize_or_restore
-
-
-def _listed(keys: Sequence[str]) -> str:
-    more = [f"  and {len(keys) - 20} more"] if len(keys) > 20 else []
-    return "\n".join([*(f"  {key}" for key in keys[:20]), *more])

@@ -15,15 +15,17 @@ class Leaf(abc.ABC):
     Attributes:
       label: A name for messages.
       of: The object itself. An object that is tracked twice is saved once.
+      place: The position in the object, if it has several leaves.
     """
 
     label: str
     of: Any
+    place: int | None = None
 
     @property
     def identity(self) -> Hashable:
-        """The identity of the object, equal wherever it is found."""
-        return id(self.of)
+        """The identity of the value, equal wherever it is found."""
+        return id(self.of), self.place
 
 
 Parts = Mapping[str, Any]
@@ -40,11 +42,6 @@ class Trackable(abc.ABC):
 
 class Growing(abc.ABC):
     """An object of replicax that may get more parts."""
-
-    @property
-    @abc.abstractmethod
-    def is_growing(self) -> bool:
-        """True if it will get more parts."""
 
     @abc.abstractmethod
     def awaits(self, restoration: Any) -> None:

@@ -6,7 +6,7 @@ import abc
 import base64
 import json
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
@@ -108,7 +108,10 @@ def _grown(place: Any, lacking: Mapping[str, Any]) -> Any:
 
 def _is_numeric(dtype: Any) -> bool:
     """True if files can have such arrays. They cannot have strings, dates and Python objects."""
-    return jax_compat.is_typed_key(dtype) or jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    if jax_compat.is_typed_key(dtype) or dtype == np.bool_:
+        return True
+    lacks = ("mm", "fg", "cG")  # time spans, and floats and complex numbers of more than 64 bits per number
+    return jnp.issubdtype(dtype, np.number) and dtype.kind + dtype.char not in lacks
 
 
 def _name_of(path: Any) -> str:
@@ -119,25 +122,14 @@ def _name_of(path: Any) -> str:
 @final
 class _TreeArray(ArrayLeaf):
     def __init__(self, tree: HeldTree, number: int, label: str, array: Any):
-        self.of, self.label = tree, label
-        self._tree, self._number, self._array = tree, number, array
+        self.of, self.place, self.label = tree, number, label
+        self._array, self._data = array, array
         self._is_key = jax_compat.is_typed_key(getattr(array, "dtype", None))
-
-    @property
-    def identity(self) -> Hashable:
-        return id(self._tree), self._number
-
-    @property
-    def _data(self) -> Any:
-        return jax.random.key_data(self._array) if self._is_key else self._array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._data.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self._data.dtype)
+        if self._is_key:
+            self._data = jax.random.key_data(array)
+        elif not isinstance(array, jax.Array):
+            self._data = np.asarray(array, array.dtype.newbyteorder("="))
+        self.shape, self.dtype = tuple(self._data.shape), np.dtype(self._data.dtype)
 
     def held(self) -> Held:
         return Held(self._data)
@@ -147,7 +139,7 @@ class _TreeArray(ArrayLeaf):
         return HostParts.like(self._data, source.read) if is_on_device else source.read()
 
     def give(self, fetched: Any) -> None:
-        self._tree.give(self._number, self._placed(fetched))
+        self.of.give(self.place, self._placed(fetched))
 
     def _placed(self, fetched: Any) -> Any:
         if not isinstance(fetched, HostParts):
@@ -155,9 +147,6 @@ class _TreeArray(ArrayLeaf):
         if self._is_key:
             return jax.random.wrap_key_data(fetched.placed(), impl=jax.random.key_impl(self._array))
         return fetched.placed()
-
-    def finish(self) -> None:
-        self._tree.finish()
 
 
 # --- states -----------------------------------------------------------------------------------------------
@@ -174,9 +163,6 @@ class StateLeaf(Leaf):
     def set(self, state: Any) -> None:
         """Resumes from a state."""
 
-    def finish(self) -> None:
-        """Called when all leaves have their values."""
-
     def take(self) -> Any:
         """Returns the state as JSON.
 
@@ -186,11 +172,12 @@ class StateLeaf(Leaf):
         state = self.get()
         state = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else [state]
         try:
+            _check_keys(state if isinstance(state, dict) else state[0], "")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise UntrackableError(
                 f"The state of {self.label} cannot be saved: the result of get_state() is not JSON ({error}). "
-                "Return numbers, strings, lists and dicts of these, or bytes."
+                "Return numbers, strings, lists and dicts of these with strings as keys, or bytes."
             ) from error
 
     def merged(self, saved: Sequence[Any]) -> Any:
@@ -207,17 +194,22 @@ class StateLeaf(Leaf):
         self.set(base64.b64decode(saved["bytes"]) if isinstance(saved, dict) else saved[0])
 
 
+def _check_keys(state: Any, path: str) -> None:
+    """Refuses keys that JSON would change into strings."""
+    if isinstance(state, (list, tuple)):
+        state = {str(position): item for position, item in enumerate(state)}
+    for key, item in state.items() if isinstance(state, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} is not a string, at {path.lstrip('/')!r}")
+        _check_keys(item, f"{path}/{key}")
+
+
 @final
 class TreeNumber(StateLeaf):
     """A number or a string in a pytree."""
 
     def __init__(self, tree: HeldTree, number: int, label: str, value: Any):
-        self.of, self.label = tree, label
-        self._tree, self._number, self._value = tree, number, value
-
-    @property
-    def identity(self) -> Hashable:
-        return id(self._tree), self._number
+        self.of, self.place, self.label, self._value = tree, number, label, value
 
     @property
     def is_text(self) -> bool:
@@ -237,7 +229,7 @@ class TreeNumber(StateLeaf):
         return f"{value!r:.60} was saved ({type(value).__name__}), but {self._value!r:.60} is here"
 
     def set(self, state: Any) -> None:
-        self._tree.give(self._number, self._converted(state))
+        self.of.give(self.place, self._converted(state))
 
     def _converted(self, state: Any) -> Any:
         """Converts to the type of the current value, unless that is an int or a bool and another kind was saved.
@@ -248,9 +240,6 @@ class TreeNumber(StateLeaf):
         is_kept = issubclass(here, (float, str)) or issubclass(here, bool) == isinstance(state, bool)
         is_cut = issubclass(here, int) and isinstance(state, float)
         return here(state) if is_kept and not is_cut else state
-
-    def finish(self) -> None:
-        self._tree.finish()
 
 
 @final

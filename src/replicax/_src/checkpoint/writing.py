@@ -7,64 +7,54 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import re
 import shutil
 import socket
+import tempfile
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from replicax._src.checkpoint import processes
-from replicax._src.checkpoint.array_files import write_metadata, write_pieces
-from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, MANIFEST, Contents, SavedArray, SavedObject
+from replicax._src.checkpoint.array_files import Piece, write_metadata, write_pieces
+from replicax._src.checkpoint.contents import ARRAYS, MANIFEST, Contents
 from replicax._src.checkpoint.errors import CheckpointWriteError
-from replicax._src.checkpoint.host_copy import HostCopy
 from replicax._src.cluster.failures import ClusterFailureError
 
-_TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<what>part|replaced)-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}")
+_TEMPORARY = r"\.(?P<what>part|replaced)-(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{8}"
 _MARGIN_BYTES = 1 << 20
+log = logging.getLogger("replicax")
 
 
 @final
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint will contain.
+    """A checkpoint that will be written.
 
     Attributes:
       part: The directory in which it is written.
-      identity: The identity of the save, equal in all processes.
-      is_own: True for a checkpoint of this process's own, which it names itself.
-      objects: The graph.
-      copy: What this process writes.
-      states: The states by key.
-      number, order, time_s, metrics: See ``Contents``.
+      contents: What it will contain, without the checksums.
+      pieces: The files that this process writes.
     """
 
     part: str
-    identity: str
-    is_own: bool
-    objects: tuple[SavedObject, ...]
-    copy: HostCopy
-    states: Mapping[str, list[Any]]
-    number: int
-    order: int
-    time_s: float
-    metrics: Any = None
-
-    @property
-    def is_led_here(self) -> bool:
-        """True if this process writes the manifest and gives the checkpoint its name."""
-        return self.is_own or processes.is_chief()
+    contents: Contents
+    pieces: list[Piece]
 
 
 def new_part(path: str) -> str:
     """Creates the directory in which a checkpoint is written.
 
     Raises:
-      CheckpointWriteError: It cannot be created.
+      CheckpointWriteError: It cannot be created, or ``path`` is something else than a checkpoint.
     """
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(os.path.join(path, ARRAYS))):
+        raise CheckpointWriteError(
+            errno.EEXIST,
+            f"{path!r} exists and is not a checkpoint, so it was not replaced. Choose another path, or move it away.",
+        )
     part = _beside(path, "part")
     try:
         os.makedirs(os.path.join(part, ARRAYS))
@@ -87,38 +77,39 @@ def write(path: str, snapshot: Snapshot) -> int:
       CheckpointWriteError: The disk is full, or read-only, in some process. An existing checkpoint is unchanged.
       ClusterFailureError: Another process is lost.
     """
-    name, identity = os.path.basename(path), snapshot.identity
+    name, contents = os.path.basename(path), snapshot.contents
+    is_own = contents.part_of is not None
+    leads = is_own or processes.is_chief()
     committed: list[bool] = []
 
     def write_own() -> dict[str, int]:
-        folders = snapshot.copy.folders
-        written = write_metadata(snapshot.part, folders, identity) if snapshot.is_led_here else {}
-        write_pieces(snapshot.part, folders, snapshot.copy.pieces)
-        return written
+        folders = {folder: stored for folder, _, stored in contents.folders()}
+        checksums = write_metadata(snapshot.part, folders, contents.save) if leads else {}
+        write_pieces(snapshot.part, folders, snapshot.pieces)
+        return checksums
 
     try:
         checksums = processes.together(
-            f"writing {name}", lambda: _failing_as(path, write_own), once=f"{identity} written"
+            f"writing {name}", lambda: _failing_as(path, write_own), once=f"{contents.save} written"
         )
 
         def commit() -> None:
-            if snapshot.is_led_here:
-                _write_manifest(snapshot, checksums)
+            if leads:
+                _write_manifest(snapshot.part, dataclasses.replace(contents, checksums=checksums))
                 _take_place(snapshot.part, path)
                 committed.append(True)
 
         processes.together(
-            f"committing {name}", lambda: _failing_as(path, commit), once=f"{identity} committed"
+            f"committing {name}", lambda: _failing_as(path, commit), once=f"{contents.save} committed"
         )
     except ClusterFailureError:
-        if (
-            not committed or snapshot.is_own
-        ):  # otherwise it is written; code that needs the others gets the error
+        # A shared checkpoint that is committed is complete; code that needs the others gets the error.
+        if is_own or not committed:
             raise
     finally:
-        if snapshot.is_led_here:
+        if leads:
             shutil.rmtree(snapshot.part, ignore_errors=True)
-    return sum(piece.value.nbytes for piece in snapshot.copy.pieces)
+    return sum(piece.value.nbytes for piece in snapshot.pieces)
 
 
 def _failing_as(path: str, action: Any) -> Any:
@@ -130,34 +121,12 @@ def _failing_as(path: str, action: Any) -> Any:
         raise write_error(path, error) from error
 
 
-def _write_manifest(snapshot: Snapshot, checksums: Mapping[str, int]) -> None:
-    def checked(top: str, key: str, array: SavedArray) -> Any:
-        stored = array.value if top == ARRAYS else array.components
-        return stored and dataclasses.replace(stored, crc32=checksums[f"{top}/{key}"])
-
-    arrays = {
-        key: dataclasses.replace(
-            array, value=checked(ARRAYS, key, array), components=checked(COMPONENTS, key, array)
-        )
-        for key, array in snapshot.copy.arrays.items()
-    }
-    contents = Contents(
-        snapshot.objects,
-        arrays,
-        snapshot.states,
-        snapshot.identity,
-        processes.names(),
-        snapshot.number,
-        snapshot.order,
-        snapshot.time_s,
-        snapshot.metrics,
-        processes.process_number() if snapshot.is_own else None,
-    )
-    with open(os.path.join(snapshot.part, MANIFEST), "w") as file:
+def _write_manifest(part: str, contents: Contents) -> None:
+    with open(os.path.join(part, MANIFEST), "w") as file:
         file.write(contents.to_text())
         file.flush()
         os.fsync(file.fileno())
-    for folder, _, _ in os.walk(snapshot.part):
+    for folder, _, _ in os.walk(part):
         _sync_folder(folder)
 
 
@@ -197,23 +166,23 @@ def remove(path: str) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def clean(directory: str) -> list[str]:
-    """Removes the leftovers of killed writers from a directory, and returns their names.
+def clean(directory: str, name: str) -> None:
+    """Removes what killed writers have left of the checkpoints with a name. Other names may be of a living writer on
+    another host.
 
     A writer that was killed while it replaced a checkpoint has left both. The old one gets its name back.
     """
-    removed = []
-    for name in sorted(os.listdir(directory)):
-        match = _TEMPORARY.fullmatch(name)
+    pattern = re.compile(rf"(?P<name>{re.escape(name)}-\d+){_TEMPORARY}")
+    for entry in sorted(os.listdir(directory)):
+        match = pattern.fullmatch(entry)
         if match is None or _is_alive(match["host"], int(match["pid"])):
             continue
-        path, whole = os.path.join(directory, name), os.path.join(directory, match["name"])
+        path, whole = os.path.join(directory, entry), os.path.join(directory, match["name"])
         if match["what"] == "replaced" and not os.path.exists(whole):
             os.rename(path, whole)
             continue
         shutil.rmtree(path, ignore_errors=True)
-        removed.append(name)
-    return removed
+        log.info("Removed %s, which a killed writer has left in %s.", entry, directory)
 
 
 def _is_alive(host: str, pid: int) -> bool:
@@ -240,10 +209,8 @@ def probe(directory: str) -> None:
     """
     try:
         os.makedirs(directory, exist_ok=True)
-        path = _beside(os.path.join(directory, "probe"), "part")
-        with open(path, "wb") as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"?")
-        os.remove(path)
     except OSError as error:
         raise write_error(directory, error) from error
 

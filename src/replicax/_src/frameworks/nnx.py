@@ -181,14 +181,7 @@ class _SavedVariable(ArrayLeaf):
         self._is_key = jax_compat.is_typed_key(getattr(value, "dtype", None))
         self._impl = jax.random.key_impl(value) if self._is_key else None
         self._array = jax.random.key_data(value) if self._is_key else jnp.asarray(value)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._array.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self._array.dtype)
+        self.shape, self.dtype = tuple(self._array.shape), np.dtype(self._array.dtype)
 
     def held(self) -> Held:
         return Held(self._array)

@@ -19,11 +19,10 @@ from keras.src.saving import saving_lib
 
 from replicax._src.checkpoint.arrays import VariableLeaf
 from replicax._src.checkpoint.checkpoint import Checkpoint
-from replicax._src.checkpoint.errors import CheckpointMismatchError, CheckpointWriteError
+from replicax._src.checkpoint.errors import CheckpointMismatchError, CheckpointWriteError, listed
 from replicax._src.checkpoint.processes import own_state
 from replicax._src.checkpoint.restoring import Restoration
 from replicax._src.checkpoint.saved import SavedCheckpoint, SavedValue
-from replicax._src.checkpoint.slabs import slabs
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras import unallocated_variables
 from replicax._src.keras.capture import accessor
@@ -79,9 +78,8 @@ def _values_of(saved: SavedCheckpoint, model: Any, name: str) -> _Values:
     differ = [f"{key}: not in the checkpoint" for key in restoration.unsaved()]
     differ += [f"{key}: only in the checkpoint" for key in _keys_of(saved, name) if key not in matches]
     if differ:
-        shown = "\n".join(f"  {text}" for text in differ[:20])
         raise CheckpointMismatchError(
-            f"The checkpoint {saved.path!r} has another model than the function makes. These differ:\n{shown}\n"
+            f"The checkpoint {saved.path!r} has another model than the function makes. These differ:\n{listed(differ)}\n"
             "Make the model as it was when it was saved."
         )
     return {
@@ -158,7 +156,7 @@ def _store_of(values: _Values) -> type:
             dataset = group.create_dataset(key, array.shape, array.dtype)
             if array.dtype == jnp.bfloat16:
                 dataset.attrs["dtype"] = "bfloat16"
-            for index, part in slabs(array):
+            for index, part in array.slabs():
                 dataset[index] = part
 
     return SlabStore
