@@ -23,7 +23,7 @@ replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
 
   replicax doctor --test                     check this machine: versions, devices, one real training step
   replicax launch --workers 2 train.py       run train.py in two processes on this machine
-  srun replicax run train.py                 run train.py as one task of a cluster, also under mpirun and torchrun
+  replicax run train.py                      run train.py as one task of a cluster, under srun, mpirun or torchrun
   replicax plan train.py --topology v5e:4x4  tell whether train.py fits hardware that is not here, and how fast it can be
   replicax export training --to FILE         write a checkpoint to safetensors, to files of Keras, or for orbax
   replicax migrate train_tf.py               show what a TensorFlow program becomes

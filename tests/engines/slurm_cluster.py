@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-NODES = ("127.0.1.1", "127.0.1.2")  # the names resolve without a line in /etc/hosts, and each has an address of its own
+NODES = (
+    "127.0.1.1",
+    "127.0.1.2",
+)  # the names resolve without a line in /etc/hosts, and each has an address of its own
 
 # cred_expire is also the delay of a requeue; 5 is the least that munge accepts. The rest makes the scheduler quick.
 CONFIGURATION = """\
@@ -164,7 +167,13 @@ class SlurmCluster:
         self._daemons.clear()
 
     def _munge_files(self):
-        names = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
+        names = {
+            "socket": "socket",
+            "key-file": "key",
+            "log-file": "log",
+            "pid-file": "pid",
+            "seed-file": "seed",
+        }
         return [f"--{option}={self._folder}/munge.{end}" for option, end in names.items()]
 
     def _start(self, *command, key=None):
@@ -191,7 +200,9 @@ def _free_ports(number):
 
 
 def _path():
-    return f"{os.environ['PATH']}{os.pathsep}/usr/sbin{os.pathsep}/sbin"  # a user's PATH may lack the daemons'
+    return (
+        f"{os.environ['PATH']}{os.pathsep}/usr/sbin{os.pathsep}/sbin"  # a user's PATH may lack the daemons'
+    )
 
 
 def _environ(pid):

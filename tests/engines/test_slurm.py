@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from engines import slurm_cluster
 from launched_jobs import LaunchedJob, environment, fitting, write_script
 
@@ -144,7 +145,10 @@ def test_a_killed_task_restarts_all_on_the_same_nodes(submit, undisturbed):
     job.wait_for_checkpoint()
     os.kill(int(pids["1"]), signal.SIGKILL)
     assert job.wait() == 0, job.text()
-    assert "with exit code 137. Starting them again: there is a new checkpoint; this is not counted." in job.text()
+    assert (
+        "with exit code 137. Starting them again: there is a new checkpoint; this is not counted."
+        in job.text()
+    )
     assert "start 2" not in job.text()  # Slurm did not start the job again
     assert job.bits() == undisturbed, job.text()
 
@@ -162,11 +166,21 @@ def test_a_lost_node_requeues_the_job(cluster, submit, undisturbed):
 def test_a_job_of_higher_priority_preempts_it(cluster, submit, undisturbed):
     job = submit("--partition", "low")
     job.wait_for_checkpoint()
-    urgent = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--parsable", "--wrap=sleep 2"]
+    urgent = [
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--parsable",
+        "--wrap=sleep 2",
+    ]
     number = cluster.ask("sbatch", *urgent)
     assert job.wait() == 0, job.text()
     assert cluster.state(number) == "COMPLETED"
-    assert "with exit code 42. Requeueing the job: they were told to end, and have saved; this is not counted." in job.text()
+    assert (
+        "with exit code 42. Requeueing the job: they were told to end, and have saved; this is not counted."
+        in job.text()
+    )
     assert job.bits() == undisturbed, job.text()
 
 

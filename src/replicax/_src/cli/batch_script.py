@@ -149,7 +149,9 @@ class BatchJob:
         variables = {"PYTHONUNBUFFERED": "1", **self.environment}
         if self.checkpoint_dir is not None:
             variables["REPLICAX_CHECKPOINT_DIR"] = str(self.checkpoint_dir.absolute())
-        step = "srun --label --kill-on-bad-exit=0 --distribution=block " + shlex.join([self.python, *self.command])
+        step = "srun --label --kill-on-bad-exit=0 --distribution=block " + shlex.join(
+            [self.python, *self.command]
+        )
         body = _RESTARTING if self.may_restart else _ONCE
         return "\n".join(
             [

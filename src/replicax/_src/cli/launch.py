@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from replicax._src.cli import on_slurm
 from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
 from replicax._src.cli.display import Display
-from replicax._src.cli import on_slurm
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.python_arguments import add_script, check_keras, python_arguments

@@ -47,7 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only Slurm has."""
     group = parser.add_argument_group("Slurm (--on slurm)")
     group.add_argument("--nodes", type=positive, metavar="N", help="number of nodes (1)")
-    group.add_argument("--tasks-per-node", type=positive, metavar="N", help="number of workers on each node (1)")
+    group.add_argument(
+        "--tasks-per-node", type=positive, metavar="N", help="number of workers on each node (1)"
+    )
     group.add_argument("--time", metavar="T", help="time limit, such as 30 (minutes), 2:00:00, 1-12:00:00")
     group.add_argument("--partition", metavar="NAME", help="partition of the nodes")
     group.add_argument(
@@ -178,7 +180,9 @@ def _exit_code(state: str, code_and_signal: str) -> int:
 def _interrupted(job: _Job) -> int:
     """Asks at a terminal whether to cancel the job; without one it is cancelled. Returns the exit code after Ctrl-C."""
     try:
-        is_kept = sys.stdin.isatty() and not input(f"\nCancel job {job.number}? [y/N] ").lower().startswith("y")
+        is_kept = sys.stdin.isatty() and not input(f"\nCancel job {job.number}? [y/N] ").lower().startswith(
+            "y"
+        )
     except (KeyboardInterrupt, EOFError):
         is_kept = False
     if is_kept:

@@ -38,6 +38,4 @@ def run(options: argparse.Namespace) -> int:
         print(note, file=sys.stderr)
     count = os.environ.get("SLURM_RESTART_COUNT", "0")
     sys.stdout.flush()
-    os.execve(
-        sys.executable, [sys.executable, *command], {RESTART_COUNT_VARIABLE: count, **os.environ}
-    )
+    os.execve(sys.executable, [sys.executable, *command], {RESTART_COUNT_VARIABLE: count, **os.environ})
