@@ -42,7 +42,7 @@ while :; do
 
     # 42: the tasks were told to end and have saved. This does not count, nor does a failure after a new checkpoint.
     if [ $code = 42 ]; then
-        why="they were told to end, and have saved; this is not counted"
+        why="they have saved, so this is not counted"
     elif [ $max_restarts -gt 0 ] && [ -n "$(comm -13 <(echo "$before") <(checkpoints))" ]; then
         why="there is a new checkpoint; this is not counted"
     elif [ $counted -lt $max_restarts ]; then

@@ -54,7 +54,7 @@ while :; do
 
     # {preempted}: the tasks were told to end and have saved. This does not count, nor does a failure after a new checkpoint.
     if [ $code = {preempted} ]; then
-        why="they were told to end, and have saved; this is not counted"
+        why="they have saved, so this is not counted"
     elif [ $max_restarts -gt 0 ] && [ -n "$(comm -13 <(echo "$before") <(checkpoints))" ]; then
         why="there is a new checkpoint; this is not counted"
     elif [ $counted -lt $max_restarts ]; then

@@ -58,6 +58,10 @@ several hosts, one worker on each:
   replicax launch --hosts h0,h1 --task-index 1 train.py  runs worker 1 here; give each host its own index
   The hosts must reach each other at --port. A host may have a port of its own: h0:2222.
 
+on Slurm:
+  replicax launch --on slurm --nodes 2 train.py          submits a job, prints its output and returns its exit code. Ctrl-C asks
+                                                         whether to cancel it. --dry-run prints the batch script
+
 environment of the tasks:
   TF_CONFIG               the cluster, and which task this is
   REPLICAX_TOKEN          the token of the job; random unless you set it. With --hosts set the same one on all hosts
@@ -76,7 +80,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command ``launch``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "launch",
-        help="run a script as the tasks of a cluster on this machine",
+        help="run a script as the tasks of a cluster, on this machine or on a scheduler",
         usage="%(prog)s [options] (script.py | -m module) [arguments ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,

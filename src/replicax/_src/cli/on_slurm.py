@@ -21,19 +21,8 @@ from replicax._src.cluster.processes import ProcessStartError
 OWN_OPTIONS: Final = frozenset({"nodes", "tasks_per_node", "time", "partition", "sbatch"})
 SHARED_OPTIONS: Final = frozenset({"gpus_per_worker", "devices_per_worker", "max_restarts", "checkpoint_dir"})
 
-_ENDED: Final = frozenset(
-    {
-        "COMPLETED",
-        "FAILED",
-        "CANCELLED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "PREEMPTED",
-        "OUT_OF_MEMORY",
-        "BOOT_FAIL",
-        "DEADLINE",
-        "REVOKED",
-    }
+_ENDED: Final = re.compile(
+    "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|PREEMPTED|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|REVOKED"
 )
 _READ_S: Final = 0.5
 # Between two questions to Slurm's controller, which all users share; longer while nothing changes.
@@ -115,7 +104,7 @@ class _Job:
             if text != shown:
                 _note(text)
                 shown, pause_s = text, _LEAST_PAUSE_S
-            if state in _ENDED:
+            if _ENDED.fullmatch(state):
                 self._print_output(is_last=True)
                 return code
             deadline = time.monotonic() + pause_s
@@ -142,7 +131,7 @@ class _Job:
         text = f"Job {self.number} is {state}"
         if state == "RUNNING":
             text += f" on {found['NodeList']}, start {int(found['Restarts']) + 1}. Its output: {self.path}"
-        elif state in _ENDED:
+        elif _ENDED.fullmatch(state):
             text = f"Job {self.number} has ended: {state}"
         elif found["Reason"] != "None":
             text += f" ({found['Reason']})"
