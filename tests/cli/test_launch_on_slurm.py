@@ -3,6 +3,7 @@ Slurm that a test plays. ``tests/engines/test_slurm.py`` runs the real ones."""
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -216,6 +217,10 @@ def test_the_script_waits_for_its_step_when_it_is_signalled(tmp_path, command, e
         process.kill()
         process.wait()
     assert "saved\n" in out
+    assert (
+        "The tasks ended with exit code 42. Requeueing the job: they have saved, so this is not counted.\n"
+        in out
+    )
     assert "requeued 7\n" in out
 
 
@@ -317,19 +322,23 @@ def test_ctrl_c_asks_whether_to_cancel(states, tmp_path, script, answer, says, i
     os.close(theirs)
     text = b""
 
-    def read_until(words):
+    def read_until(words, key=b""):
+        """Presses the key again after a while: Ctrl-C has no effect on a process that is about to read."""
         nonlocal text
         deadline = time.monotonic() + 60
         while words not in text:
             assert time.monotonic() < deadline, text
-            text += os.read(ours, 4096)
+            if select.select([ours], [], [], 2)[0]:
+                text += os.read(ours, 4096)
+            else:
+                os.write(ours, key)
 
     try:
         read_until(b"RUNNING")
         os.write(ours, b"\x03")
         read_until(b"Cancel job 7? [y/N] ")
         os.write(ours, answer)
-        read_until(says.encode())
+        read_until(says.encode(), answer)
         assert process.wait(60) == 130
     finally:
         process.kill()
