@@ -100,7 +100,7 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
 
     import replicax as rx
 
-    is_launched = "TF_CONFIG" in os.environ
+    is_launched = not {"TF_CONFIG", "SLURM_PROCID"}.isdisjoint(os.environ)
     strategy = (
         rx.MultiWorkerMirroredStrategy() if is_launched else rx.MirroredStrategy(jax.local_devices()[:2])
     )
@@ -136,7 +136,14 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
     print("bits", digest.hexdigest()[:16], flush=True)
 
 
-def _environment():
+def write_script(folder, program, arguments=""):
+    """Writes a script that prints its process id, and calls one of these functions."""
+    script = folder / f"{program.__name__}.py"
+    script.write_text(f"{_HEAD}{inspect.getsource(program)}\n\n{program.__name__}({arguments})\n")
+    return script
+
+
+def environment():
     """The process of the launcher. Its tasks may keep Python's compiled files; otherwise each start would compile 300
     files again."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -155,9 +162,7 @@ class LaunchedJob:
     def __init__(self, folder, program, arguments="", *, workers=2, max_restarts=0):
         folder.mkdir(exist_ok=True)
         self.saved = folder / "saved"
-        script = folder / f"{program.__name__}.py"
-        call = f"{program.__name__}({arguments})\n"
-        script.write_text(f"{_HEAD}{inspect.getsource(program)}\n\n{call}")
+        script = write_script(folder, program, arguments)
         self._launcher = subprocess.Popen(
             [sys.executable, "-m", "replicax", "launch", "--plain", "--workers", str(workers)]
             + ["--devices-per-worker", "1", "--max-restarts", str(max_restarts)]
@@ -165,7 +170,7 @@ class LaunchedJob:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=_environment(),
+            env=environment(),
         )
         self.lines, self._new = [], queue.Queue()
         self._reader = threading.Thread(target=self._read)

@@ -1,19 +1,65 @@
 #!/bin/bash
-# One worker on each of two nodes: sbatch examples/cluster/slurm.sh, in the folder of this repository.
+# One worker on each of two nodes: sbatch examples/cluster/slurm.sh, in the folder of this repository. It is what
+# replicax launch --on slurm --dry-run prints, with python3 as Python and with the arguments of the script.
 #SBATCH --job-name=digits
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=4
-#SBATCH --time=00:30:00
+#SBATCH --time=30
 #SBATCH --output=digits-%j.txt
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+#SBATCH --cpus-per-task=4
 
-MAX_RESTARTS=${MAX_RESTARTS:-3}
+trap : TERM  # Slurm signals this shell too. The tasks save, and this shell decides about the restart.
 
-for ((restart = 0; restart <= MAX_RESTARTS; restart++)); do
-    export REPLICAX_RESTART_COUNT=$restart
-    # Nothing else has to be said: replicax reads the step's variables, of which srun sets a set for each task.
-    srun --label --distribution=block python3 examples/digits.py --strategy auto "$@" && exit 0
-    code=$?
-    echo "the step ended with exit code $code"
+export PYTHONUNBUFFERED=1
+# The secret that the tasks share.
+[ -n "$REPLICAX_TOKEN$REPLICAX_TOKEN_FILE" ] || export REPLICAX_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+# srun does not take this from the job by itself since Slurm 22.05.
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+max_restarts=3
+say() { echo "replicax: $*"; }
+ask() { squeue --noheader --jobs="$SLURM_JOB_ID" --format="$1"; }
+checkpoints() {
+    [ -z "$REPLICAX_CHECKPOINT_DIR" ] || ls "$REPLICAX_CHECKPOINT_DIR" 2>/dev/null | grep -v -e '\.part-' -e checkpoint-tmp
+}
+
+# Slurm keeps these with the job, as its comment: the restarts that counted, and those without a requeue.
+read -r mark counted here <<<"$(ask %k)"
+[ "$mark" = replicax ] || counted=0 here=0
+
+while :; do
+    export REPLICAX_RESTART_COUNT=$((${SLURM_RESTART_COUNT:-0} + here))
+    before=$(checkpoints)
+    srun --label --kill-on-bad-exit=0 --distribution=block python3 examples/digits.py --strategy auto "$@" &
+    step=$!
+    while wait $step; code=$?; kill -0 $step 2>/dev/null; do :; done  # a signal ends `wait`, not the step
+    [ $code = 0 ] && exit 0
+    # A job that was cancelled, or that Slurm itself requeues, is not RUNNING after a moment.
+    sleep 2
+    case "$(ask %T)" in RUNNING | "") ;; *) exit $code ;; esac
+
+    # 42: the tasks were told to end and have saved. This does not count, nor does a failure after a new checkpoint.
+    if [ $code = 42 ]; then
+        why="they have saved, so this is not counted"
+    elif [ $max_restarts -gt 0 ] && [ -n "$(comm -13 <(echo "$before") <(checkpoints))" ]; then
+        why="there is a new checkpoint; this is not counted"
+    elif [ $counted -lt $max_restarts ]; then
+        counted=$((counted + 1))
+        why="restart $counted of $max_restarts"
+    else
+        say "The tasks ended with exit code $code. No restarts are left."
+        exit $code
+    fi
+    # 143: SIGTERM came before Python listened. These nodes are to be left, so the job goes back to the queue.
+    if [ $code = 42 ] || [ $code = 143 ]; then
+        say "The tasks ended with exit code $code. Requeueing the job: $why."
+        scontrol update JobId="$SLURM_JOB_ID" Comment="replicax $counted $here"
+        scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this shell
+        exit $code
+    fi
+    say "The tasks ended with exit code $code. Starting them again: $why."
+    here=$((here + 1))
+    scontrol update JobId="$SLURM_JOB_ID" Comment="replicax $counted $here"
 done
-exit "$code"

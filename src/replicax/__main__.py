@@ -5,23 +5,25 @@ import re
 import sys
 from collections.abc import Sequence
 
-from replicax._src.cli import doctor, export, launch, migrate, plan, server, top
+from replicax._src.cli import doctor, export, launch, migrate, plan, run, server, top
 from replicax._src.cli.arguments import did_you_mean
 from replicax._src.version import __version__
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
-COMMANDS = (launch, server, top, plan, export, migrate, doctor)
+COMMANDS = (launch, run, server, top, plan, export, migrate, doctor)
 
 # What launchers of other libraries are called.
-_RUN = ". To run a script in several processes: replicax launch --workers 2 train.py; in one: python train.py"
-_OTHERS_NAMES = {"run": _RUN, "start": _RUN}
+_OTHERS_NAMES = {
+    "start": ". To run a script in several processes: replicax launch --workers 2 train.py; in one: python train.py"
+}
 
 _SUMMARY = f"""\
 replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
 
   replicax doctor --test                     check this machine: versions, devices, one real training step
   replicax launch --workers 2 train.py       run train.py in two processes on this machine
+  replicax run train.py                      run train.py as one task of a cluster, under srun, mpirun or torchrun
   replicax plan train.py --topology v5e:4x4  tell whether train.py fits hardware that is not here, and how fast it can be
   replicax export training --to FILE         write a checkpoint to safetensors, to files of Keras, or for orbax
   replicax migrate train_tf.py               show what a TensorFlow program becomes

@@ -1,5 +1,9 @@
 """``replicax`` itself: its summary, its version, and its answers to unknown words."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import replicax as rx
@@ -25,7 +29,7 @@ def test_the_version(capsys):
     ("arguments", "says"),
     [
         (["lauch"], "there is no command 'lauch'. Did you mean 'launch'?"),
-        (["run", "train.py"], "replicax launch --workers 2 train.py; in one: python train.py"),
+        (["start", "train.py"], "replicax launch --workers 2 train.py; in one: python train.py"),
         (["docter", "--json"], "Did you mean 'doctor'?"),
         (
             ["launch", "--worker", "2", "train.py"],
@@ -44,9 +48,35 @@ def test_a_mistyped_word_gets_the_right_one(capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["launch", "server", "top", "plan", "export", "migrate", "doctor"])
+@pytest.mark.parametrize("command", ["launch", "run", "server", "top", "plan", "export", "migrate", "doctor"])
 def test_every_command_has_help(capsys, command):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0
     assert f"usage: replicax {command}" in capsys.readouterr().out
+
+
+def test_run_is_python_with_what_slurm_says(tmp_path):
+    """It replaces its process; a wrong script or Keras's wrong backend ends it before."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint(__name__, sys.argv[1:], os.environ['REPLICAX_RESTART_COUNT'], os.getpid())\n"
+    )
+    (tmp_path / "keras_script.py").write_text("import keras, replicax\n")
+    environ = {**os.environ, "SLURM_RESTART_COUNT": "2", "KERAS_BACKEND": "torch"}
+    command = [sys.executable, "-m", "replicax", "run"]
+    with subprocess.Popen(
+        [*command, "train.py", "--x", "1"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
+        out, _ = process.communicate(timeout=60)
+    assert out == f"__main__ ['--x', '1'] 2 {process.pid}\n"
+    done = subprocess.run(
+        [*command, "keras_script.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "keras_script.py, line 1, imports Keras." in done.stderr

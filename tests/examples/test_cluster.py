@@ -3,6 +3,7 @@ of the schemas, and the Slurm script and the Ray program really train, on this m
 
 import concurrent.futures
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from checks import path_of_programs
+from replicax.__main__ import main
 from replicax.cluster_resolver import choose_resolver
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -207,52 +209,30 @@ SRUN = """
 import os, subprocess, sys
 
 first = sys.argv.index("python3")
-options, command = sys.argv[1:first], [sys.executable, *sys.argv[first + 1:]]
-if os.environ.get("FAIL_FIRST") and os.environ["REPLICAX_RESTART_COUNT"] == "0":
-    sys.exit(7)
-nodes, tasks = int(os.environ["SLURM_JOB_NUM_NODES"]), []
-for rank in range(nodes):
+assert "--distribution=block" in sys.argv[:first]
+tasks = []
+for rank in range(2):
     own = {
         "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank),
-        "SLURM_NTASKS": str(nodes), "SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": f"127.0.0.[1-{nodes}]", "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})",
-        "SLURMD_NODENAME": f"127.0.0.{rank + 1}",
+        "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURMD_NODENAME": f"127.0.0.{rank + 1}", "SLURM_DISTRIBUTION": "block",
     }
-    for option in options:
-        if option.startswith("--distribution="):
-            own["SLURM_DISTRIBUTION"] = option.partition("=")[2]
-    tasks.append(subprocess.Popen(command, env={**os.environ, **own}))
+    tasks.append(subprocess.Popen([sys.executable, *sys.argv[first + 1:]], env={**os.environ, **own}))
 sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def sbatch(tmp_path, *arguments, **environment):
-    """Runs the script as sbatch runs it: a copy, in the folder where it was submitted, with the job's variables."""
-    script = CLUSTER / "slurm.sh"
-    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), re.MULTILINE))
-    assert directives["ntasks-per-node"] == "1"
-    (tmp_path / "srun").write_text(f"#!{sys.executable}\n{SRUN}")
-    (tmp_path / "srun").chmod(0o755)
-    (tmp_path / "slurm_script").write_text(script.read_text())
-    inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return subprocess.run(
-        ["bash", str(tmp_path / "slurm_script"), *arguments],
-        cwd=ROOT,
-        env={
-            **inherited,
-            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": path_of_programs(ROOT / "src"),
-            "JAX_PLATFORMS": "cpu",
-            "SLURM_JOB_ID": str(os.getpid()),
-            "SLURM_JOB_NUM_NODES": directives["nodes"],
-            "SLURM_JOB_NODELIST": f"127.0.0.[1-{directives['nodes']}]",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+def test_the_script_is_what_launch_prints(capsys, monkeypatch):
+    """With python3 as Python, and with the arguments of the script."""
+    monkeypatch.chdir(ROOT)
+    options = "--nodes 2 --time 30 --max-restarts 3 --sbatch cpus-per-task=4 --dry-run"
+    command = "examples/digits.py --strategy auto"
+    assert main(["launch", "--on", "slurm", *options.split(), *command.split()]) == 0
+    printed = capsys.readouterr().out.replace(f"{sys.executable} {command}", f'python3 {command} "$@"')
+    lines = (CLUSTER / "slurm.sh").read_text().splitlines()
+    is_ours = [line.startswith("# ") for line in lines[:10]]
+    assert [line for line, ours in itertools.zip_longest(lines, is_ours) if not ours] == printed.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -282,18 +262,28 @@ def numbers_of(output):
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_slurm_trains_in_processes(tmp_path, one_process):
-    """The second time, the first step fails, and the script restarts all."""
-    done = sbatch(tmp_path, "--epochs", "2", FAIL_FIRST="1")
+    for name, text in {"srun": f"#!{sys.executable}\n{SRUN}", "squeue": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    done = subprocess.run(
+        ["bash", CLUSTER / "slurm.sh", "--epochs", "2"],
+        cwd=ROOT,
+        env={
+            **inherited,
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": path_of_programs(ROOT / "src"),
+            "JAX_PLATFORMS": "cpu",
+            "SLURM_JOB_ID": str(os.getpid()),
+        },
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("the step ended with exit code 7\n")
     assert numbers_of(done.stdout) == pytest.approx(one_process, abs=2e-3)
     assert "MultiWorkerMirroredStrategy" in done.stdout
-
-
-@pytest.mark.rest
-def test_slurm_ends_with_the_code_of_the_last_step(tmp_path):
-    done = sbatch(tmp_path, FAIL_FIRST="1", MAX_RESTARTS="0")
-    assert (done.returncode, done.stdout) == (7, "the step ended with exit code 7\n"), done.stderr
 
 
 # --- Ray ------------------------------------------------------------------------------------------------

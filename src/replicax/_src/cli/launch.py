@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from replicax._src.cli import on_slurm
 from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
 from replicax._src.cli.display import Display
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
-from replicax._src.cli.script_keras import script_path, use_of_keras
+from replicax._src.cli.python_arguments import add_script, check_keras, python_arguments
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.cluster.errors import ClusterError
@@ -33,7 +34,6 @@ from replicax._src.cluster.layout import (
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
-from replicax._src.keras_backend import chosen_backend, wrong_backend
 from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VARIABLE
 
 _DESCRIPTION: Final = """\
@@ -57,6 +57,10 @@ several hosts, one worker on each:
   replicax launch --hosts h0,h1 --task-index 1 train.py  runs worker 1 here; give each host its own index
   The hosts must reach each other at --port. A host may have a port of its own: h0:2222.
 
+on Slurm:
+  replicax launch --on slurm --nodes 2 train.py          submits a job, prints its output and returns its exit code. Ctrl-C asks
+                                                         whether to cancel it. --dry-run prints the batch script
+
 environment of the tasks:
   TF_CONFIG               the cluster, and which task this is
   REPLICAX_TOKEN          the token of the job; random unless you set it. With --hosts set the same one on all hosts
@@ -67,11 +71,15 @@ environment of the tasks:
 """
 
 
+# Each has add_options(parser), the names of its options, and launch(options, command), which returns the exit code.
+_ENGINES: Final = {"slurm": on_slurm}
+
+
 def add_parser(subparsers: Any) -> None:
     """Adds the command ``launch``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "launch",
-        help="run a script as the tasks of a cluster on this machine",
+        help="run a script as the tasks of a cluster, on this machine or on a scheduler",
         usage="%(prog)s [options] (script.py | -m module) [arguments ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -186,23 +194,32 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="print plain lines without table and colours, even on a terminal"
     )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, like python -m"
+    where = parser.add_argument_group("a scheduler")
+    where.add_argument(
+        "--on", choices=tuple(_ENGINES), help="submit the job to this scheduler instead of running it here"
     )
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    where.add_argument("--dry-run", action="store_true", help="with --on, print what would be submitted")
+    for engine in _ENGINES.values():
+        engine.add_options(parser)
+    add_script(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Ends this process with code 2 if the options are wrong."""
     parser: argparse.ArgumentParser = options.parser
-    command = _command(options, parser)
-    notes = _check_keras(command, parser)
+    command = python_arguments(options, parser)
+    notes = check_keras(command, parser)
+    _check_options(options, parser)
     if options.gpus_per_worker is not None and options.devices_per_worker is not None:
         parser.error(
             "--gpus-per-worker is for GPUs, and --devices-per-worker for virtual CPU devices: choose one"
         )
     try:
+        if options.on is not None:
+            for note in notes:
+                print(note, file=sys.stderr)
+            return _ENGINES[options.on].launch(options, command)
         hosts = _hosts(options, parser)
         if hosts is not None:
             if options.task_index is None:
@@ -226,37 +243,27 @@ def run(options: argparse.Namespace) -> int:
         return 1
 
 
-def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Returns the arguments of ``python``."""
-    if options.module is not None:
-        if not options.module:
-            parser.error("-m needs the name of a module")
-        return ["-m", *options.module]
-    command = options.script[1:] if options.script[:1] == ["--"] else options.script
-    if not command:
-        parser.error("which script? Give its path after the options, or -m and a module")
-    script = Path(command[0])
-    if not script.exists():
-        parser.error(f"there is no script {command[0]!r} in {Path.cwd()}")
-    if not os.access(script, os.R_OK):
-        parser.error(f"the script {command[0]!r} cannot be read: no permission")
-    return command
+def _check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses options that have no meaning where the job runs."""
+    own = {name: engine for engine, module in _ENGINES.items() for name in module.OWN_OPTIONS}
+    given = {name for name, value in vars(options).items() if value != parser.get_default(name)}
+    given -= {"on", "dry_run", "plain", "script", "module"}
+    if options.on is None:
+        if options.dry_run:
+            parser.error("--dry-run needs --on")
+        wrong = sorted(given & own.keys())
+        hint = f"needs --on {own[wrong[0]]}" if wrong else ""
+    else:
+        engine = _ENGINES[options.on]
+        wrong = sorted(given - engine.OWN_OPTIONS - engine.SHARED_OPTIONS)
+        known = ", ".join(_option(name) for name in sorted(engine.OWN_OPTIONS | engine.SHARED_OPTIONS))
+        hint = f"has no meaning with --on {options.on}, which takes {known}"
+    if wrong:
+        parser.error(f"{_option(wrong[0])} {hint}")
 
 
-def _check_keras(command: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Refuses a script whose Keras would not run on JAX. Returns a note to show if that is not certain."""
-    path = script_path(command)
-    if path is None or chosen_backend(os.environ).is_jax:
-        return []
-    use = use_of_keras(path)
-    if use is None:
-        return []
-    text = str(wrong_backend(chosen_backend(os.environ)))
-    if use.is_certain:
-        parser.error(f"{path}, line {use.line}, imports Keras. {text}")
-    return [
-        f"{path}, line {use.line}, imports Keras. Unless a module that it imports before sets KERAS_BACKEND: {text}"
-    ]
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _choose_num_workers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:

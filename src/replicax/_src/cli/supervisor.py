@@ -28,7 +28,7 @@ from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 
 # Harmless lines that each process prints: from gloo, which has no option against it, and from JAX's coordination
 # service (jaxlib 0.10).
-_NOISE: Final = re.compile(
+NOISE: Final = re.compile(
     r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number .*"
     r"|W\d+ .* coordination_service\.cc:\d+\] .*Using experimental recoverable task feature\..*"
 )
@@ -209,7 +209,7 @@ class Supervisor:
         )
 
     def _line(self, task: Task, text: str) -> None:
-        if not _NOISE.fullmatch(text):
+        if not NOISE.fullmatch(text):
             self._display.line(task, text)
 
     # --- how it goes --------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Supervisor:
     def _show_failure(self, failed: Task) -> None:
         process = self._processes[failed]
         self._display.note(f"{failed} {process.ending}, the first to fail. Its last lines:")
-        lines = [line for line in process.lines if not _NOISE.fullmatch(line)]
+        lines = [line for line in process.lines if not NOISE.fullmatch(line)]
         for line in lines or ("(it has written nothing)",):
             self._display.note(f"    {line}")
 
