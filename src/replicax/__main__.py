@@ -5,13 +5,13 @@ import re
 import sys
 from collections.abc import Sequence
 
-from replicax._src.cli import doctor, export, launch, migrate, plan, server, top
+from replicax._src.cli import doctor, export, launch, migrate, mpi_collectives, plan, server, top
 from replicax._src.cli.arguments import did_you_mean
 from replicax._src.version import __version__
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
-COMMANDS = (launch, server, top, plan, export, migrate, doctor)
+COMMANDS = (launch, server, top, plan, export, migrate, mpi_collectives, doctor)
 
 # What launchers of other libraries are called.
 _RUN = ". To run a script in several processes: replicax launch --workers 2 train.py; in one: python train.py"
@@ -27,6 +27,7 @@ replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
   replicax migrate train_tf.py               show what a TensorFlow program becomes
   replicax top                               watch a job with parameter servers
   replicax server                            run a worker or a parameter server
+  replicax mpi-collectives build             compile the library through which JAX reaches MPI
 
 `replicax COMMAND --help` describes a command and its options.
 """
