@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from replicax._src.cli import on_kubernetes
 from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
 from replicax._src.cli.display import Display
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
@@ -18,7 +19,7 @@ from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, 
 from replicax._src.cli.script_keras import script_path, use_of_keras
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
-from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.errors import ClusterError, ClusterManagerError
 from replicax._src.cluster.layout import (
     CHECKPOINT_DIR_VARIABLE,
     REPLICATION_VARIABLE,
@@ -34,6 +35,7 @@ from replicax._src.cluster.layout import (
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.errors import MissingExtraError
 from replicax._src.keras_backend import chosen_backend, wrong_backend
 from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VARIABLE
 
@@ -66,6 +68,10 @@ environment of the tasks:
   REPLICAX_STATUS_FILE    a file for the table: a task may write {"step": 12, "time": time.time(), "state": "training"}.
                           Otherwise the step is the number of programs that MultiWorkerMirroredStrategy has run
 """
+
+
+# Each has add_options(parser), the names of its options, and launch(options, command), which returns the exit code.
+_ENGINES: Final = {"k8s": on_kubernetes}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -187,6 +193,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="print plain lines without table and colours, even on a terminal"
     )
+    where = parser.add_argument_group("a scheduler")
+    where.add_argument(
+        "--on", choices=tuple(_ENGINES), help="submit the job to this scheduler instead of running it here"
+    )
+    where.add_argument("--dry-run", action="store_true", help="with --on, print what would be submitted")
+    for engine in _ENGINES.values():
+        engine.add_options(parser)
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, like python -m"
     )
@@ -199,11 +212,16 @@ def run(options: argparse.Namespace) -> int:
     parser: argparse.ArgumentParser = options.parser
     command = _command(options, parser)
     notes = _check_keras(command, parser)
+    _check_options(options, parser)
     if options.gpus_per_worker is not None and options.devices_per_worker is not None:
         parser.error(
             "--gpus-per-worker is for GPUs, and --devices-per-worker for virtual CPU devices: choose one"
         )
     try:
+        if options.on is not None:
+            for note in notes:
+                print(note, file=sys.stderr)
+            return _ENGINES[options.on].launch(options, command)
         hosts = _hosts(options, parser)
         if hosts is not None:
             if options.task_index is None:
@@ -222,7 +240,7 @@ def run(options: argparse.Namespace) -> int:
         return _run_tasks(starts, options, notes)
     except ClusterError as error:
         parser.error(str(error))
-    except ProcessStartError as error:
+    except (ProcessStartError, ClusterManagerError, MissingExtraError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 
@@ -237,6 +255,8 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> li
     if not command:
         parser.error("which script? Give its path after the options, or -m and a module")
     script = Path(command[0])
+    if options.on == "k8s":
+        return command  # the script is in the image
     if not script.exists():
         parser.error(f"there is no script {command[0]!r} in {Path.cwd()}")
     if not os.access(script, os.R_OK):
@@ -258,6 +278,29 @@ def _check_keras(command: Sequence[str], parser: argparse.ArgumentParser) -> lis
     return [
         f"{path}, line {use.line}, imports Keras. Unless a module that it imports before sets KERAS_BACKEND: {text}"
     ]
+
+
+def _check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses options that have no meaning where the job runs."""
+    own = {name: engine for engine, module in _ENGINES.items() for name in module.OWN_OPTIONS}
+    given = {name for name, value in vars(options).items() if value != parser.get_default(name)}
+    given -= {"on", "dry_run", "plain", "script", "module"}
+    if options.on is None:
+        if options.dry_run:
+            parser.error("--dry-run needs --on")
+        wrong = sorted(given & own.keys())
+        hint = f"needs --on {own[wrong[0]]}" if wrong else ""
+    else:
+        engine = _ENGINES[options.on]
+        wrong = sorted(given - engine.OWN_OPTIONS - engine.SHARED_OPTIONS)
+        known = ", ".join(_option(name) for name in sorted(engine.OWN_OPTIONS | engine.SHARED_OPTIONS))
+        hint = f"has no meaning with --on {options.on}, which takes {known}"
+    if wrong:
+        parser.error(f"{_option(wrong[0])} {hint}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _choose_num_workers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
