@@ -142,13 +142,14 @@ test-plan: $(PLAN_STAMP)
 	@$(PLAN_ENV) $(PLAN_VENV)/bin/python -m pytest -q tests/plan
 
 # Without root or apt the tests of Slurm and Open MPI are skipped, with the reason. One process: Ray's cluster is shared.
+# kmock's plugin for pytest needs pytest-asyncio, which nothing here uses.
 test-engines: $(ENGINES_STAMP)
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(ENGINES_PACKAGES) >/dev/null 2>&1; then \
 	  echo "test-engines: apt-get install $(ENGINES_PACKAGES)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(ENGINES_PACKAGES); } >/dev/null || \
 	  echo "test-engines: apt-get failed; tests of what is missing are skipped"; fi
 	@echo "test-engines: pytest tests/engines"
-	@REPLICAX_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest -q -rs tests/engines
+	@REPLICAX_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest -q -rs -p no:kmock tests/engines
 
 # Each cell of a notebook runs once: $(DOCS_BUILD)/notebooks keeps the outputs until the cells change.
 docs: $(DOCS_STAMP)

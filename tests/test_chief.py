@@ -21,6 +21,7 @@ LAUNCHERS = [
     "SM_HOSTS",
 ]
 LAUNCHERS += ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SM_CURRENT_HOST"]
+LAUNCHERS += ["JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"]
 WORKERS = {"worker": ["a:1", "b:1", "c:1"]}
 WITH_CHIEF = {"chief": ["d:1"], **WORKERS}
 WITH_SERVERS = {**WITH_CHIEF, "ps": ["e:1", "f:1"]}
@@ -64,6 +65,11 @@ ENVIRONMENTS = {
         "OMPI_COMM_WORLD_SIZE": 3,
         "OMPI_COMM_WORLD_LOCAL_RANK": n,
         "OMPI_COMM_WORLD_LOCAL_SIZE": 3,
+    },
+    "JAX": lambda n: {
+        "JAX_PROCESS_ID": n,
+        "JAX_NUM_PROCESSES": 3,
+        "JAX_COORDINATOR_ADDRESS": "a:1",
     },
     "SageMaker": lambda n: {"SM_HOSTS": '["algo-1", "algo-2", "algo-3"]', "SM_CURRENT_HOST": f"algo-{n + 1}"},
 }

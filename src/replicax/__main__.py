@@ -5,13 +5,13 @@ import re
 import sys
 from collections.abc import Sequence
 
-from replicax._src.cli import doctor, export, launch, migrate, plan, run, server, top
+from replicax._src.cli import doctor, export, launch, migrate, mpi_collectives, plan, run, server, top
 from replicax._src.cli.arguments import did_you_mean
 from replicax._src.version import __version__
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
-COMMANDS = (launch, run, server, top, plan, export, migrate, doctor)
+COMMANDS = (launch, run, server, top, plan, export, migrate, mpi_collectives, doctor)
 
 # What launchers of other libraries are called.
 _OTHERS_NAMES = {

@@ -2,6 +2,7 @@
 
 from replicax._src.cluster.detect import PassedOver, ResolverChoice, choose_resolver
 from replicax._src.cluster.gce import GCEClusterResolver
+from replicax._src.cluster.jax_distributed import JaxClusterResolver
 from replicax._src.cluster.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.open_mpi import OpenMPIClusterResolver
@@ -20,6 +21,7 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "GCEClusterResolver",
+    "JaxClusterResolver",
     "JobDef",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",

@@ -341,6 +341,17 @@ def test_unknown_addresses_are_not_reported(doctor, free, monkeypatch):
     assert all(text.startswith("cannot be checked from here") for text in rows.values())
 
 
+def test_a_train_job(doctor, free, monkeypatch):
+    """Kubeflow's runtime jax-distributed sets these three, and no TF_CONFIG."""
+    for name, value in {"PROCESS_ID": "0", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": free()}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    code, printed = doctor(None)
+    assert code == 0, printed
+    assert "JAX (JaxClusterResolver)" in printed
+    assert "a TrainJob's JAX_PROCESS_ID=0 and JAX_NUM_PROCESSES=2 are set." in printed
+    assert list(rows_of(printed)) == ["worker 0", "worker 1"]
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

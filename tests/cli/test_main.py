@@ -14,7 +14,7 @@ def test_bare_command_prints_a_summary(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
     for command in COMMANDS:
-        assert f"  replicax {command.__name__.rpartition('.')[2]}" in printed
+        assert f"  replicax {command.__name__.rpartition('.')[2].replace('_', '-')}" in printed
     assert rx.__version__ in printed
 
 

@@ -8,6 +8,7 @@ import pytest
 from checks import message
 from replicax import errors
 from replicax.cluster_resolver import (
+    JaxClusterResolver,
     OpenMPIClusterResolver,
     SageMakerClusterResolver,
     SimpleClusterResolver,
@@ -36,8 +37,9 @@ SLURM = {
     "SLURM_STEP_NODELIST": "n[0-1]",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
 }
+JAX = {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "n0:29500"}
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
-NAMES = ["TF_CONFIG", "torchrun", "Open MPI", "Slurm", "SageMaker", "Kubernetes"]
+NAMES = ["TF_CONFIG", "torchrun", "Open MPI", "Slurm", "JAX", "SageMaker", "Kubernetes"]
 
 
 def without(environ, *names):
@@ -54,9 +56,10 @@ def without(environ, *names):
         (TORCHRUN, TorchrunClusterResolver, "torchrun", "RANK=1 and WORLD_SIZE=2", "n0:25404", 0),
         (OPEN_MPI, OpenMPIClusterResolver, "Open MPI", "OMPI_COMM_WORLD_SIZE=2", "n0:20557", 1),
         (SLURM, SlurmClusterResolver, "Slurm", "SLURM_STEP_NUM_TASKS=2", "n0:22624", 0),
+        (JAX, JaxClusterResolver, "JAX", "JAX_PROCESS_ID=1 and JAX_NUM_PROCESSES=2", "n0:29500", None),
         (SAGEMAKER, SageMakerClusterResolver, "SageMaker", "2 hosts", "algo-1:2223", None),
     ],
-    ids=["TF_CONFIG", "torchrun", "Open MPI", "Slurm", "SageMaker"],
+    ids=["TF_CONFIG", "torchrun", "Open MPI", "Slurm", "JAX", "SageMaker"],
 )
 def test_chosen_launchers(environ, kind, name, reason, leader, local_rank):
     choice = choose_resolver(dict(environ))
@@ -76,6 +79,7 @@ def test_the_inner_launcher_is_chosen():
     environ = {}
     for more, name in [
         (SAGEMAKER, "SageMaker"),
+        (JAX, "JAX"),
         (SLURM, "Slurm"),
         (OPEN_MPI, "Open MPI"),
         (TORCHRUN, "torchrun"),
@@ -95,7 +99,9 @@ def test_nothing():
 
 
 def test_it_reads_this_process(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SM_", "OMPI_"))] + list(TORCHRUN):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SM_", "OMPI_", "JAX_"))] + list(
+        TORCHRUN
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TF_CONFIG", TF_CONFIG["TF_CONFIG"])
     assert choose_resolver().name == "TF_CONFIG"
@@ -154,6 +160,8 @@ PARTIAL = [
     (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), ["Open MPI: OMPI_COMM_WORLD_RANK is set"]),
     (without(SLURM, "SLURM_PROCID"), ["Slurm: ", "SLURM_PROCID is not"]),
     (without(SLURM, "SLURM_STEP_NODELIST"), ["SLURM_STEP_NODELIST is not."]),
+    (without(JAX, "JAX_PROCESS_ID"), ["JAX: JAX_NUM_PROCESSES, JAX_COORDINATOR_ADDRESS are set"]),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, ["JAX_PROCESS_ID, JAX_NUM_PROCESSES are not."]),
     (without(SAGEMAKER, "SM_HOSTS"), ["SageMaker: SM_CURRENT_HOST is set, and SM_HOSTS is not."]),
 ]
 

@@ -1,10 +1,9 @@
-"""examples/cluster, checked without a cluster: the tasks of each manifest form the right cluster, the fields are those
-of the schemas, and the Slurm script and the Ray program really train, on this machine."""
+"""examples/cluster, checked without a cluster: the manifests are those that the command prints, and the Slurm script and
+the Ray program really train, on this machine."""
 
 import concurrent.futures
 import importlib.util
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -32,173 +31,20 @@ def memberships(environments):
     return found
 
 
-def container_of(pod_template):
-    (container,) = pod_template["spec"]["containers"]
-    return container
+# --- Kubernetes -----------------------------------------------------------------------------------------
+
+# tests/cli/test_on_kubernetes.py checks what the command prints, and tests/engines/test_kubernetes.py the schemas.
 
 
-def command_runs_digits(command):
-    assert [os.path.basename(command[0])[:6], *command[1:]] == [
-        "python",
-        "examples/digits.py",
-        "--strategy",
-        "auto",
-    ]
-    assert (ROOT / command[1]).is_file()
-
-
-# --- Kubernetes: a JobSet -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def jobset():
-    return yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
-
-
-def pods_of(jobset):
-    """The names and environments of the pods that JobSet v1alpha2 and the Job controller create.
-
-    Hosts are <JobSet>-<replicated job>-<job>-<pod>.<subdomain>, which is the JobSet's name by default; the annotation
-    batch.kubernetes.io/job-completion-index is the number of an indexed job's pod; $(NAME) in the value of a variable is
-    another one, before it in the list.
-    """
-    name, network = jobset["metadata"]["name"], jobset["spec"]["network"]
-    assert network["enableDNSHostnames"]
-    for replicated in jobset["spec"]["replicatedJobs"]:
-        job = replicated["template"]["spec"]
-        assert job["completionMode"] == "Indexed"
-        assert job["parallelism"] == job["completions"]
-        for number in range(replicated["replicas"]):
-            for index in range(job["completions"]):
-                host = f"{name}-{replicated['name']}-{number}-{index}.{network.get('subdomain', name)}"
-                yield host, environment_of(container_of(job["template"]), index)
-
-
-def environment_of(container, completion_index):
-    environment = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-    for variable in container["env"]:
-        if "valueFrom" in variable:
-            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-            assert path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-            environment[variable["name"]] = str(completion_index)
-        else:
-            known = dict(environment)
-            environment[variable["name"]] = re.sub(
-                r"\$\((\w+)\)", lambda match, known=known: known.get(match[1], match[0]), variable["value"]
-            )
-    return environment
-
-
-def test_jobset(jobset):
-    pods = list(pods_of(jobset))
-    for membership in memberships([environment for _, environment in pods]):
-        assert [address.rpartition(":")[0] for address in membership.addresses] == [host for host, _ in pods]
-    container = container_of(jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"])
-    (port,) = container["ports"]
-    assert membership.addresses[0].endswith(f":{port['containerPort']}")
-    command_runs_digits(container["command"])
-
-
-def test_jobset_starts_all_again_after_a_failure(jobset):
-    """It restarts all pods, not a single one, which could not join the others."""
-    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
-
-
-# --- Kubernetes: Kubeflow's TFJob -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def tfjob():
-    return yaml.safe_load((CLUSTER / "tfjob.yaml").read_text())
-
-
-def tf_configs_of(tfjob, namespace):
-    """The TF_CONFIG of the training operator (v1.9): a headless service for each pod, and the port called tfjob-port
-    of the container called tensorflow."""
-    cluster = {}
-    for kind, replica in tfjob["spec"]["tfReplicaSpecs"].items():
-        container = container_of(replica["template"])
-        assert container["name"] == "tensorflow"
-        (port,) = (p["containerPort"] for p in container["ports"] if p["name"] == "tfjob-port")
-        hosts = (
-            f"{tfjob['metadata']['name']}-{kind.lower()}-{index}.{namespace}.svc"
-            for index in range(replica["replicas"])
-        )
-        cluster[kind.lower()] = [f"{host}:{port}" for host in hosts]
-    return [
-        json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}, "environment": "cloud"})
-        for kind, addresses in cluster.items()
-        for index in range(len(addresses))
-    ]
-
-
-def test_tfjob(tfjob):
-    environments = [{"TF_CONFIG": config} for config in tf_configs_of(tfjob, "ml")]
-    for membership in memberships(environments):
-        assert membership.addresses == ("digits-worker-0.ml.svc:2222", "digits-worker-1.ml.svc:2222")
-    command_runs_digits(container_of(tfjob["spec"]["tfReplicaSpecs"]["Worker"]["template"])["command"])
-
-
-def test_tfjob_ends_when_all_workers_have(tfjob):
-    """By default the job ends with worker 0, and the others are killed; without restarts a failure is final."""
-    assert tfjob["spec"]["successPolicy"] == "AllWorkers"
-    assert tfjob["spec"]["tfReplicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"
-
-
-# --- the fields -----------------------------------------------------------------------------------------
-
-# The fields of the schemas of JobSet v1alpha2 and TFJob v1, and of their Job and Pod, that the manifests may use.
-CONTAINER = {
-    "name": str,
-    "image": str,
-    "command": [str],
-    "ports": [{"name": str, "containerPort": int}],
-    "env": [{"name": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}],
-    "resources": {"requests": {"cpu": str, "memory": str}, "limits": {"memory": str}},
-}
-POD = {"spec": {"restartPolicy": str, "containers": [CONTAINER]}}
-JOB = {"completionMode": str, "parallelism": int, "completions": int, "backoffLimit": int, "template": POD}
-JOBSET = {
-    "apiVersion": "jobset.x-k8s.io/v1alpha2",
-    "kind": "JobSet",
-    "metadata": {"name": str},
-    "spec": {
-        "network": {"enableDNSHostnames": bool, "subdomain": str},
-        "failurePolicy": {"maxRestarts": int},
-        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
-    },
-}
-TFJOB = {
-    "apiVersion": "kubeflow.org/v1",
-    "kind": "TFJob",
-    "metadata": {"name": str},
-    "spec": {
-        "successPolicy": str,
-        "runPolicy": {"cleanPodPolicy": str, "backoffLimit": int},
-        "tfReplicaSpecs": {"Worker": {"replicas": int, "restartPolicy": str, "template": POD}},
-    },
-}
-
-
-def assert_fits(value, schema, path=""):
-    if isinstance(schema, dict):
-        assert isinstance(value, dict), path
-        assert value.keys() <= schema.keys(), f"{path}: {value.keys() - schema.keys()}"
-        for key, part in value.items():
-            assert_fits(part, schema[key], f"{path}.{key}")
-    elif isinstance(schema, list):
-        assert isinstance(value, list), path
-        for part in value:
-            assert_fits(part, schema[0], f"{path}[]")
-    else:
-        assert type(value) is schema or value == schema, path
-
-
-@pytest.mark.parametrize(("file", "schema"), [("jobset.yaml", JOBSET), ("tfjob.yaml", TFJOB)])
-def test_the_fields_are_those_of_the_schema(file, schema):
-    assert_fits(yaml.safe_load((CLUSTER / file).read_text()), schema)
+@pytest.mark.parametrize("file", ["jobset.yaml", "trainjob.yaml"])
+def test_manifest_is_what_its_comment_prints(file, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (CLUSTER / file).read_text()
+    command = re.search(r"^#   replicax (launch .*\\)\n#( .*)$", text, re.MULTILINE)
+    assert main([*command[1].removesuffix("\\").split(), *command[2].split()]) == 0
+    _, job = yaml.safe_load_all(capsys.readouterr().out)
+    assert yaml.safe_load(text) == job
+    assert (ROOT / command[2].split()[0]).is_file()
 
 
 # --- Slurm ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from replicax._src.cli import on_slurm
+from replicax._src.cli import on_kubernetes, on_slurm
 from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
 from replicax._src.cli.display import Display
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
@@ -19,7 +19,7 @@ from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, 
 from replicax._src.cli.python_arguments import add_script, check_keras, python_arguments
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
-from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.errors import ClusterError, ClusterManagerError
 from replicax._src.cluster.layout import (
     CHECKPOINT_DIR_VARIABLE,
     REPLICATION_VARIABLE,
@@ -34,6 +34,7 @@ from replicax._src.cluster.layout import (
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.errors import MissingExtraError
 from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VARIABLE
 
 _DESCRIPTION: Final = """\
@@ -72,7 +73,7 @@ environment of the tasks:
 
 
 # Each has add_options(parser), the names of its options, and launch(options, command), which returns the exit code.
-_ENGINES: Final = {"slurm": on_slurm}
+_ENGINES: Final = {"slurm": on_slurm, "k8s": on_kubernetes}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -208,7 +209,7 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Ends this process with code 2 if the options are wrong."""
     parser: argparse.ArgumentParser = options.parser
-    command = python_arguments(options, parser)
+    command = python_arguments(options, parser, is_here=options.on != "k8s")  # an image has the script
     notes = check_keras(command, parser)
     _check_options(options, parser)
     if options.gpus_per_worker is not None and options.devices_per_worker is not None:
@@ -238,7 +239,7 @@ def run(options: argparse.Namespace) -> int:
         return _run_tasks(starts, options, notes)
     except ClusterError as error:
         parser.error(str(error))
-    except ProcessStartError as error:
+    except (ProcessStartError, ClusterManagerError, MissingExtraError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 

@@ -19,8 +19,14 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def python_arguments(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Returns the arguments of ``python``."""
+def python_arguments(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, *, is_here: bool = True
+) -> list[str]:
+    """Returns the arguments of ``python``.
+
+    Args:
+      is_here: True if the script runs on this machine, where its path must exist.
+    """
     if options.module is not None:
         if not options.module:
             parser.error("-m needs the name of a module")
@@ -29,6 +35,8 @@ def python_arguments(options: argparse.Namespace, parser: argparse.ArgumentParse
     if not command:
         parser.error("which script? Give its path after the options, or -m and a module")
     script = Path(command[0])
+    if not is_here:
+        return command
     if not script.exists():
         parser.error(f"there is no script {command[0]!r} in {Path.cwd()}")
     if not os.access(script, os.R_OK):

@@ -20,7 +20,7 @@ def is_chief() -> bool:
 
     Call it anywhere: before or after a strategy is created, in a scope or in a replica function. It neither blocks nor
     communicates. It uses the cluster resolver of the strategy if there is one. Otherwise it uses the arguments of
-    ``jax.distributed.initialize``, then the environment: TF_CONFIG, torchrun, Open MPI, Slurm, SageMaker.
+    ``jax.distributed.initialize``, then the environment, as ``choose_resolver`` does.
 
     Raises:
       ClusterError: The environment describes the cluster wrongly.

@@ -10,6 +10,7 @@ from typing import final
 from replicax._src.cluster import sagemaker, slurm
 from replicax._src.cluster.environ import PORT_VARIABLE, leader_port, optional_number, whole_number
 from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.jax_distributed import JaxClusterResolver
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.open_mpi import OpenMPIClusterResolver
 from replicax._src.cluster.ranked import RankedResolver
@@ -43,8 +44,8 @@ class ResolverChoice:
 
     Attributes:
       resolver: The resolver. The cluster of a single worker is empty.
-      name: The source of the description: ``TF_CONFIG``, ``torchrun``, ``Open MPI``, ``Slurm``, ``SageMaker`` or
-        ``none``.
+      name: The source of the description: ``TF_CONFIG``, ``torchrun``, ``Open MPI``, ``Slurm``, ``JAX``,
+        ``SageMaker`` or ``none``.
       reason: The reason for the choice in one sentence.
       membership: The cluster and the task, as the resolver described them when it was chosen.
       passed_over: The earlier candidates, in the order in which they were checked.
@@ -86,10 +87,10 @@ def choose_resolver(environ: MutableMapping[str, str] | None = None) -> Resolver
     """Returns the resolver for this process.
 
     TF_CONFIG comes first, because a user wrote it. Launchers follow, the innermost first, because it starts in the
-    environment of the outer one: torchrun, Open MPI, Slurm (a step of several tasks), SageMaker (several hosts).
-    Kubernetes and Compute Engine are never chosen: their environment does not say which machines form a cluster. A TPU
-    pod needs TF_CONFIG, because its metadata, which ``jax.distributed.initialize()`` reads, is not used here. If
-    nothing fits, the process is a single worker.
+    environment of the outer one: torchrun, Open MPI, Slurm (a step of several tasks), JAX's own variables (a
+    Kubeflow TrainJob), SageMaker (several hosts). Kubernetes and Compute Engine are never chosen: their environment
+    does not say which machines form a cluster. A TPU pod needs TF_CONFIG, because its metadata, which
+    ``jax.distributed.initialize()`` reads, is not used here. If nothing fits, the process is a single worker.
 
     Args:
       environ: Replaces ``os.environ``. Slurm's resolver sets CUDA_VISIBLE_DEVICES in it.
@@ -148,6 +149,10 @@ def _torchrun(environ: MutableMapping[str, str]) -> _Found | PassedOver:
 
 def _open_mpi(environ: MutableMapping[str, str]) -> _Found | PassedOver:
     return _ranked("Open MPI", OpenMPIClusterResolver, environ, is_cluster=True)
+
+
+def _jax(environ: MutableMapping[str, str]) -> _Found | PassedOver:
+    return _ranked("JAX", JaxClusterResolver, environ, is_cluster=True)
 
 
 def _ranked(
@@ -211,6 +216,7 @@ _CANDIDATES: tuple[tuple[str, Callable[[MutableMapping[str, str]], _Found | Pass
     ("torchrun", _torchrun),
     ("Open MPI", _open_mpi),
     ("Slurm", _slurm),
+    ("JAX", _jax),
     ("SageMaker", _sagemaker),
     ("Kubernetes", _kubernetes),
 )

@@ -59,7 +59,9 @@ class KubernetesClusterResolver(AddressedResolver):
         namespace: str | None = None,
     ) -> None:
         location = KubernetesExecutableLocation.parse(executable_location)
-        self._client = _client(location) if override_client is None else override_client
+        if override_client is None:
+            override_client = loaded_client(location, "KubernetesClusterResolver").CoreV1Api()
+        self._client = override_client
         self._selectors = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
         self._port = tf_server_port
         self._namespace = namespace
@@ -88,7 +90,7 @@ class KubernetesClusterResolver(AddressedResolver):
                 found = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
         except Exception as error:  # its error classes exist only if the package is installed
             raise ClusterManagerError(
-                f"Kubernetes did not list the pods with the label {selector!r}: {_shown(error)}. If it answered 403, the "
+                f"Kubernetes did not list the pods with the label {selector!r}: {shown_error(error)}. If it answered 403, the "
                 f"service account needs the right to list pods"
                 + (", of all namespaces; or give namespace=…." if self._namespace is None else ".")
             ) from error
@@ -110,13 +112,22 @@ class KubernetesClusterResolver(AddressedResolver):
         return join_address(status.pod_ip, self._port)
 
 
-def _client(location: KubernetesExecutableLocation) -> Any:
-    """Returns the API client, with the credentials of the pod or of the user."""
+def loaded_client(location: KubernetesExecutableLocation, what: str) -> Any:
+    """Returns the module ``kubernetes.client``, with the credentials of the pod or of the user.
+
+    Args:
+      location: Whose credentials to load.
+      what: The feature that needs the package, for messages.
+
+    Raises:
+      MissingExtraError: The package ``kubernetes`` is not installed.
+      ClusterManagerError: The credentials cannot be loaded.
+    """
     try:
         config = importlib.import_module("kubernetes.config")
         client = importlib.import_module("kubernetes.client")
     except ImportError as error:
-        raise missing_extra("KubernetesClusterResolver", "k8s") from error
+        raise missing_extra(what, "k8s") from error
     is_within = location is KubernetesExecutableLocation.WITHIN_CLUSTER
     try:
         load = config.load_incluster_config if is_within else config.load_kube_config
@@ -124,10 +135,10 @@ def _client(location: KubernetesExecutableLocation) -> Any:
     except Exception as error:
         other = "OFF_CLUSTER" if is_within else "WITHIN_CLUSTER"
         raise ClusterManagerError(
-            f"The credentials of Kubernetes cannot be loaded: {_shown(error)}. The executable location is "
+            f"The credentials of Kubernetes cannot be loaded: {shown_error(error)}. The executable location is "
             f"{location.name}; if that is not where this program runs, give executable_location={other!r}."
         ) from error
-    return client.CoreV1Api()
+    return client
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
@@ -135,6 +146,7 @@ def _natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name) if text or number]
 
 
-def _shown(error: Exception) -> str:
+def shown_error(error: Exception) -> str:
+    """Returns the class and the text of an error, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= 200 else text[:200] + '…'}"

@@ -48,8 +48,8 @@ def _check_library(path: str) -> None:
     else:
         return
     raise ClusterEnvironmentError(
-        f"{CHOICE} is mpi, and {found}. JAX finds MPI through the library libmpiwrapper.so, which has to be built once for "
-        f"the MPI of the machine (docs/how_to/mpi.md): give its path, and pass it on with mpirun -x {LIBRARY}. {_OTHERWISE}"
+        f"{CHOICE} is mpi, and {found}. JAX finds MPI through a library that has to be built once for the MPI of the "
+        f"machine: run replicax mpi-collectives build, give its path, and pass it on with mpirun -x {LIBRARY}. {_OTHERWISE}"
     )
 
 

@@ -32,8 +32,8 @@ class RankedResolver(AddressedResolver):
     """The command that sets the variables."""
     variables: ClassVar[tuple[str, ...]]
     """The required variables: the rank of this process, the number of processes, and others."""
-    local_rank_variable: ClassVar[str]
-    """The variable that may give ``local_rank``."""
+    local_rank_variable: ClassVar[str] = ""
+    """The variable that may give ``local_rank``; empty if there is none."""
 
     def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ

@@ -37,7 +37,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
       cluster_resolver: The description of the cluster; default: ``TF_CONFIG``, else the environment of a launcher
-        (torchrun, Open MPI, Slurm, SageMaker), else this worker alone.
+        (torchrun, Open MPI, Slurm, a Kubeflow TrainJob, SageMaker), else this worker alone.
       communication_options: Options of collectives. ``timeout_seconds`` is the limit of a wait for others that are
         alive; the value of a process's first strategy counts. Give all workers the same options. CPUs use gloo's ring,
         or MPI if JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi is set. The log names the implementation.
