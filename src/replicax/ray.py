@@ -1,0 +1,23 @@
+"""Trainings on Ray: ``rx.ray``. Ray is imported when one of the names is asked for."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from replicax._src.extras import missing_extra, missing_packages
+from replicax._src.public_names import publish, publish_all
+
+if TYPE_CHECKING:
+    from replicax._src.ray.training import ReplicaxConfig, fit, report
+
+__all__ = ["ReplicaxConfig", "fit", "report"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if missing_packages("ray"):
+        raise missing_extra(f"rx.ray.{name}", "ray")
+    return publish(__name__, name, getattr(importlib.import_module("replicax._src.ray.training"), name))
+
+
+__dir__ = publish_all(globals())
