@@ -3,6 +3,7 @@
 As a program it holds the cluster: the processes of Ray end with it, however it ends, because a guard watches it.
 """
 
+import contextlib
 import multiprocessing.connection
 import os
 import shutil
@@ -82,14 +83,17 @@ class Holder:
 
         head = {"num_cpus": 0, "object_store_memory": MEMORY, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._nodes = {}
+        self._nodes, self._drained = {}, []
         self.fill()
 
     def start(self):
         return self._cluster.address
 
     def fill(self):
-        """Adds nodes until there are three."""
+        """Replaces nodes that are lost or taken away."""
+        for node_id in self._drained:
+            self.lose(node_id)
+        self._drained.clear()
         while len(self._nodes) < NUM_NODES:
             node = self._cluster.add_node(num_cpus=CPUS_PER_NODE, object_store_memory=MEMORY)
             self._nodes[node.node_id] = node
@@ -101,6 +105,8 @@ class Holder:
 
     def drain(self, node_id, seconds):
         """Tells Ray that a node will be taken away, as a cloud's agent does."""
+        self.fill()
+        self._drained.append(node_id)
         command = ["ray", "drain-node", f"--address={self._cluster.address}", f"--node-id={node_id}"]
         command += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -118,6 +124,9 @@ if __name__ == "__main__":
     made = Holder(sys.argv[1])
     with multiprocessing.connection.Listener(f"{sys.argv[1]}/holder", "AF_UNIX") as listener:
         while True:
-            with listener.accept() as asked:
+            with contextlib.suppress(EOFError, OSError), listener.accept() as asked:  # a worker that is gone
                 name, given = asked.recv()
-                asked.send(getattr(made, name)(*given))
+                try:
+                    asked.send(getattr(made, name)(*given))
+                except Exception as error:
+                    asked.send(repr(error))
