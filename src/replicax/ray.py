@@ -7,9 +7,10 @@ from replicax._src.extras import missing_extra, missing_packages
 from replicax._src.public_names import publish, publish_all
 
 if TYPE_CHECKING:
+    from replicax._src.ray.servers import parameter_servers
     from replicax._src.ray.training import ReplicaxConfig, fit, report
 
-__all__ = ["ReplicaxConfig", "fit", "report"]
+__all__ = ["ReplicaxConfig", "fit", "parameter_servers", "report"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,7 +18,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if missing_packages("ray"):
         raise missing_extra(f"rx.ray.{name}", "ray")
-    return publish(__name__, name, getattr(importlib.import_module("replicax._src.ray.training"), name))
+    place = "servers" if name == "parameter_servers" else "training"
+    return publish(__name__, name, getattr(importlib.import_module(f"replicax._src.ray.{place}"), name))
 
 
 __dir__ = publish_all(globals())

@@ -23,7 +23,9 @@ class RayCluster:
     """Three nodes beside the head, which has no CPUs. ``close`` removes all."""
 
     def __init__(self):
-        self.folder = Path(tempfile.mkdtemp(prefix="rxr"))  # Ray's sockets lie in it: their paths must be short
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="rxr")
+        )  # Ray's sockets lie in it: their paths must be short
         self._holder = Process(
             [sys.executable, __file__, str(self.folder)],
             name="Ray",

@@ -54,7 +54,7 @@ def train(config):
             note(config, start, first, fault)
             happen(fault)
         if fault == "drain" and number >= fault_at:
-            time.sleep(0.3)  # until the signal comes
+            time.sleep(2)  # until the signal comes
         loss = handler.run(step, next(iterator))
         if number % 5 == 4:
             checkpoint.checkpointed_runs = handler.total_run_calls
@@ -80,7 +80,6 @@ def happen(fault):
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     import ray
-
     import ray_cluster
 
     node = ray.get_runtime_context().get_node_id()
@@ -94,7 +93,6 @@ def main(config):
     if "RAY_ADDRESS" not in os.environ:
         print("RESULT", json.dumps(train(config)))
         return
-    import ray.cloudpickle
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 

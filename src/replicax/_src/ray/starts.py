@@ -11,41 +11,43 @@ from replicax._src.cluster.spec import Task
 from replicax._src.keras_backend import VARIABLE as KERAS_VARIABLE
 
 
-def worker_environment(
-    addresses: Sequence[str],
-    index: int,
+def environment_of_start(
+    cluster: Mapping[str, Sequence[str]],
+    task: Task,
     environment: Mapping[str, str],
     *,
     token: str,
     num_restarts: int = 0,
     num_devices: int | None = None,
     resources: Mapping[str, float] | None = None,
+    is_server: bool = False,
 ) -> dict[str, str]:
-    """Returns the variables of one worker that are added to ``environment``, or replace variables of it.
+    """Returns the variables of a task that are added to ``environment``, or replace variables of it.
 
     Args:
-      addresses: The addresses of all workers.
-      index: The number of the worker.
+      cluster: The addresses of ``TF_CONFIG``.
+      task: The task.
       environment: The variables of its process.
       token: The secret of the job, unless the environment has one.
-      num_restarts: The number of times that the job has been restarted.
+      num_restarts: The number of times that the task has been restarted.
       num_devices: The virtual CPU devices of each worker. None: the environment decides.
-      resources: What Ray has reserved for each worker. Without GPUs and TPUs, JAX uses the CPU.
+      resources: What Ray has reserved for the task. Without GPUs and TPUs, JAX uses the CPU.
+      is_server: True if it runs ``replicax server``.
 
-    >>> told = worker_environment(["a:1", "b:1"], 1, {}, token="secret", resources={"CPU": 1})
-    >>> told["TF_CONFIG"][-31:], told["JAX_PLATFORMS"], told["REPLICAX_TOKEN"]
-    ('{"type": "worker", "index": 1}}', 'cpu', 'secret')
+    >>> told = environment_of_start({"worker": ["a:1"]}, Task("worker", 0), {}, token="secret", resources={"CPU": 1})
+    >>> told["JAX_PLATFORMS"], told["REPLICAX_TOKEN"], told["REPLICAX_RESTART_COUNT"]
+    ('cpu', 'secret', '0')
     """
-    told = {
-        **task_environment({"worker": addresses}, Task("worker", index), environment, num_devices=num_devices),
-        RESTART_COUNT_VARIABLE: str(num_restarts),
-    }
     defaults = {KERAS_VARIABLE: "jax"}
     if resources is not None and not any(resources.get(name) for name in ("GPU", "TPU")):
         defaults["JAX_PLATFORMS"] = "cpu"
     if TOKEN_FILE_VARIABLE not in environment:
         defaults[TOKEN_VARIABLE] = token
-    return {**{name: value for name, value in defaults.items() if name not in environment}, **told}
+    return {
+        **{name: value for name, value in defaults.items() if name not in environment},
+        **task_environment(cluster, task, environment, num_devices=num_devices, is_server=is_server),
+        RESTART_COUNT_VARIABLE: str(num_restarts),
+    }
 
 
 def cause_of(failures: Mapping[int, BaseException]) -> tuple[int, BaseException]:

@@ -15,10 +15,10 @@ from ray.train.backend import Backend, BackendConfig  # type: ignore[import-not-
 
 from replicax._src.cluster.credentials import random_token
 from replicax._src.cluster.layout import free_ports
-from replicax._src.cluster.spec import join_address
+from replicax._src.cluster.spec import Task, join_address
 from replicax._src.options import whole_number
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
-from replicax._src.ray.starts import cause_of, worker_environment
+from replicax._src.ray.starts import cause_of, environment_of_start
 
 if TYPE_CHECKING:  # a worker must get its environment before it imports JAX
     from replicax._src.checkpoint.manager import CheckpointManager
@@ -81,7 +81,8 @@ def own_address() -> str:
 
 
 def _set_environment(addresses: list[str], index: int, shared: Mapping[str, Any]) -> None:
-    os.environ.update(worker_environment(addresses, index, os.environ, **shared))
+    cluster = {"worker": addresses}
+    os.environ.update(environment_of_start(cluster, Task("worker", index), os.environ, **shared))
 
 
 @contextlib.contextmanager
@@ -132,6 +133,4 @@ def report(metrics: Mapping[str, Any], manager: CheckpointManager | None = None)
     """
     path = None if manager is None else manager.latest_checkpoint
     is_mine = path is not None and ray.train.get_context().get_world_rank() == 0
-    ray.train.report(
-        dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(path) if is_mine else None
-    )
+    ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(path) if is_mine else None)
