@@ -7,10 +7,8 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, final
 
 import ray  # type: ignore[import-not-found]
@@ -115,22 +113,42 @@ def parameter_servers(
         cluster: dict[str, list[str]] = {"chief": [own_address()]}
         for task, address in zip(tasks, addresses, strict=True):
             cluster.setdefault(task.type, []).append(address)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicax-ray-"))
-        keeper = _Keeper(actors, cluster, Path(folder, "routes"))
+        routes = stack.enter_context(contextlib.closing(_Routes()))
+        keeper = _Keeper(actors, cluster, routes)
         stack.callback(keeper.close)
         keeper.start(timeout_s)
         told = {
             "TF_CONFIG": tf_config(cluster, Task("chief", 0)),
             TOKEN_VARIABLE: shared["token"],
-            ROUTES_VARIABLE: str(keeper.file),
+            ROUTES_VARIABLE: routes.path,
         } | ({} if devices_per_worker is None else {DEVICES_VARIABLE: str(devices_per_worker)})
         stack.enter_context(_environment(told))
         yield TFConfigClusterResolver(environ=told)
 
 
 @final
+class _Routes:
+    """A file of routes that has no name in a folder, so that nothing of it is left when this process is killed."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("routes")
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.write({})
+
+    def write(self, routes: Mapping[str, str]) -> None:
+        """Replaces the contents at once: no reader finds a part of them."""
+        new = os.memfd_create("routes")
+        os.write(new, json.dumps(dict(routes)).encode())
+        os.dup2(new, self._file, inheritable=False)
+        os.close(new)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@final
 class _ServerTask:
-    """One task, in an actor: it holds the process of ``replicax server``, and its file of routes.
+    """One task, in an actor: it holds the process of ``replicax server``, and its routes.
 
     Args:
       task: The task.
@@ -140,7 +158,7 @@ class _ServerTask:
 
     def __init__(self, task: Task, shared: Mapping[str, Any], arguments: Sequence[str]):
         self._task, self._shared, self._arguments = task, shared, arguments
-        self._folder = Path()
+        self._routes = _Routes()
         self._process: Process | None = None
 
     def address(self) -> str:
@@ -153,24 +171,21 @@ class _ServerTask:
         return str(self._process.ending or "running")
 
     def route(self, routes: Mapping[str, str]) -> None:
-        if self.state() == "running":
-            write_routes(self._folder / "routes", routes)
+        self._routes.write(routes)
 
     def start(self, cluster: Cluster, routes: Mapping[str, str], num_restarts: int) -> None:
         """Starts the process. ``cluster`` has the address at which it listens."""
         if self._process is not None:
             self._process.close()
-        self._folder = Path(tempfile.mkdtemp(prefix="replicax-ray-"))
-        write_routes(self._folder / "routes", routes)
+        self.route(routes)
         told = environment_of_start(
             cluster, self._task, os.environ, num_restarts=num_restarts, is_server=True, **self._shared
         )
-        told |= {ROUTES_VARIABLE: str(self._folder / "routes"), "PYTHONUNBUFFERED": "1"}
+        told |= {ROUTES_VARIABLE: self._routes.path, "PYTHONUNBUFFERED": "1"}
         self._process = Process(
             [sys.executable, *SERVER_COMMAND, *self._arguments],
             environment={**os.environ, **told},
             name=str(self._task),
-            own_folder=self._folder,
             on_line=print,
         )
 
@@ -184,19 +199,17 @@ class _Keeper:
     Args:
       actors: The actor of each task.
       cluster: The addresses of the tasks.
-      file: The routes of this process.
+      own: The routes of this process.
     """
 
-    def __init__(self, actors: Mapping[Task, Any], cluster: Cluster, file: Path):
-        self.file = file
-        self._actors, self._cluster = actors, cluster
+    def __init__(self, actors: Mapping[Task, Any], cluster: Cluster, own: _Routes):
+        self._actors, self._cluster, self._own = actors, cluster, own
         self._routes: dict[str, str] = {}
         self._num_starts = dict.fromkeys(actors, 0)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="replicax-ray", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        write_routes(self.file, self._routes)
         ray.get([self._started(task, self._cluster) for task in self._actors], timeout=timeout_s)
         self._thread.start()
 
@@ -226,7 +239,7 @@ class _Keeper:
         address = ray.get(self._actors[task].address.remote(), timeout=_START_S)
         first = self._cluster[task.type][task.index]
         self._routes[first] = address
-        write_routes(self.file, self._routes)
+        self._own.write(self._routes)
         for other, actor in self._actors.items():
             if other != task:
                 actor.route.remote(self._routes)
@@ -234,13 +247,6 @@ class _Keeper:
         ray.get(self._started(task, now), timeout=_START_S)
         why = "its actor was lost" if state == "new" else f"its process {state}"
         log.warning("%s was started again, at %s: %s.", task, address, why)
-
-
-def write_routes(file: Path, routes: Mapping[str, str]) -> None:
-    """Replaces a file of routes, so that no reader finds a part of it."""
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(dict(routes)))
-    new.replace(file)
 
 
 @contextlib.contextmanager
