@@ -25,10 +25,17 @@ needs_no_ray = pytest.mark.skipif(not missing_packages("ray"), reason="Ray is in
 
 
 @needs_no_ray
-def test_each_name_says_how_to_get_ray():
-    for name in rx.ray.__all__:
+def test_each_use_says_how_to_get_ray():
+    uses = {
+        "ReplicaxConfig": rx.ray.ReplicaxConfig,
+        "fit": lambda: rx.ray.fit(None),
+        "parameter_servers": rx.ray.parameter_servers().__enter__,
+        "report": lambda: rx.ray.report({}),
+    }
+    assert list(uses) == rx.ray.__all__
+    for name, use in uses.items():
         says = f"rx.ray.{name} needs ray, which is not installed. Run: pip install ray (the extra replicax[ray])."
-        message(rx.errors.MissingExtraError, lambda name=name: getattr(rx.ray, name), says)
+        message(rx.errors.MissingExtraError, use, says)
 
 
 def test_environment_of_a_start():
@@ -152,7 +159,8 @@ def training(monkeypatch):
     module = importlib.import_module(name)
     module.stand_in = types.SimpleNamespace(parts=parts, reported=reported)
     yield module
-    del sys.modules[name]
+    for name in [name for name in sys.modules if name.startswith("replicax._src.ray.")]:
+        del sys.modules[name]
 
 
 def test_each_start_is_a_cluster_of_its_own(training, monkeypatch):

@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from replicax._src.extras import missing_extra, missing_packages
 from replicax._src.public_names import publish, publish_all
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ __all__ = ["ReplicaxConfig", "fit", "parameter_servers", "report"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if missing_packages("ray"):
-        raise missing_extra(f"rx.ray.{name}", "ray")
     place = "servers" if name == "parameter_servers" else "training"
     return publish(__name__, name, getattr(importlib.import_module(f"replicax._src.ray.{place}"), name))
 

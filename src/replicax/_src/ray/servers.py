@@ -11,16 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
-import ray  # type: ignore[import-not-found]
-from ray.exceptions import RayActorError  # type: ignore[import-not-found]
-from ray.util.placement_group import (  # type: ignore[import-not-found]
-    placement_group,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import (  # type: ignore[import-not-found]
-    PlacementGroupSchedulingStrategy,
-)
-
 from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.cluster.layout import DEVICES_VARIABLE, SERVER_COMMAND, Layout, tf_config
 from replicax._src.cluster.processes import Process
@@ -28,7 +18,7 @@ from replicax._src.cluster.routes import ROUTES_VARIABLE
 from replicax._src.cluster.spec import Task
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.ray.starts import environment_of_start
-from replicax._src.ray.training import own_address
+from replicax._src.ray.training import check_ray, own_address, ray
 
 log = logging.getLogger("replicax")
 _LOOK_S: Final = 1.0
@@ -77,8 +67,18 @@ def parameter_servers(
 
     Raises:
       ClusterError: The cluster would have no worker.
+      MissingExtraError: Ray is not installed.
       ray.exceptions.GetTimeoutError: Ray has not reserved the resources in time.
     """
+    check_ray("rx.ray.parameter_servers")
+    from ray.util.placement_group import (  # type: ignore[import-not-found]
+        placement_group,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import (  # type: ignore[import-not-found]
+        PlacementGroupSchedulingStrategy,
+    )
+
     layout = Layout(workers, chief=True, num_ps=ps)
     needs = {"worker": dict(resources_per_worker or {"CPU": 1}), "ps": dict(resources_per_ps or {"CPU": 1})}
     tasks = [task for task in layout.tasks if task.type != "chief"]
@@ -230,7 +230,7 @@ class _Keeper:
                     state = ray.get(ref)
                     if state != "running" and not self._is_over.is_set():
                         self._start_again(states[ref], state)
-                except (RayActorError, ray.exceptions.GetTimeoutError) as error:
+                except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                     log.debug("%s: %s", states[ref], error)  # Ray starts it again, or it does not
                 except Exception as error:
                     log.warning("%s could not be started again: %s", states[ref], error)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-import ray  # type: ignore[import-not-found]
-import ray.exceptions  # type: ignore[import-not-found]
-import ray.train  # type: ignore[import-not-found]
-from ray.train.backend import Backend, BackendConfig  # type: ignore[import-not-found]
-
 from replicax._src.cluster.credentials import random_token
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.spec import Task, join_address
+from replicax._src.extras import missing_extra
 from replicax._src.options import whole_number
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 from replicax._src.ray.starts import cause_of, environment_of_start
@@ -23,29 +21,48 @@ from replicax._src.ray.starts import cause_of, environment_of_start
 if TYPE_CHECKING:  # a worker must get its environment before it imports JAX
     from replicax._src.checkpoint.manager import CheckpointManager
 
+# The names exist without Ray too, for documentation; each use raises.
+ray: Any = None
+_backend: Any = types.SimpleNamespace(Backend=object, BackendConfig=object)
+with contextlib.suppress(ImportError):
+    ray, _backend = (importlib.import_module(name) for name in ("ray", "ray.train.backend"))
+
+
+def check_ray(what: str) -> None:
+    """Raises a MissingExtraError for this use if Ray is not installed."""
+    if ray is None:
+        raise missing_extra(what, "ray")
+
 
 @final
 @dataclass
-class ReplicaxConfig(BackendConfig):
+class ReplicaxConfig(_backend.BackendConfig):
     """Makes the workers of a Ray trainer the workers of a ``MultiWorkerMirroredStrategy`` or another synchronous one.
 
     Pass it as ``jax_config`` to Ray's ``JaxTrainer``, or as ``backend_config`` to its ``DataParallelTrainer``. Before
     each start and restart it sets ``TF_CONFIG``, a token, ``REPLICAX_RESTART_COUNT`` and ``KERAS_BACKEND`` in all
-    workers. Variables of ``worker_runtime_env`` have priority. JAX itself is started by the strategy. A worker that
+    workers. Variables of ``worker_runtime_env`` have priority. The name is like those of Ray's own configurations, which
+    are called after their framework: ``JaxConfig``, ``TorchConfig``. JAX itself is started by the strategy. A worker that
     has saved because its node is taken away ends as preempted, which Ray counts in ``max_preemption_failures``.
 
     Attributes:
-      devices_per_worker: The virtual CPU devices of each worker; None for those that Ray has reserved, or one CPU.
+      devices_per_worker: The virtual CPU devices of each worker; None for the accelerators that Ray has reserved for
+        it, or one CPU device.
+
+    Raises:
+      InvalidArgumentError: The number is not allowed.
+      MissingExtraError: Ray is not installed.
     """
 
     devices_per_worker: int | None = None
 
     def __post_init__(self) -> None:
+        check_ray("rx.ray.ReplicaxConfig")
         if self.devices_per_worker is not None:
             whole_number("ReplicaxConfig(devices_per_worker=…)", self.devices_per_worker, least=1)
 
     @property
-    def backend_cls(self) -> type[Backend]:
+    def backend_cls(self) -> type[_ReplicaxBackend]:
         return _ReplicaxBackend
 
     @property
@@ -53,7 +70,7 @@ class ReplicaxConfig(BackendConfig):
         return _told_preempted
 
 
-class _ReplicaxBackend(Backend):
+class _ReplicaxBackend(_backend.Backend):
     """Runs in Ray's controller. A start of the workers is a new cluster, with new addresses."""
 
     _num_starts = 0
@@ -112,7 +129,9 @@ def fit(trainer: Any) -> Any:
     Raises:
       Exception: The error of the worker that failed first.
       ray.train.TrainingFailedError: The training failed for a reason outside of the workers.
+      MissingExtraError: Ray is not installed.
     """
+    check_ray("rx.ray.fit")
     try:
         return trainer.fit()
     except ray.train.WorkerGroupError as error:
@@ -130,7 +149,12 @@ def report(metrics: Mapping[str, Any], manager: CheckpointManager | None = None)
     Args:
       metrics: The metrics, by name.
       manager: The manager whose newest checkpoint is reported, after its save has ended. None for metrics only.
+
+    Raises:
+      CheckpointError: The save has failed.
+      MissingExtraError: Ray is not installed.
     """
+    check_ray("rx.ray.report")
     path = None if manager is None else manager.latest_checkpoint
     is_mine = path is not None and ray.train.get_context().get_world_rank() == 0
     ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(path) if is_mine else None)
