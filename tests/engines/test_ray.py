@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; make test-engines installs it")
 
-from ray_cluster import RayCluster
+from engines.ray_cluster import RayCluster
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
