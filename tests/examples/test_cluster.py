@@ -302,7 +302,9 @@ def test_slurm_ends_with_the_code_of_the_last_step(tmp_path):
 def test_program_for_ray_trains_in_launched_workers(tmp_path):
     """The training function, in two workers without Ray; tests/engines/test_ray.py runs the program on Ray."""
     program = f"import runpy; train = runpy.run_path({str(CLUSTER / 'ray_train.py')!r})['train']"
-    (tmp_path / "train.py").write_text(f"{program}\nprint(train({{'checkpoints': {str(tmp_path / 'c')!r}}}))\n")
+    (tmp_path / "train.py").write_text(
+        f"{program}\nprint(train({{'checkpoints': {str(tmp_path / 'c')!r}}}))\n"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "replicax", "launch", "--workers", "2", str(tmp_path / "train.py")],
         env={

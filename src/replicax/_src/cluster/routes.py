@@ -16,9 +16,9 @@ ROUTES_VARIABLE: Final = "REPLICAX_ROUTES"
 def routed_address(address: str, environment: Mapping[str, str]) -> str:
     """Returns the address to connect to in order to reach ``address``, which ``REPLICAX_ROUTES`` may replace.
 
-    ``REPLICAX_ROUTES`` is JSON, ``{"host:port": "host:port", ...}``, or the absolute path of a file that has it. ``TF_CONFIG``
-    has the same addresses for all tasks; each task has its own routes. A file may change while the task runs: it is
-    read for each connection. Routes apply to the connections of replicax, not to those of JAX.
+    ``REPLICAX_ROUTES`` is JSON, ``{"host:port": "host:port", ...}``, or the absolute path of a file that has it.
+    ``TF_CONFIG`` has the same addresses for all tasks; each task has its own routes. A file may change while the task
+    runs: it is read for each connection. Routes apply to the connections of replicax, not to those of JAX.
 
     Raises:
       ClusterEnvironmentError: The variable or the file is not JSON of that form, or the file cannot be read.

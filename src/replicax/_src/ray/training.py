@@ -1,4 +1,4 @@
-"""Ray Train: ``ReplicaxConfig`` makes its workers a cluster, ``fit`` raises the cause of a failure, ``report`` reports."""
+"""Ray Train: ``ReplicaxConfig`` makes its workers a cluster; ``fit`` raises the cause of a failure; ``report``."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ReplicaxConfig(_backend.BackendConfig):
 
     Pass it as ``jax_config`` to Ray's ``JaxTrainer``, or as ``backend_config`` to its ``DataParallelTrainer``. Before
     each start and restart it sets ``TF_CONFIG``, a token, ``REPLICAX_RESTART_COUNT`` and ``KERAS_BACKEND`` in all
-    workers. Variables of ``worker_runtime_env`` have priority. The name is like those of Ray's own configurations, which
-    are called after their framework: ``JaxConfig``, ``TorchConfig``. JAX itself is started by the strategy. A worker that
-    has saved because its node is taken away ends as preempted, which Ray counts in ``max_preemption_failures``.
+    workers. Variables of ``worker_runtime_env`` have priority. The strategy starts JAX. A worker that has saved because
+    its node is taken away ends as preempted, which Ray counts in ``max_preemption_failures``. The name follows Ray's
+    ``JaxConfig`` and ``TorchConfig``.
 
     Attributes:
       devices_per_worker: The virtual CPU devices of each worker; None for the accelerators that Ray has reserved for
