@@ -35,7 +35,7 @@ LAYERS = (
     "preemption",
     "summaries profiling pictures",
     "keras",
-    "plan cli testing",
+    "plan cli testing ray",
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 

@@ -29,6 +29,7 @@ MODULES = [
     "nn",
     "optax",
     "planning",
+    "ray",
     "summary",
     "summary.experimental",
     "testing",

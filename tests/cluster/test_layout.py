@@ -125,6 +125,17 @@ def test_invalid_routes(text):
     )
 
 
+def test_routes_in_a_file_may_change(tmp_path):
+    file = tmp_path / "routes"
+    environment = {"REPLICAX_ROUTES": str(file)}
+    message(ClusterEnvironmentError, lambda: routed_address("a:1", environment), str(file), "no such file")
+    for now in ("b:2", "c:3"):
+        file.write_text(json.dumps({"a:1": now}))
+        assert routed_address("a:1", environment) == now
+    file.write_text("{")
+    message(ClusterEnvironmentError, lambda: routed_address("a:1", environment), "is not JSON", str(file))
+
+
 def test_a_route_is_taken():
     environment = {"REPLICAX_ROUTES": '{"a:1": "b:2"}'}
     assert routed_address("a:1", environment) == "b:2"

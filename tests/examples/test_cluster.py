@@ -1,8 +1,6 @@
 """examples/cluster, checked without a cluster: the manifests are those that the command prints, and the Slurm script and
-the Ray program really train, on this machine."""
+the function of the Ray program really train, on this machine."""
 
-import concurrent.futures
-import importlib.util
 import itertools
 import os
 import pathlib
@@ -135,74 +133,25 @@ def test_slurm_trains_in_processes(tmp_path, one_process):
 # --- Ray ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_ray():
-    specification = importlib.util.spec_from_file_location("on_ray", CLUSTER / "on_ray.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def test_ray_gives_each_task_its_tf_config(on_ray):
-    configs = on_ray.tf_configs(["10.0.0.1:4000", "10.0.0.2:4001", "10.0.0.2:4002"])
-    for membership in memberships([{"TF_CONFIG": config} for config in configs]):
-        assert membership.addresses == ("10.0.0.1:4000", "10.0.0.2:4001", "10.0.0.2:4002")
-
-
-@pytest.fixture
-def run_by_tasks(on_ray, monkeypatch):
-    """Runs a command as two workers, by threads in place of Ray's actors: Ray itself is not in the lock file."""
-    monkeypatch.setenv("PYTHONPATH", path_of_programs(ROOT / "src"))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-
-    def run(*command):
-        tasks = [on_ray.Task(), on_ray.Task()]
-        configs = on_ray.tf_configs([task.address("127.0.0.1") for task in tasks])
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            return list(pool.map(lambda task, config: task.run(command, config), tasks, configs))
-
-    return run
-
-
-SUM = """
-import numpy as np
-import replicax as rx
-
-strategy = rx.MultiWorkerMirroredStrategy()
-ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
-print(f"worker {strategy.cluster_resolver.task_id}: {strategy.reduce('SUM', ones, axis=None)}")
-"""
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.rest
-def test_what_ray_runs_is_one_cluster_in_processes(run_by_tasks, tmp_path, capfd):
-    (tmp_path / "sum.py").write_text(SUM)
-    assert run_by_tasks(str(tmp_path / "sum.py")) == [0, 0]
-    lines = re.findall(r"worker \d: [\d.]+", capfd.readouterr().out)  # the two may write into one line
-    assert sorted(lines) == ["worker 0: 2.0", "worker 1: 2.0"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(240)
-def test_what_ray_runs_trains_in_processes(run_by_tasks, capfd, one_process):
-    digits = str(ROOT / "examples" / "digits.py")
-    assert run_by_tasks(digits, "--strategy", "auto", "--epochs", "2") == [0, 0]
-    assert numbers_of(capfd.readouterr().out) == pytest.approx(one_process, abs=2e-3)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.rest
-def test_ray_itself_in_processes():
-    pytest.importorskip("ray")
+def test_program_for_ray_trains_in_launched_workers(tmp_path):
+    """The training function, in two workers without Ray; tests/engines/test_ray.py runs the program on Ray."""
+    program = f"import runpy; train = runpy.run_path({str(CLUSTER / 'ray_train.py')!r})['train']"
+    (tmp_path / "train.py").write_text(
+        f"{program}\nprint(train({{'checkpoints': {str(tmp_path / 'c')!r}}}))\n"
+    )
     done = subprocess.run(
-        [sys.executable, CLUSTER / "on_ray.py", "--", ROOT / "examples" / "digits.py", "--epochs", "2"],
-        env={**os.environ, "PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-m", "replicax", "launch", "--workers", "2", str(tmp_path / "train.py")],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "TF_CONFIG"},
+            "PYTHONPATH": path_of_programs(ROOT / "src"),
+            "JAX_PLATFORMS": "cpu",
+        },
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=220,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "worker 1 ended with exit code 0" in done.stdout
-    assert "MultiWorkerMirroredStrategy" in done.stdout + done.stderr
+    assert done.stdout.count("[0.5457, 0.4918, 0.4448]") == 2

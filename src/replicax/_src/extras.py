@@ -66,6 +66,7 @@ EXTRAS: Final = {
     "migrate": (Package("libcst"),),
     "plan-tpu": (Package("libtpu"),),
     "plan-gpu": (Package("jax-cuda12-plugin", "jax_plugins.xla_cuda12", like_jax=True),),
+    "ray": (Package("ray"),),
     "k8s": (Package("kubernetes"),),
     "gce": (Package("google-api-python-client", "googleapiclient"), Package("google-auth", "google.auth")),
 }

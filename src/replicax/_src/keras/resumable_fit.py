@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -16,6 +15,7 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.fit_progress import CallbackStates, DataOfFit, Progress, ReplayedSteps
 from replicax._src.keras.passes import LoopOfFit
+from replicax._src.preemption.signals import can_watch
 from replicax._src.preemption.steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
 
@@ -90,11 +90,8 @@ class ResumableFit:
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
 
     def _guard(self, peers: Any) -> GuardedSteps | None:
-        """Watches for the end of the process, which only the main thread can do."""
-        if (
-            threading.current_thread() is not threading.main_thread()
-            and self._rules.termination.termination_watcher_fn is None
-        ):
+        """Watches for the end of the process, if this thread can."""
+        if not can_watch(self._rules.termination):
             log.warning(
                 "fit runs outside of the main thread, so CheckpointCallback cannot handle SIGTERM, and the work since "
                 "the last checkpoint would be lost. Use TerminationConfig(termination_watcher_fn=...) to tell when to "

@@ -28,7 +28,8 @@ class PreemptionCheckpointHandler:
     ``replicax launch`` restarts the job automatically. Create the handler in the main thread of every task, after the
     strategy and the objects to save. Every task must call ``run`` equally often. With parameter servers the coordinator
     creates it, and saves when all scheduled functions have finished. SIGTERM is detected within milliseconds, and
-    handled before the next ``run``.
+    handled before the next ``run``. In a worker of Ray Train it watches for Ray's signal that the node is taken away
+    instead, and may be created in any thread.
 
     Args:
       cluster_resolver: The resolver of the strategy; None if it has none.

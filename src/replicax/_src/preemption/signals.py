@@ -1,4 +1,4 @@
-"""``PreemptionSignals``: the sources of a preemption signal, SIGTERM or a function that is polled once a second."""
+"""``PreemptionSignals``: the source of a preemption signal, SIGTERM or a function that is polled once a second."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from collections.abc import Callable
 from typing import final
 
 from replicax._src.preemption import sigterm
+from replicax._src.preemption.ray_train import watcher_in_ray
 from replicax._src.preemption.termination import TerminationConfig
 
 POLL_S = 1.0
+
+
+def can_watch(config: TerminationConfig) -> bool:
+    """True if this thread can watch the source: SIGTERM needs the main thread."""
+    is_polled = config.termination_watcher_fn is not None or watcher_in_ray() is not None
+    return is_polled or threading.current_thread() is threading.main_thread()
 
 
 @final
@@ -31,12 +38,14 @@ class PreemptionSignals:
         self._error: BaseException | None = None
         self._must_end = threading.Event()
         self._token: object | None = None
-        watcher = config.termination_watcher_fn
+        watcher, text = config.termination_watcher_fn, "termination_watcher_fn"
+        if watcher is None:
+            watcher, text = watcher_in_ray(), "Ray takes its node away"
         if watcher is None:
             self._token = sigterm.listen(lambda: self._come("SIGTERM"))
         else:
             threading.Thread(
-                target=self._poll, args=(watcher,), name="replicax-termination-watcher", daemon=True
+                target=self._poll, args=(watcher, text), name="replicax-termination-watcher", daemon=True
             ).start()
 
     def check(self) -> None:
@@ -64,11 +73,11 @@ class PreemptionSignals:
             self._has_come = True
         self._on_signal(text)
 
-    def _poll(self, watcher: Callable[[], bool]) -> None:
+    def _poll(self, watcher: Callable[[], bool], text: str) -> None:
         while not self._must_end.is_set() and not self._has_come:
             try:
                 if watcher():
-                    self._come("termination_watcher_fn")
+                    self._come(text)
             except BaseException as error:
                 self._error = error
                 return

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from replicax._src.cluster.peers import Peers, joined_peers
-from replicax._src.preemption import sigterm
+from replicax._src.preemption.signals import PreemptionSignals
+from replicax._src.preemption.termination import TerminationConfig
 
 _LOOK_S = 0.1
 
@@ -18,7 +19,8 @@ _LOOK_S = 0.1
 class PreemptionWatcher:
     """Watches for SIGTERM to this process, or to another one of its cluster that has a watcher or a handler too.
 
-    Create it in the main thread, after the strategy. SIGTERM no longer ends the process until the watcher is closed,
+    Create it in the main thread, after the strategy; in a worker of Ray Train, where it watches for Ray's signal that
+    the node is taken away, in any thread. SIGTERM no longer ends the process until the watcher is closed,
     its ``with`` block ends, or it is garbage-collected.
 
     Raises:
@@ -30,8 +32,8 @@ class PreemptionWatcher:
     def __init__(self) -> None:
         self._peers = joined_peers()
         self._seen = _Seen(self._peers)
-        token = sigterm.listen(self._seen.on_sigterm)
-        self._close = weakref.finalize(self, _close, self._seen, token)
+        signals = PreemptionSignals(TerminationConfig(), self._seen.on_signal)
+        self._close = weakref.finalize(self, _close, self._seen, signals)
         self._close.atexit = False
 
     @property
@@ -74,13 +76,13 @@ class _Seen:
         self._peers, self._lock = peers, threading.Lock()
         self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
 
-    def on_sigterm(self) -> None:
+    def on_signal(self, text: str) -> None:
         """Records that this process is preempted, and tells the other tasks."""
         if self._peers is None:
-            self._note("this process: SIGTERM", is_of_other=False)
+            self._note(f"this process: {text}", is_of_other=False)
         else:
-            self._note(f"{self._peers.names[self._peers.number]}: SIGTERM", is_of_other=False)
-            self._peers.tell_of_saving({"kind": "told", "text": "SIGTERM"})
+            self._note(f"{self._peers.names[self._peers.number]}: {text}", is_of_other=False)
+            self._peers.tell_of_saving({"kind": "told", "text": text})
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "preempted" and self._peers is not None:
@@ -99,6 +101,6 @@ class _Seen:
             self._end_hearing()
 
 
-def _close(seen: _Seen, token: object) -> None:
-    sigterm.ignore(token)
+def _close(seen: _Seen, signals: PreemptionSignals) -> None:
+    signals.close()
     seen.close()

@@ -63,8 +63,8 @@ class TaskClient:
     def __init__(self, address: str, credentials: Credentials, task: str):
         check_installed()
         self._security = credentials.security()
-        self._host, _ = split_address(address)
-        self._reached_at = split_address(routed_address(address, os.environ))
+        self._address, (self._host, _) = address, split_address(address)
+        routed_address(address, os.environ)  # raises if the routes are malformed
         self._name = f"{task} at {address}"
         self._task = task
         self._lock = threading.Lock()
@@ -157,7 +157,8 @@ class TaskClient:
         self.close()
 
     def _connected(self, deadline: float) -> Connection:
-        return connect(*self._reached_at, self._security, deadline, certified_as=self._host)
+        reached_at = split_address(routed_address(self._address, os.environ))  # it may have changed
+        return connect(*reached_at, self._security, deadline, certified_as=self._host)
 
     def _idle_link(self) -> Link | None:
         while True:

@@ -1,0 +1,1 @@
+"""Ray: synchronous strategies in Ray Train, parameter servers on a placement group."""
