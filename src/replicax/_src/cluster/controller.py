@@ -19,6 +19,8 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
 - Each tick tells the members in an all-gather which members are missing.
 - A member is *stalled* if it has been in one program for ``stall_s`` while others have not reached that position. It is
   told which members it waits for; the interval doubles each time. After ``timeout_s`` the step fails, and all are told.
+- A heartbeat may carry *figures* of the process. Each tick sends the figures of all members to the member that asked to
+  *watch*.
 - When a member is preempted, ``save_rounds.py`` decides after which step all save.
 """
 
@@ -64,6 +66,7 @@ class _Member:
         dropped.
       gone: The way in which it ended; None while it is present.
       text: Its ending in words, if it failed before it joined.
+      figures: The figures of its last heartbeat; see ``status/figures.py``.
     """
 
     name: str
@@ -76,6 +79,7 @@ class _Member:
     runs: Runs = field(default_factory=list)
     gone: str | None = None
     text: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_present(self) -> bool:
@@ -136,6 +140,7 @@ class Controller:
         self._all_gathers: dict[str, _AllGather] = {}
         self._saves = SaveRounds(len(names))
         self._is_failed = False
+        self._watcher: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -197,7 +202,10 @@ class Controller:
         match message["kind"]:
             case "heartbeat":
                 member.heartbeat(dict(message["status"]), now)
+                member.figures = message.get("figures", member.figures)
                 return self._compared(number, now)
+            case "watch":
+                self._watcher = number
             case "offer":
                 return self._offered(number, message["key"], message["value"], message.get("position"), now)
             case "raised" | "left" as how:
@@ -231,9 +239,27 @@ class Controller:
         for number, member in enumerate(self._members):
             if member.is_present:
                 outbox += self._stalled(number, now)
+        if self._watcher is not None:
+            tasks = [self._figures_of(member, now) for member in self._members]
+            outbox.append((self._watcher, {"kind": "figures", "tasks": tasks}))
         return outbox
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _figures_of(self, member: _Member, now: float) -> dict[str, Any]:
+        """Returns the name and the state of a member, and its figures while it is present."""
+        program = member.status.get("program")
+        if not member.is_present:
+            state = "awaited" if member.gone is None else "ended" if member.gone == "left" else "lost"
+            return {"task": member.name, "state": state}
+        if now - member.heard_at > _QUIET_S:
+            state = "silent"
+        elif member.status.get("doing") == "in" and now - member.since >= self._stall_s:
+            state = "stalled"
+        else:
+            state = "starting" if program is None else "running"
+        function = program and program.partition(" ")[2]  # without its number
+        return {**member.figures, "task": member.name, "state": state, "function": function}
 
     def _offered(self, number: int, key: str, value: Any, position: int | None, now: float) -> Outbox:
         if position is not None:
