@@ -136,6 +136,36 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
     print("bits", digest.hexdigest()[:16], flush=True)
 
 
+def getting_stuck(num_steps=20):
+    """Steps that call back into Python. In the tenth of the first start, worker 1 does not come back."""
+    import os
+    import time
+
+    import jax
+    import numpy as np
+
+    import replicax as rx
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    index, restarts = strategy.cluster_resolver.task_id, int(os.environ["REPLICAX_RESTART_COUNT"])
+    ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
+    calls = []
+
+    def read_a_sensor(x):
+        calls.append(x)
+        if (index, restarts, len(calls)) == (1, 0, 10):
+            time.sleep(10_000)
+        return np.asarray(x)
+
+    def step(x):
+        value = jax.pure_callback(read_a_sensor, jax.ShapeDtypeStruct((), np.float32), x)
+        return rx.get_replica_context().all_reduce("SUM", value)
+
+    for _ in range(num_steps):
+        total = strategy.reduce("MEAN", strategy.run(step, args=(ones,)), axis=None)
+    print("total", float(total), flush=True)
+
+
 def _environment():
     """The process of the launcher. Its tasks may keep Python's compiled files; otherwise each start would compile 300
     files again."""
@@ -150,9 +180,12 @@ class LaunchedJob:
       folder: The folder of the script and the checkpoints, from which other jobs may resume.
       program: One of these functions, and its arguments.
       workers, max_restarts: The options of the launcher.
+      devices: The option that gives each worker its devices.
     """
 
-    def __init__(self, folder, program, arguments="", *, workers=2, max_restarts=0):
+    def __init__(
+        self, folder, program, arguments="", *, workers=2, max_restarts=0, devices="--devices-per-worker"
+    ):
         folder.mkdir(exist_ok=True)
         self.saved = folder / "saved"
         script = folder / f"{program.__name__}.py"
@@ -160,7 +193,7 @@ class LaunchedJob:
         script.write_text(f"{_HEAD}{inspect.getsource(program)}\n\n{call}")
         self._launcher = subprocess.Popen(
             [sys.executable, "-m", "replicax", "launch", "--plain", "--workers", str(workers)]
-            + ["--devices-per-worker", "1", "--max-restarts", str(max_restarts)]
+            + [devices, "1", "--max-restarts", str(max_restarts)]
             + ["--checkpoint-dir", str(self.saved), str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -27,7 +27,7 @@ from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.status.figures import figures
-from replicax._src.user_code import user_line_of_main_thread
+from replicax._src.user_code import user_line_of_callback, user_line_of_main_thread
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
@@ -407,8 +407,11 @@ class Channel:
         """Sends the figures of this process, and its position, with its line of code if it has not moved since the last
         heartbeat.
         """
-        status = self._status
-        at = {"at": user_line_of_main_thread()} if status is self._last_status else {}
+        status, at = self._status, {}
+        if status is self._last_status:
+            at["at"] = user_line_of_main_thread()
+            if status["doing"] == "in" and (callback := user_line_of_callback()) is not None:
+                at["callback"] = callback
         self._last_status = status
         self._send({"kind": "heartbeat", "status": {**status, **at}, "figures": figures()})
 
