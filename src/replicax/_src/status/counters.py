@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Final, final
 
+_LOSSES: Final = ("loss", "train/loss")
+
 
 @final
 class Span:
@@ -51,6 +53,11 @@ class Counters:
             None  # of ``agreements`` when the loop began to wait; None: it does not wait
         )
         self._of_others_s = 0.0
+
+    def note_scalar(self, name: str, value: Any) -> None:
+        """Notes a number that is logged, if its name says that it is the loss."""
+        if name in _LOSSES:
+            self.loss = value
 
     def begin_reading(self) -> None:
         """Notes that a loop asks for a batch."""

@@ -21,6 +21,7 @@ FIGURES: Final = (
     *("pid", "uptime_s", "resident_bytes", "host", "restarts", "cpu_s", "device_bytes"),
     *("steps", "examples", "loss", "data_s", "device_s"),
 )
+_NUMBERS: Final = (int, float, np.generic, np.ndarray, jax.Array)
 _BEGAN_S: Final = time.monotonic()
 _RESTART_COUNTS: Final = ("REPLICAX_RESTART_COUNT", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -62,8 +63,9 @@ def loss_of(counted: Counters) -> float | str | None:
             return counted.known_loss
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = value.addressable_data(0)
-        number = float(np.asarray(value))
-        counted.known_loss = number if math.isfinite(number) else str(number)
+        if isinstance(value, _NUMBERS):  # others may wait for another task
+            number = float(np.asarray(value))
+            counted.known_loss = number if math.isfinite(number) else str(number)
     return counted.known_loss
 
 

@@ -43,10 +43,11 @@ def scalar(name: str, data: Any, step: Any = None, description: str | None = Non
 
     Source: tf.summary.scalar.
     """
-    if name in ("loss", "train/loss"):
-        counters.loss = data
     writer = default_writer()
-    return writer is not None and writer.scalar(name, data, step, description)
+    if writer is None:
+        counters.note_scalar(name, data)
+        return False
+    return writer.scalar(name, data, step, description)
 
 
 def histogram(
