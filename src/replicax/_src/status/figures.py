@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.cluster.environ import optional_number
 from replicax._src.cluster.processes import resident_bytes
 from replicax._src.status.counters import Counters, counters
 
@@ -42,7 +41,7 @@ def figures() -> dict[str, Any]:
     return {
         **vitals(),
         "host": socket.gethostname(),
-        "restarts": next(filter(None, (optional_number(os.environ, name) for name in _RESTART_COUNTS)), 0),
+        "restarts": max(int(text) if text.isdecimal() else 0 for text in map(_variable, _RESTART_COUNTS)),
         "cpu_s": time.process_time(),
         "device_bytes": _device_bytes(),
         "steps": counters.num_batches or counters.num_runs,
@@ -51,6 +50,10 @@ def figures() -> dict[str, Any]:
         "data_s": counters.waited_for_data_s,
         "device_s": waits + counters.waited_for_others_s if waits else None,
     }
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "")
 
 
 def loss_of(counted: Counters) -> float | str | None:
@@ -73,7 +76,7 @@ def _device_bytes() -> int | None:
     """Returns the bytes in use on the devices of this process; None before they are used, and on CPUs."""
     if not jax_compat.backend_started():
         return None
-    with contextlib.suppress(jax.errors.JaxRuntimeError, NotImplementedError):
+    with contextlib.suppress(Exception):  # whatever a plugin raises: heartbeats must go on
         stats = [device.memory_stats() for device in jax.local_devices()]
         return sum(each["bytes_in_use"] for each in stats if each) if any(stats) else None
     return None
