@@ -143,6 +143,36 @@ def write_script(folder, program, arguments=""):
     return script
 
 
+def getting_stuck(num_steps=20):
+    """Steps that call back into Python. In the tenth of the first start, worker 1 does not come back."""
+    import os
+    import time
+
+    import jax
+    import numpy as np
+
+    import replicax as rx
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    index, restarts = strategy.cluster_resolver.task_id, int(os.environ["REPLICAX_RESTART_COUNT"])
+    ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
+    calls = []
+
+    def read_a_sensor(x):
+        calls.append(x)
+        if (index, restarts, len(calls)) == (1, 0, 10):
+            time.sleep(10_000)
+        return np.asarray(x)
+
+    def step(x):
+        value = jax.pure_callback(read_a_sensor, jax.ShapeDtypeStruct((), np.float32), x)
+        return rx.get_replica_context().all_reduce("SUM", value)
+
+    for _ in range(num_steps):
+        total = strategy.reduce("MEAN", strategy.run(step, args=(ones,)), axis=None)
+    print("total", float(total), flush=True)
+
+
 def environment():
     """The process of the launcher. Its tasks may keep Python's compiled files; otherwise each start would compile 300
     files again."""
@@ -157,15 +187,18 @@ class LaunchedJob:
       folder: The folder of the script and the checkpoints, from which other jobs may resume.
       program: One of these functions, and its arguments.
       workers, max_restarts: The options of the launcher.
+      devices: The option that gives each worker its devices.
     """
 
-    def __init__(self, folder, program, arguments="", *, workers=2, max_restarts=0):
+    def __init__(
+        self, folder, program, arguments="", *, workers=2, max_restarts=0, devices="--devices-per-worker"
+    ):
         folder.mkdir(exist_ok=True)
         self.saved = folder / "saved"
         script = write_script(folder, program, arguments)
         self._launcher = subprocess.Popen(
             [sys.executable, "-m", "replicax", "launch", "--plain", "--workers", str(workers)]
-            + ["--devices-per-worker", "1", "--max-restarts", str(max_restarts)]
+            + [devices, "1", "--max-restarts", str(max_restarts)]
             + ["--checkpoint-dir", str(self.saved), str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ LAYERS = (
     "coordination jax_compat_names jax_compat drawing",
     "migrate",
     "wire",
-    "cluster",
+    "cluster status",
     "devices",
     "values framework precision",
     "tracing",

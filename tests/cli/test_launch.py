@@ -766,28 +766,36 @@ def test_python_m_replicax(script):
     assert (result.returncode, result.stdout, result.stderr) == (0, "worker 0 | done\n", "")
 
 
-# --- the status of a coordinator ------------------------------------------------------------------------
+# --- the status of a job ------------------------------------------------------------------------------
 
 
-def test_only_the_coordinator_gets_a_status_address_which_is_printed(script, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        pytest.param(
+            ["--ps", 1, "--script-in", "all"],
+            ["chief 0  | {}", "ps 0     | none", "worker 0 | none"],
+            id="ps",
+        ),
+        pytest.param(["--chief"], ["chief 0  | {}", "worker 0 | none"], id="chief"),
+        pytest.param([], ["worker 0 | {}", "worker 1 | none"], id="workers"),
+    ],
+)
+def test_only_the_chief_gets_a_status_address_which_is_printed(script, tmp_path, options, lines):
     # The job ends with the chief, which therefore waits for what the others print.
     path = script(f"""
         from pathlib import Path
         print(os.environ.get("REPLICAX_STATUS_ADDRESS", "none"), flush=True)
         Path({str(tmp_path)!r}, task).touch()
         until = time.monotonic() + 60
-        while len(list(Path({str(tmp_path)!r}).glob("* 0"))) < 3 and time.monotonic() < until:
+        while len(list(Path({str(tmp_path)!r}).glob("* [01]"))) < {len(lines)} and time.monotonic() < until:
             time.sleep(0.01)
         """)
-    result = launch("--workers", 1, "--ps", 1, "--script-in", "all", "--status", path)
+    result = launch("--workers", 1 if options else 2, *options, "--status", path)
     assert result.returncode == 0
     shown = re.fullmatch(r"Status: http://(127\.0\.0\.1:\d+)/ and replicax top \1\n", result.stderr)
     assert shown
-    assert sorted(result.stdout.splitlines()) == [
-        f"chief 0  | {shown[1]}",
-        "ps 0     | none",
-        "worker 0 | none",
-    ]
+    assert sorted(result.stdout.splitlines()) == [line.format(shown[1]) for line in lines]
 
 
 def test_the_status_address_may_be_chosen(script):
@@ -799,11 +807,9 @@ def test_the_status_address_may_be_chosen(script):
     assert result.stderr == "Status: http://127.0.0.1:8765/ and replicax top 127.0.0.1:8765\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["--chief"], ["--ps", 1, "--no-chief"], ["--ps", 1, "--script-in", "workers"]]
-)
-def test_status_needs_a_coordinator(script, arguments):
+@pytest.mark.parametrize("arguments", [["--ps", 1, "--no-chief"], ["--ps", 1, "--script-in", "workers"]])
+def test_status_of_parameter_servers_needs_a_coordinator(script, arguments):
     result = launch(*arguments, "--status", script("print('runs')"))
     assert result.returncode == 2
-    assert "--status needs a coordinator" in result.stderr
+    assert "--status with parameter servers needs a coordinator" in result.stderr
     assert "runs" not in result.stdout

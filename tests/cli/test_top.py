@@ -12,8 +12,8 @@ from checks import closure_statistics
 from replicax.__main__ import main
 from replicax._src.cli import top
 from replicax._src.parameter_servers.coordinator.status import status_of
-from replicax._src.parameter_servers.coordinator.status_access import viewing_token
-from replicax._src.parameter_servers.coordinator.status_server import StatusServer
+from replicax._src.status.access import viewing_token
+from replicax._src.status.server import StatusServer
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -103,7 +103,7 @@ def test_json_is_a_line_each_time_until_the_coordinator_ends(server, capsys):
     assert statuses == seen
     finished = [status["closures"]["finished"] for status in statuses]
     assert finished == sorted(set(finished))
-    assert told.err == "The coordinator has ended.\n"
+    assert told.err == "The job has ended.\n"
 
 
 def test_address_may_come_from_the_environment(server, capsys, monkeypatch):
@@ -115,7 +115,7 @@ def test_address_may_come_from_the_environment(server, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "which coordinator? Give the address of its status, or set REPLICAX_STATUS_ADDRESS"),
+        ([], "which job? Give the address of its status, or set REPLICAX_STATUS_ADDRESS"),
         (["ftp://host/"], "'ftp://host/' is not the address of a status: write host:port"),
         (["host:99999"], "Port out of range"),
         (["--interval", "0"], "'0' is not a number of seconds of at least 0.1: frequent requests"),

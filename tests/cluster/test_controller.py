@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax._src.cluster.controller import Controller
+from replicax._src.cluster.failures import of_timeout
 
 NAMES = ["worker 0", "worker 1", "worker 2"]
 
@@ -276,9 +277,9 @@ def test_member_that_waits_in_a_program_is_told_at_growing_intervals():
     controller = controller_of_one_that_waits()
     assert told_at(controller, 159.0) == []
     ((to, message),) = told_at(controller, 160.0)
-    assert (to, message["waited_s"], message["timeout_s"]) == (0, 60, 600)
+    assert (to, message["waited_s"], message["limit_s"]) == (0, 60, 600)
     assert message["waiting"][0] == 0
-    ((late, status),) = message["late"]
+    ((late, status),) = message["named"]
     assert (late, status["for_s"], status["at"]) == (1, 62, "train.py:7 in load")
     assert "silent_s" not in status
 
@@ -288,7 +289,7 @@ def test_after_the_timeout_all_members_are_told_once():
     assert told_at(controller, 119.0) == []
     outbox = told_at(controller, 120.0)
     assert kinds(outbox) == [(0, "timeout"), (1, "timeout")]
-    assert [number for number, _ in outbox[0][1]["late"]] == [1]
+    assert [number for number, _ in outbox[0][1]["named"]] == [1]
     assert told_at(controller, 121.0) == []
 
 
@@ -302,10 +303,77 @@ def test_late_member_gets_a_full_wait_the_next_time():
     assert (0, "stalled") in kinds(controller.tick(now=232.0))
 
 
-def test_program_that_all_have_reached_has_no_time_limit():
-    controller = controller_of_one_that_waits(silence_s=10_000.0)
-    controller.receive(1, heartbeat(3, "#0 f"), now=101.0)
-    assert kinds(controller.tick(now=5000.0)) == [(0, "pulse"), (1, "pulse")]
+def told_of_stuck(controller, now):
+    """All but the pulses, when the program that all have reached does not end."""
+    return [(to, message) for to, message in controller.tick(now) if message["kind"] != "pulse"]
+
+
+def stuck(**of_member_1):
+    """All members run their third program from the start on."""
+    controller = controller_with(0, 1, 2, silence_s=10_000.0, stuck_s=1800.0)
+    for number in (0, 1, 2):
+        controller.receive(number, heartbeat(3, "#0 f", **(of_member_1 if number == 1 else {})), now=0.0)
+    return controller
+
+
+def test_program_that_all_have_reached_has_a_limit_of_its_own():
+    """It may compile, or loop over many steps: it is no failure after ``timeout_s``."""
+    controller = stuck()
+    assert told_of_stuck(controller, 899.0) == []
+    told = told_of_stuck(controller, 900.0)
+    assert kinds(told) == [(number, "stalled") for number in range(3)]
+    assert [(m["waited_s"], m["limit_s"], m["is_stuck"]) for _, m in told] == [(900, 1800, True)] * 3
+    assert told_of_stuck(controller, 1799.0) == []
+    told = told_of_stuck(controller, 1800.0)
+    assert kinds(told) == [(number, "timeout") for number in range(3)]
+    assert [number for number, _ in told[0][1]["named"]] == [0, 1, 2], "any of them may be the cause"
+    assert told_of_stuck(controller, 1900.0) == []
+
+
+def test_member_in_a_callback_is_the_one_that_is_stuck():
+    ((_, message), *_) = told_of_stuck(stuck(callback="train.py:7 in read"), 1800.0)
+    ((number, status),) = message["named"]
+    assert (number, status["callback"]) == (1, "train.py:7 in read")
+    error = str(of_timeout(NAMES, message))
+    assert (
+        "which all tasks have reached, and which does not end: worker 1 is in its program number 3" in error
+    )
+    assert "running the callback train.py:7 in read" in error
+    assert "REPLICAX_STUCK_TIMEOUT_S" in error
+
+
+def test_member_that_has_finished_the_program_is_not_stuck():
+    controller = stuck()
+    controller.receive(2, heartbeat(3, "#0 f", "between"), now=1.0)
+    ((_, message), *_) = told_of_stuck(controller, 1800.0)
+    assert [number for number, _ in message["named"]] == [0, 1]
+
+
+def test_figures_go_to_the_member_that_watches():
+    controller = controller_with(0, 1, stall_s=60.0)
+    told = {**heartbeat(3, "#0 step"), "figures": {"steps": 7}}
+    controller.receive(1, told, now=0.0)
+    assert "figures" not in dict(kinds(controller.tick(now=0.0))).values()
+    controller.receive(0, {"kind": "watch"}, now=0.0)
+
+    def shown(now):
+        ((to, message),) = [pair for pair in controller.tick(now) if pair[1]["kind"] == "figures"]
+        assert to == 0
+        return message["tasks"]
+
+    assert shown(1.0) == [
+        {"task": "worker 0", "state": "starting", "function": None},
+        {"task": "worker 1", "state": "running", "function": "step", "steps": 7},
+        {"task": "worker 2", "state": "awaited"},
+    ]
+    controller.receive(0, heartbeat(3, "#0 step"), now=1.0)
+    assert [task["state"] for task in shown(7.0)] == ["silent", "silent", "awaited"]
+    controller.receive(1, heartbeat(3, "#0 step"), now=65.0)
+    controller.disconnect(0, now=65.0)
+    controller.receive(1, {"kind": "watch"}, now=65.0)
+    ((_, message),) = [pair for pair in controller.tick(66.0) if pair[1]["kind"] == "figures"]
+    assert message["tasks"][0] == {"task": "worker 0", "state": "lost"}
+    assert message["tasks"][1]["state"] == "stalled"
 
 
 def test_no_member_waits_between_programs():
@@ -320,7 +388,7 @@ def test_missing_heartbeats_are_reported_too():
     controller = controller_of_one_that_waits(stall_s=10.0, silence_s=60.0)
     controller.receive(0, heartbeat(3, "#0 f"), now=110.0)
     ((_, message),) = [pair for pair in controller.tick(now=110.0) if pair[1]["kind"] == "stalled"]
-    assert message["late"][0][1]["silent_s"] == 12
+    assert message["named"][0][1]["silent_s"] == 12
 
 
 def test_lost_member_is_not_waited_for():

@@ -6,16 +6,16 @@ import re
 
 import pytest
 
-from replicax._src.parameter_servers.coordinator.metrics import metrics_of
-from replicax._src.parameter_servers.coordinator.status import (
-    COLUMNS,
+from replicax._src.parameter_servers.coordinator.status import status_of
+from replicax._src.status.metrics import metrics_of
+from replicax._src.status.page import page_of
+from replicax._src.status.status import (
     Recent,
-    closures_of,
+    columns_of,
     rows_of,
-    status_of,
+    summary_of,
     with_rates,
 )
-from replicax._src.parameter_servers.coordinator.status_page import page_of
 
 CLOSURES = {
     "scheduled": 20,
@@ -93,9 +93,9 @@ def test_all_tasks_have_the_same_fields_and_all_is_json():
 
 def test_rounds_are_shown_where_there_are_some():
     without, told = status(), status(rounds=1200, gradients_dropped=3)
-    assert dict(closures_of(with_rates(None, told)))["rounds"] == "1,200"
-    assert dict(closures_of(with_rates(None, told)))["gradients dropped"] == "3"
-    assert "rounds" not in dict(closures_of(with_rates(None, without)))
+    assert dict(summary_of(with_rates(None, told)))["rounds"] == "1,200"
+    assert dict(summary_of(with_rates(None, told)))["gradients dropped"] == "3"
+    assert "rounds" not in dict(summary_of(with_rates(None, without)))
     assert "<dt>gradients dropped</dt><dd>3</dd>" in page_of(with_rates(None, told))
     lines = metrics_of(told).splitlines()
     assert "replicax_rounds_total 1200" in lines
@@ -215,8 +215,9 @@ def test_recent_is_the_last_seconds_only():
 def test_rows_have_a_cell_for_each_column():
     before, after = status([worker()], [ps()]), status([worker()], [ps(updates=50, uptime_s=40.0)])
     rows = rows_of(with_rates(before, after))
-    assert {len(row) for row in rows} == {len(COLUMNS)}
-    assert dict(zip(COLUMNS, rows[2], strict=True)) == {
+    names = [column.name for column in columns_of(with_rates(before, after))]
+    assert {len(row) for row in rows} == {len(names)}
+    assert dict(zip(names, rows[2], strict=True)) == {
         "task": "ps 0",
         "state": "serving",
         "function": "–",

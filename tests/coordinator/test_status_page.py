@@ -9,9 +9,10 @@ import subprocess
 import pytest
 
 from checks import closure_statistics
-from replicax._src.parameter_servers.coordinator.status import status_of, with_rates
-from replicax._src.parameter_servers.coordinator.status_page import page_of
-from replicax._src.parameter_servers.coordinator.status_server import StatusServer
+from replicax._src.parameter_servers.coordinator.status import status_of
+from replicax._src.status.page import page_of
+from replicax._src.status.server import StatusServer
+from replicax._src.status.status import with_rates
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LIMIT_S = 60
@@ -100,7 +101,7 @@ def test_page_says_when_its_data_are_old(server, browse):
     dom = browse("--virtual-time-budget=6500", "--dump-dom", server.url)
     assert finished(dom) == 2
     assert len(server.asked) > 2
-    assert re.search(r"The coordinator has not answered for \d+ s: what is shown is old\.</p>", dom)
+    assert re.search(r"The job has not answered for \d+ s: what is shown is old\.</p>", dom)
 
 
 MEASURE = (

@@ -11,10 +11,10 @@ import urllib.parse
 import pytest
 
 from memory_cluster import MemoryCluster, eventually
+from replicax._src.cluster.errors import AddressError
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.parameter_servers.coordinator import status_server
-from replicax._src.parameter_servers.coordinator.status_access import StatusAccess, viewing_token
-from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.status import server as status_server
+from replicax._src.status.access import StatusAccess, viewing_token
 from replicax.coordinator import ClusterCoordinator
 
 TOKEN = "a secret"
@@ -257,7 +257,7 @@ def test_used_address_raises_and_leaves_no_threads(cluster):
         other.bind(("127.0.0.1", 0))
         other.listen()
         before = set(threading.enumerate())  # of which some may be ending
-        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:\d+.*in use"):
+        with pytest.raises(AddressError, match=r"127\.0\.0\.1:\d+.*in use"):
             ClusterCoordinator(cluster, status_address=f"127.0.0.1:{other.getsockname()[1]}")
         eventually(lambda: set(threading.enumerate()) <= before)
     with ClusterCoordinator(cluster, status_address=LOOPBACK) as coordinator:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from checks import path_of_programs
+from launched_jobs import LaunchedJob, getting_stuck
 from replicax.testing import LocalCluster
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(280)]
@@ -62,6 +63,19 @@ def test_two_processes_train_as_one(environment, names, platform):
             np.testing.assert_allclose(got[rows]["losses"], expected[rows]["losses"], rtol=1e-4)
             for weight, wanted in zip(got[rows]["weights"], expected[rows]["weights"], strict=True):
                 np.testing.assert_allclose(weight, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_workers_that_hang_in_nccl_end_and_restart(environment, names, platform, tmp_path, monkeypatch):
+    """Worker 0 waits in an all-reduce for worker 1, which is alive and does not come."""
+    if platform != "gpu" or len(names) < 2:
+        pytest.skip("needs two GPUs; tests/faults/test_stuck.py has the same on CPUs")
+    for name, value in {**environment, "REPLICAX_STUCK_TIMEOUT_S": "10"}.items():
+        monkeypatch.setenv(name, value)
+    with LaunchedJob(tmp_path, getting_stuck, "", max_restarts=1, devices="--gpus-per-worker") as job:
+        assert job.wait(250) == 0, job.text()
+    assert sorted(job.printed("total")) == [("worker 0", "2.0"), ("worker 1", "2.0")]
+    assert "which does not end: worker 1 is in its program number" in job.text(1000)
+    assert "The waiting step cannot be interrupted, so this process ends." in job.text(1000)
 
 
 LAUNCHED = """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -47,11 +49,33 @@ def user_line_of_main_thread() -> str:
     return _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
-def _innermost(frame: FrameType | None) -> str:
+def user_line_of_callback() -> str | None:
+    """The position of user code that a running program calls; None if it calls none. Call it from any thread.
+
+    JAX calls back on threads that Python did not start, or on the main thread, which then is inside of replicax.
+    """
+    main = threading.main_thread().ident
+    for thread, innermost in sys._current_frames().items():
+        codes = [frame.f_code for frame in _frames(innermost)]
+        if thread == main:
+            codes = list(itertools.takewhile(lambda code: not code.co_filename.startswith(PACKAGE), codes))
+        elif codes[-1].co_name == "_bootstrap":  # of `threading`
+            continue
+        if any(is_user_code(code.co_filename) for code in codes):
+            return _innermost(innermost)
+    return None
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        if is_user_code(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        yield frame
         frame = frame.f_back
+
+
+def _innermost(frame: FrameType | None) -> str:
+    for each in _frames(frame):
+        if is_user_code(each.f_code.co_filename):
+            return f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}"
     return UNKNOWN
 
 

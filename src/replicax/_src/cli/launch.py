@@ -35,7 +35,7 @@ from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.errors import MissingExtraError
-from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VARIABLE
+from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 _DESCRIPTION: Final = """\
 Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG with free ports, and its output is printed
@@ -183,8 +183,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--status",
         action="store_true",
-        help="let the coordinator serve the state of all tasks, for browsers and `replicax top`; the address is printed, and "
-        f"{STATUS_ADDRESS_VARIABLE} chooses it",
+        help="let the chief (worker 0 without one) serve the state of all tasks, for browsers and `replicax top`; the address is "
+        f"printed, and {STATUS_ADDRESS_VARIABLE} chooses it",
     )
     parser.add_argument(
         "--log-dir",
@@ -226,8 +226,9 @@ def run(options: argparse.Namespace) -> int:
             if options.task_index is None:
                 print("\n".join(_lines_to_paste(options, parser, hosts, command)))
                 return 0
-            _status(options, parser, has_coordinator=False)
-            starts = [_start_on_host(options, parser, hosts, command)]
+            shown, notes_of_status = _status(options)
+            notes += notes_of_status if options.task_index == 0 else []
+            starts = [_start_on_host(options, parser, hosts, command, shown)]
         else:
             notes += _choose_num_workers(options, parser)
             starts, of_status = _starts_here(options, parser, command)
@@ -329,11 +330,17 @@ def _starts_here(
     cluster = layout.on_this_machine(free_ports(len(layout.tasks_with_address)))
     has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
     awaited = ("chief",) if has_coordinator else ("chief", "worker")
-    shown, notes = _status(options, parser, has_coordinator=has_coordinator)
+    if options.status and layout.num_ps and not has_coordinator:
+        parser.error(
+            "--status with parameter servers needs a coordinator: a chief that runs the script. Leave out --no-chief and "
+            "--script-in workers"
+        )
+    shown, notes = _status(options)
+    chief = layout.tasks[0]  # the task chief, or worker 0
     token = _token(os.environ)
     starts = []
     for task in layout.tasks:
-        told = token | layout.told(task, options.script_in) | (shown if task.type == "chief" else {})
+        told = token | layout.told(task, options.script_in) | (shown if task == chief else {})
         environment = _environment(options, cluster, task, told, is_server=task in servers)
         if task in servers:
             starts.append(_start_of_server(options, task, environment))
@@ -367,28 +374,25 @@ def _token(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if has_token else {TOKEN_VARIABLE: random_token()}
 
 
-def _status(
-    options: argparse.Namespace, parser: argparse.ArgumentParser, *, has_coordinator: bool
-) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that make the coordinator serve its status, if requested, and the notes to show."""
+def _status(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Returns the variables that make the chief serve the status, if requested, and the notes to show."""
     if not options.status:
         return {}, []
-    if not has_coordinator:
-        parser.error(
-            "--status needs a coordinator: parameter servers, and a chief that runs the script. Add --ps 1, and leave out "
-            "--no-chief and --script-in workers"
-        )
     address = os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{free_ports(1)[0]}"
     return {STATUS_ADDRESS_VARIABLE: address}, [f"Status: http://{address}/ and replicax top {address}"]
 
 
 def _start_on_host(
-    options: argparse.Namespace, parser: argparse.ArgumentParser, hosts: Sequence[str], command: Sequence[str]
+    options: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    hosts: Sequence[str],
+    command: Sequence[str],
+    told: Mapping[str, str],
 ) -> Start:
     if options.task_index >= len(hosts):
         parser.error(f"--task-index {options.task_index}: there are {len(hosts)} hosts, numbered from 0")
     task = Task("worker", options.task_index)
-    return Start(task, [sys.executable, *command], _environment(options, {"worker": hosts}, task, {}))
+    return Start(task, [sys.executable, *command], _environment(options, {"worker": hosts}, task, told))
 
 
 def _lines_to_paste(
@@ -403,7 +407,8 @@ def _lines_to_paste(
     environment = {} if num_devices is None else device_environment(num_devices, {})
     if options.gpus_per_worker is not None:
         environment[GPUS_VARIABLE] = ",".join(map(str, range(options.gpus_per_worker)))
-    return lines_to_paste(hosts, ["python3", *command], {**environment, **_token(os.environ)})
+    told = {**environment, **_token(os.environ), **_status(options)[0]}
+    return lines_to_paste(hosts, ["python3", *command], told)
 
 
 def _environment(

@@ -1,4 +1,4 @@
-"""``replicax top``: shows the tasks of a cluster with parameter servers, as its coordinator reports them."""
+"""``replicax top``: shows the tasks of a job, as its chief reports them."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, TextIO, final
 
 from replicax._src.cli.arguments import seconds
 from replicax._src.cli.terminal import coloured, live_table, write_line
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterError
-from replicax._src.parameter_servers.coordinator.status import (
-    COLUMNS,
-    NUM_TEXT_COLUMNS,
+from replicax._src.status.access import viewing_token
+from replicax._src.status.status import (
+    BAD_STATES,
+    DOUBTFUL_STATES,
+    GOOD_STATES,
     STATUS_ADDRESS_VARIABLE,
-    closures_of,
+    columns_of,
     rows_of,
     staleness_of,
+    summary_of,
 )
-from replicax._src.parameter_servers.coordinator.status_access import viewing_token
 
 _DESCRIPTION: Final = f"""\
-Shows a live table of the tasks of a cluster with parameter servers. The coordinator serves it at the address that you choose
-with ClusterCoordinator(strategy, status_address="127.0.0.1:8080"), {STATUS_ADDRESS_VARIABLE}=127.0.0.1:8080 or
-`replicax launch --status`. The same address serves a page for browsers, and /metrics for Prometheus.
+Shows a live table of the tasks of a job. The chief (worker 0 without one; with parameter servers the coordinator) serves it
+at the address that you choose with {STATUS_ADDRESS_VARIABLE}=127.0.0.1:8080 or `replicax launch --status`. The same address
+serves a page for browsers, and /metrics for Prometheus.
 
-The exit code is 0 when the coordinator ends or you press Ctrl-C, and 1 if nothing answers at the address.
+The exit code is 0 when the job ends or you press Ctrl-C, and 1 if nothing answers at the address.
 """
 _TIMEOUT_S: Final = 5.0
 _LEAST_INTERVAL_S: Final = 0.1
-_LEFT_OUT_FIRST: Final = ("pid", "up", "function", "sent/s")
+_LEFT_OUT_FIRST: Final = ("pid", "up", "function", "host", "cpu", "sent/s", "restarts")
 _GAP: Final = 2
 _BOLD: Final = "1"
 # The ANSI codes of states: green, bold yellow, bold red.
 _COLOURS: Final = {
-    **dict.fromkeys(("busy", "serving", "running", "backup"), "32"),
-    "alone": "1;33",
-    **dict.fromkeys(("lost", "given up"), "1;31"),
+    **dict.fromkeys(GOOD_STATES, "32"),
+    **dict.fromkeys(DOUBTFUL_STATES, "1;33"),
+    **dict.fromkeys(BAD_STATES, "1;31"),
 }
 
 
@@ -53,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command ``top``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "top",
-        help="watch the tasks of a cluster with parameter servers",
+        help="watch the tasks of a job",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -62,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
         "address",
         nargs="?",
         metavar="ADDRESS",
-        help=f"where the coordinator serves its status: host:port or a URL (default: {STATUS_ADDRESS_VARIABLE})",
+        help=f"where the chief serves the status: host:port or a URL (default: {STATUS_ADDRESS_VARIABLE})",
     )
     parser.add_argument(
         "--interval",
@@ -90,10 +92,10 @@ def _interval(text: str) -> float:
 
 
 class StatusUnavailable(Exception):
-    """The coordinator did not send a status.
+    """The chief did not send a status.
 
     Attributes:
-      is_over: True if no process listens at the address: the coordinator has ended, or never ran there.
+      is_over: True if no process listens at the address: the job has ended, or never ran there.
     """
 
     def __init__(self, message: str, *, is_over: bool = False):
@@ -106,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     parser: argparse.ArgumentParser = options.parser
     said = options.address or os.environ.get(STATUS_ADDRESS_VARIABLE)
     if not said:
-        parser.error(f"which coordinator? Give the address of its status, or set {STATUS_ADDRESS_VARIABLE}")
+        parser.error(f"which job? Give the address of its status, or set {STATUS_ADDRESS_VARIABLE}")
     try:
         request = request_of(said, os.environ)
     except (ClusterError, ValueError) as error:
@@ -134,7 +136,7 @@ def _follow(request: urllib.request.Request, view: View, options: argparse.Names
             view.show(fetch(request))
         except StatusUnavailable as error:
             if error.is_over:
-                view.note("The coordinator has ended.")
+                view.note("The job has ended.")
                 return 0
             view.note(str(error))
     return 0
@@ -165,7 +167,7 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
     """Returns the current status.
 
     Raises:
-      StatusUnavailable: The coordinator did not send it.
+      StatusUnavailable: The chief did not send it.
     """
     where = request.full_url.removesuffix("status.json")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -186,7 +188,7 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
         raise StatusUnavailable(f"{why} {advice}", is_over=is_over) from error
     except ValueError as error:
         raise StatusUnavailable(
-            f"The program that answers at {where} is not a replicax coordinator."
+            f"The program that answers at {where} is not the chief of a replicax job."
         ) from error
 
 
@@ -223,15 +225,15 @@ class View:
             for line in [json.dumps(status)] if self._is_json else lines_of(status):
                 write_line(self._output, line)
             return
-        shown = columns_within(self._table.width, rows_of(status))
+        columns, shown = columns_of(status), columns_within(self._table.width, status)
         rows = [
             (coloured(task, _BOLD), coloured(state, _COLOURS.get(state, "")), *others)
             for task, state, *others in rows_of(status)
         ]
         heads = [*summary_lines(status), ""]
-        columns = [COLUMNS[number] for number in shown]
-        num_left = sum(number < NUM_TEXT_COLUMNS for number in shown)
-        self._table.draw(heads, columns, [[row[n] for n in shown] for row in rows], num_left)
+        names = [columns[number].name for number in shown]
+        num_left = sum(columns[number].is_text for number in shown)
+        self._table.draw(heads, names, [[row[n] for n in shown] for row in rows], num_left)
 
     def note(self, text: str) -> None:
         """Shows a message."""
@@ -246,32 +248,33 @@ class View:
             self._table.close()
 
 
-def columns_within(width: int, rows: Sequence[Sequence[str]]) -> list[int]:
+def columns_within(width: int, status: Mapping[str, Any]) -> list[int]:
     """Returns the columns that fit into a width in characters. Less important columns are left out first."""
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    shown = list(range(len(COLUMNS)))
+    names = [column.name for column in columns_of(status)]
+    widths = [max(map(len, column)) for column in zip(names, *rows_of(status), strict=True)]
+    shown = list(range(len(names)))
     for name in _LEFT_OUT_FIRST:
-        if sum(widths[number] + _GAP for number in shown) - _GAP > width:
-            shown.remove(COLUMNS.index(name))
+        if name in names and sum(widths[number] + _GAP for number in shown) - _GAP > width:
+            shown.remove(names.index(name))
     return shown
 
 
 def summary_lines(status: Mapping[str, Any]) -> list[str]:
-    """Returns the lines about the cluster as a whole."""
-    counts = "  ".join(f"{name} {value}" for name, value in closures_of(status))
-    return [counts, "staleness: " + "  ".join(f"{name} {value}" for name, value in staleness_of(status))]
+    """Returns the lines about the job as a whole."""
+    counts, staleness = (
+        "  ".join(f"{name} {value}" for name, value in pairs)
+        for pairs in (summary_of(status), staleness_of(status))
+    )
+    return [counts, f"staleness: {staleness}"] if staleness else [counts]
 
 
 def lines_of(status: Mapping[str, Any]) -> list[str]:
     """Returns a status as lines; the last one is empty."""
-    rows = [COLUMNS, *rows_of(status)]
-    widths = [max(len(row[number]) for row in rows) for number in range(len(COLUMNS))]
-    return [*summary_lines(status), *(_line(row, widths) for row in rows), ""]
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [
-        f"{cell:{'<' if number < NUM_TEXT_COLUMNS else '>'}{width}}"
-        for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    columns = columns_of(status)
+    rows = [[column.name for column in columns], *rows_of(status)]
+    widths = [
+        f"{'<' if column.is_text else '>'}{max(len(row[number]) for row in rows)}"
+        for number, column in enumerate(columns)
     ]
-    return (" " * _GAP).join(padded).rstrip()
+    lines = [(" " * _GAP).join(map(format, row, widths)).rstrip() for row in rows]
+    return [*summary_lines(status), *lines, ""]

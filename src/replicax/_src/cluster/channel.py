@@ -26,7 +26,8 @@ from replicax._src.cluster.failures import (
 from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
-from replicax._src.user_code import user_line_of_main_thread
+from replicax._src.status.figures import figures
+from replicax._src.user_code import user_line_of_callback, user_line_of_main_thread
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
@@ -88,6 +89,7 @@ class Channel:
         self._left_at: float | None = None
         self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
         self._last_status: dict[str, Any] | None = None
+        self._figures: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
         self.on_failure: Callable[[ClusterFailureError], None] = lambda failure: None
         self.on_saving: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any] | None], ...] = ()
@@ -195,6 +197,15 @@ class Channel:
         value that a listener returns is sent as its answer.
         """
         self._send(dict(message))
+
+    def figures_of_tasks(self) -> list[dict[str, Any]]:
+        """Returns the last figures of each task, by number, with its name and state. The controller sends them from the
+        first call on.
+        """
+        if not self._figures:
+            self._figures = [{"task": name, "state": "awaited"} for name in self._names]
+            self._send({"kind": "watch"})
+        return list(self._figures)
 
     def tell_error(self, text: str) -> None:
         """Announces that this process ends with an error, which the other tasks will show."""
@@ -366,6 +377,8 @@ class Channel:
                     self._changed.notify_all()
             case "reminder":
                 self._missing[message["key"]] = dict(message["missing"])
+            case "figures":
+                self._figures = message["tasks"]
             case "stalled":
                 log.warning("%s", stall_text(self._names, message))
             case "timeout":
@@ -391,11 +404,16 @@ class Channel:
         return of_gone(self._names, number, how, message["text"], theirs)
 
     def _heartbeat(self) -> None:
-        """Sends the position of this process, with its line of code if it has not moved since the last heartbeat."""
-        status = self._status
-        at = {"at": user_line_of_main_thread()} if status is self._last_status else {}
+        """Sends the figures of this process, and its position, with its line of code if it has not moved since the last
+        heartbeat.
+        """
+        status, at = self._status, {}
+        if status is self._last_status:
+            at["at"] = user_line_of_main_thread()
+            if status["doing"] == "in" and (callback := user_line_of_callback()) is not None:
+                at["callback"] = callback
         self._last_status = status
-        self._send({"kind": "heartbeat", "status": {**status, **at}})
+        self._send({"kind": "heartbeat", "status": {**status, **at}, "figures": figures()})
 
     def _write_status(self) -> None:
         """Tells the launcher how many programs this process has run."""

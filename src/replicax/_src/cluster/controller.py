@@ -19,6 +19,11 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
 - Each tick tells the members in an all-gather which members are missing.
 - A member is *stalled* if it has been in one program for ``stall_s`` while others have not reached that position. It is
   told which members it waits for; the interval doubles each time. After ``timeout_s`` the step fails, and all are told.
+- Members are *stuck* if all have reached a program and it does not end: one of them calls back into Python or waits for
+  a device or the network without end. Those that run a callback are named, or else all that are in the program. After
+  half of ``stuck_s`` the others are told, and after ``stuck_s`` the step fails.
+- A heartbeat may carry *figures* of the process. Each tick sends the figures of all members to the member that asked to
+  *watch*.
 - When a member is preempted, ``save_rounds.py`` decides after which step all save.
 """
 
@@ -56,7 +61,7 @@ class _Member:
 
     Attributes:
       status: The status of its last heartbeat: ``position``, ``program`` (name and number), ``doing``, and possibly
-        ``at``, a line of code.
+        ``at``, a line of code, and ``callback``, one that a program calls.
       since: The time at which it reached its position.
       warned_s: The time that it had waited there when it was last told for which members.
       next: The position and name of the program that it waits to agree on, if any.
@@ -64,6 +69,7 @@ class _Member:
         dropped.
       gone: The way in which it ended; None while it is present.
       text: Its ending in words, if it failed before it joined.
+      figures: The figures of its last heartbeat; see ``status/figures.py``.
     """
 
     name: str
@@ -76,10 +82,15 @@ class _Member:
     runs: Runs = field(default_factory=list)
     gone: str | None = None
     text: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_present(self) -> bool:
         return self.is_here and self.gone is None
+
+    @property
+    def is_in_program(self) -> bool:
+        return self.status.get("doing") == "in"
 
     @property
     def position(self) -> int:
@@ -120,7 +131,8 @@ class Controller:
       names: The names of the members, by number: ``"worker 0"``.
       silence_s: The seconds without a message after which a member counts as gone.
       stall_s: The seconds in one program after which a member counts as stalled.
-      timeout_s: The longest time that a member may wait in one program.
+      timeout_s: The longest time that a member may wait in one program for others to reach it.
+      stuck_s: The longest time that a program may take which all have reached.
     """
 
     def __init__(
@@ -130,12 +142,15 @@ class Controller:
         silence_s: float = 60.0,
         stall_s: float = 60.0,
         timeout_s: float = 600.0,
+        stuck_s: float = 1800.0,
     ):
         self._members = [_Member(name) for name in names]
-        self._silence_s, self._stall_s, self._timeout_s = silence_s, stall_s, timeout_s
+        self._silence_s, self._stall_s = silence_s, stall_s
+        self._timeout_s, self._stuck_s = timeout_s, stuck_s
         self._all_gathers: dict[str, _AllGather] = {}
         self._saves = SaveRounds(len(names))
         self._is_failed = False
+        self._watcher: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -197,7 +212,10 @@ class Controller:
         match message["kind"]:
             case "heartbeat":
                 member.heartbeat(dict(message["status"]), now)
+                member.figures = message.get("figures", member.figures)
                 return self._compared(number, now)
+            case "watch":
+                self._watcher = number
             case "offer":
                 return self._offered(number, message["key"], message["value"], message.get("position"), now)
             case "raised" | "left" as how:
@@ -231,9 +249,27 @@ class Controller:
         for number, member in enumerate(self._members):
             if member.is_present:
                 outbox += self._stalled(number, now)
+        if self._watcher is not None:
+            tasks = [self._figures_of(member, now) for member in self._members]
+            outbox.append((self._watcher, {"kind": "figures", "tasks": tasks}))
         return outbox
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _figures_of(self, member: _Member, now: float) -> dict[str, Any]:
+        """Returns the name and the state of a member, and its figures while it is present."""
+        program = member.status.get("program")
+        if not member.is_present:
+            state = "awaited" if member.gone is None else "ended" if member.gone == "left" else "lost"
+            return {"task": member.name, "state": state}
+        if now - member.heard_at > _QUIET_S:
+            state = "silent"
+        elif member.is_in_program and now - member.since >= self._stall_s:
+            state = "stalled"
+        else:
+            state = "starting" if program is None else "running"
+        function = program and program.partition(" ")[2]  # without its number
+        return {**member.figures, "task": member.name, "state": state, "function": function}
 
     def _offered(self, number: int, key: str, value: Any, position: int | None, now: float) -> Outbox:
         if position is not None:
@@ -262,30 +298,34 @@ class Controller:
         return [(number, message) for number, member in enumerate(self._members) if member.is_present]
 
     def _stalled(self, number: int, now: float) -> Outbox:
-        """Returns messages about a member that waits in a program for others."""
+        """Returns messages about a member that waits in a program for others, or is stuck in it with them."""
         member = self._members[number]
+        if not member.is_in_program or self._is_failed:
+            return []
         waited_s = now - member.since
-        if (
-            member.status.get("doing") != "in"
-            or waited_s < min(self._stall_s, self._timeout_s)
-            or self._is_failed
-        ):
-            return []
-        late = {
-            n: m.told(now)
-            for n, m in enumerate(self._members)
-            if m.is_present and m.position < member.position
+        present = [(n, other) for n, other in enumerate(self._members) if other.is_present]
+        named = [(n, other) for n, other in present if other.position < member.position]
+        is_stuck = not named
+        if is_stuck:
+            inside = [(n, m) for n, m in present if m.is_in_program and m.position == member.position]
+            named = [(n, other) for n, other in inside if "callback" in other.status] or inside
+        limit_s, first_s = (
+            (self._stuck_s, self._stuck_s / 2) if is_stuck else (self._timeout_s, self._stall_s)
+        )
+        message = {
+            "waited_s": int(waited_s),
+            "waiting": [number, member.told(now)],
+            "named": [[n, other.told(now)] for n, other in named],
+            "is_stuck": is_stuck,
+            "limit_s": limit_s,
         }
-        if not late:
-            return []
-        message = {"waited_s": int(waited_s), "waiting": [number, member.told(now)], "late": _as_pairs(late)}
-        if waited_s >= self._timeout_s:
+        if waited_s >= limit_s:
             self._is_failed = True
             return self._to_all({"kind": "timeout", **message})
-        if waited_s < max(self._stall_s, 2 * member.warned_s):
+        if waited_s < max(first_s, 2 * member.warned_s):
             return []
         member.warned_s = waited_s
-        return [(number, {"kind": "stalled", "timeout_s": self._timeout_s, **message})]
+        return [(number, {"kind": "stalled", **message})]
 
     def _compared(self, number: int, now: float) -> Outbox:
         """Returns a mismatch if the member of the last heartbeat ran different programs than another, or has passed an

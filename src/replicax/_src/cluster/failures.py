@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from replicax._src.cluster.environ import STUCK_LIMIT
 from replicax._src.errors import ReplicaxError
 
 _WORTH_SAYING_S = 2
@@ -77,27 +78,36 @@ def of_mismatch(
 
 
 def stall_text(names: Sequence[str], message: Mapping[str, Any]) -> str:
-    """Returns a warning that a task waits in a program for others; ``message`` is the controller's."""
-    return f"{_wait_of(names, message)} It fails after {message['timeout_s']:g} s (timeout_seconds)."
+    """Returns a warning that a task waits in a program; ``message`` is the controller's."""
+    option = STUCK_LIMIT if message["is_stuck"] else "timeout_seconds"
+    return f"{_wait_of(names, message)} It fails after {message['limit_s']:g} s ({option})."
 
 
 def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureError:
     """Returns the error for a task that waited too long in a program; ``message`` is the controller's."""
+    advice = (
+        f"If one program needs this long, allow more time with {STUCK_LIMIT}."
+        if message["is_stuck"]
+        else "Check that all tasks run the same steps. If they do, and need this long, allow more time with "
+        "CommunicationOptions(timeout_seconds=...)."
+    )
     return PeerFailureError(
-        f"{_wait_of(names, message)} This is the limit. Check that all tasks run the same steps. If they do, and need this long, "
-        "allow more time with CommunicationOptions(timeout_seconds=...). This process cannot continue: end it, and start the "
-        "job again.",
-        tuple(names[int(number)] for number, _ in message["late"]),
+        f"{_wait_of(names, message)} This is the limit. {advice} This process cannot continue: end it, and start the job again.",
+        tuple(names[int(number)] for number, _ in message["named"]),
     )
 
 
 def _wait_of(names: Sequence[str], message: Mapping[str, Any]) -> str:
     number, status = message["waiting"]
-    late = ", ".join(
-        f"{names[n]}, which has not reached it: it is {describe_status(s)}" for n, s in message["late"]
-    )
     program = f"its program number {status['position']}, {status['program']}"
-    return f"{names[number]} has waited {message['waited_s']} s in {program}, for {late}."
+    waits = f"{names[number]} has waited {message['waited_s']} s in {program}"
+    if message["is_stuck"]:
+        stuck = "; ".join(f"{names[n]} is {describe_status(s)}" for n, s in message["named"])
+        return f"{waits}, which all tasks have reached, and which does not end: {stuck}."
+    late = ", ".join(
+        f"{names[n]}, which has not reached it: it is {describe_status(s)}" for n, s in message["named"]
+    )
+    return f"{waits}, for {late}."
 
 
 def describe_status(status: Mapping[str, Any]) -> str:
@@ -105,7 +115,9 @@ def describe_status(status: Mapping[str, Any]) -> str:
     parts = [_place(status)]
     if status.get("for_s", 0) >= _WORTH_SAYING_S:
         parts.append(f"for {status['for_s']} s")
-    if "at" in status:
+    if "callback" in status:
+        parts.append(f"running the callback {status['callback']}")
+    elif "at" in status:
         parts.append(f"at {status['at']}")
     if "silent_s" in status:
         parts.append(f"and has been silent for {status['silent_s']} s")

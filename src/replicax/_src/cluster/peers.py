@@ -17,6 +17,7 @@ from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.failures import ClusterFailureError, ProgramMismatchError, again
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.watchdog import Watchdog
+from replicax._src.status.counters import counters
 
 # The time that an error of the devices waits for its cause, the failure of another task.
 _REASON_S = 5.0
@@ -129,6 +130,10 @@ class Peers:
         """The failure of another task; None if there is none."""
         return self._channel.failure
 
+    def figures_of_tasks(self) -> list[dict[str, Any]]:
+        """Returns the last figures of each task, by number; see ``status/figures.py``. Does not block."""
+        return self._channel.figures_of_tasks()
+
     def tell_of_saving(self, message: Mapping[str, Any]) -> None:
         """Sends a message of ``save_rounds.KINDS`` to the controller. Does not block."""
         self._channel.tell(message)
@@ -208,6 +213,7 @@ class Peers:
             self._last = label
             self._position += 1
             self._is_running, is_done = True, False
+            counters.programs.begin()
             try:
                 self._channel.begin(self._position, label)
                 with self.watchdog.learning() if is_new else contextlib.nullcontext():
@@ -219,6 +225,7 @@ class Peers:
                     raise
                 raise failure from (error if tracebacks.is_full() else None)  # the cause is another task
             finally:
+                counters.programs.end()
                 self._is_running = False
                 self._channel.end(is_done)
 

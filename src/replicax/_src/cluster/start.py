@@ -22,7 +22,7 @@ from typing import Any, final
 from replicax._src import jax_compat
 from replicax._src.cluster.channel import EARLIER_RUN_S, Channel
 from replicax._src.cluster.credentials import TOKEN_VARIABLE, Credentials, is_loopback
-from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, limit_s
+from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, STUCK_LIMIT, limit_s
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
 from replicax._src.cluster.frames import ask, security_of
 from replicax._src.cluster.membership import Membership
@@ -70,7 +70,8 @@ class _LiveCluster:
             )
         if membership.id_in_cluster == 0:
             _warn_without_token(membership.addresses)
-            of_controller = {**limits, "timeout_s": timeout_s}
+            stuck_s = limit_s(os.environ, STUCK_LIMIT)
+            of_controller = {**limits, "timeout_s": timeout_s, "stuck_s": stuck_s}
             self._service = _start_service(membership, of_controller, self._security, deadline)
         self._channel = Channel(membership, self._security, **limits)
         try:

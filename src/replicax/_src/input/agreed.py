@@ -20,6 +20,7 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.elements import EmptyDatasetError, OneShotSourceError, Pass
 from replicax._src.input.sources import GlobalBatches, LocalRows, Source, without_rows
 from replicax._src.input.specs import INFINITE
+from replicax._src.status.counters import counters
 
 
 class WorkersDifferError(InvalidArgumentError):
@@ -102,9 +103,13 @@ class AgreedPass(Pass):
         return _joined(step, offers)
 
     def _gather(self, offer: Any) -> list[Any]:
-        return self._peers.gather(
-            self._topic, offer, "to read the next batch", is_cancelled=self.is_stopped.is_set
-        )
+        counters.agreements.begin()
+        try:
+            return self._peers.gather(
+                self._topic, offer, "to read the next batch", is_cancelled=self.is_stopped.is_set
+            )
+        finally:
+            counters.agreements.end()
 
     def _check_forms(self, offers: Sequence[Any]) -> None:
         """Raises unless all processes have arrays of one structure, and all rows of a shared batch."""

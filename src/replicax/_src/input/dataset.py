@@ -16,6 +16,7 @@ from replicax._src.input.elements import OF_WORKERS, NotResumableError, Pass
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
 from replicax._src.input.specs import INFINITE, Cardinality
+from replicax._src.status.counters import counters
 from replicax._src.tracing.capture import current_capture
 
 # For small steps, waking a thread for each one costs more than reading it (35 µs and 115 µs in a loop of 1 ms steps).
@@ -283,6 +284,7 @@ class DistributedIterator:
         self.close()
 
     def _explained(self, read: Callable[..., Any], *args: int) -> Any:
+        counters.begin_reading()
         try:
             return read(*args)
         except StopIteration:
@@ -293,6 +295,8 @@ class DistributedIterator:
             source = self._dataset.source.describe()["source"]
             error.add_note(f"(raised while the dataset was read ahead: {source})")
             raise
+        finally:
+            counters.end_reading()
 
     def _check_may_read(self) -> None:
         _check_may_iterate()

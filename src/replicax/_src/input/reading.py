@@ -19,6 +19,8 @@ from replicax._src import jax_compat
 from replicax._src.input.agreed import AgreedPass
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.prefetch import Prefetcher
+from replicax._src.input.sources import num_rows
+from replicax._src.status.counters import counters
 
 
 class Placer(Protocol):
@@ -178,6 +180,7 @@ class Reader:
         with self._lock:
             item = self._item_of(0)
             value = item.value if self._places_ahead else self._placer.place(item.steps[0].on_host)
+            _count(item.steps[:1])
             self._go_on(1)
             return value
 
@@ -205,6 +208,7 @@ class Reader:
         with self._lock:
             item = self._item_of(group_size)
             start, stop = self._num_taken, min(self._num_taken + num_steps, len(item.steps))
+            _count(item.steps[start:stop])
             self._go_on(stop)
             return StackedSteps(item.value, start, stop, _capacity(len(item.steps), group_size))
 
@@ -265,6 +269,12 @@ class Reader:
                 jax_compat.with_thread_options(jax_compat.thread_options()),
             )
         return next(self._prefetcher)
+
+
+def _count(steps: Sequence[_Step]) -> None:
+    """Counts steps that a loop takes, and their rows for the replicas of this process."""
+    counters.num_batches += len(steps)
+    counters.num_examples += sum(num_rows(step.on_host) for step in steps)
 
 
 def _state_of(elements: Pass) -> Any:

@@ -78,6 +78,14 @@ class LocalRows:
     all_sizes: tuple[int, ...] | None = None
 
 
+def num_rows(step: LocalRows | Sequence[Any]) -> int:
+    """Returns the number of rows of a step for the replicas of this process. An element without dims is one row."""
+    if isinstance(step, LocalRows):
+        return sum(step.sizes)
+    shapes = [np.shape(leaf) for part in step for leaf in jax.tree_util.tree_leaves(part)[:1]]
+    return sum(shape[0] if shape else 1 for shape in shapes)
+
+
 class Source(abc.ABC):
     """The source of the steps of a loop. A strategy places them on its replicas, one step at a time."""
 

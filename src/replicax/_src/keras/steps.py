@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
+from replicax._src.devices.autoshard import rows_of_global_batch
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import RowsOfWorker
@@ -25,6 +26,7 @@ from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
+from replicax._src.status.counters import counters
 from replicax._src.tracing.loss_counts import counting
 
 if TYPE_CHECKING:
@@ -141,17 +143,33 @@ class StepFunction(abc.ABC):
           is_kept: True if a batch is used after the dataset has moved on.
         """
         for _ in range(self._most_steps):
+            counters.begin_reading()
             try:
                 data = next(iterator)
             except StopIteration:
                 self._num_batches = self._num_batches or 0
                 self._same_batches.look_at_end()
                 return
+            finally:
+                counters.end_reading()
             self._num_batches = 1
             data = data.batch if isinstance(data, RowsOfWorker) else data
             batch = Batch(self._standardised(data), is_kept=is_kept)
             self._same_batches.look_at(batch)
+            counters.num_batches += 1
+            counters.num_examples += self._num_rows_here(batch)
             yield batch
+
+    def _num_rows_here(self, batch: Batch) -> int:
+        share = self.strategy.topology.share
+        if batch.worker_sizes is not None or share.num_workers == 1:
+            return batch.num_rows
+        return sum(rows_of_global_batch(batch.num_rows, share).sizes)
+
+    def _note_loss(self, logs: Any) -> None:
+        """Notes the loss in the logs of a training step for the status; the value may not be computed yet."""
+        if self.phase is TRAIN and isinstance(logs, Mapping):
+            counters.loss = logs.get("loss", counters.loss)
 
     def _standardised(self, data: Any) -> Any:
         """Converts an element of the dataset to the form that the step takes."""
@@ -240,6 +258,7 @@ class GlobalStepFunction(StepFunction):
             outputs += self._run(list(group), capacity)
         if error is not None:
             raise error
+        self._note_loss(outputs[-1])
         return (joined(outputs) if self.phase.is_predict else outputs[-1]), groups
 
     def described(

@@ -28,6 +28,7 @@ from replicax._src.lowering.row_lookups import ExchangedProgram, exchange_rows
 from replicax._src.lowering.uneven import UnevenEvaluator
 from replicax._src.lowering.uneven_gathers import evaluate_uneven_gathering
 from replicax._src.lowering.whole_operations import make_whole
+from replicax._src.status.counters import counters
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import (
     Binding,
@@ -393,6 +394,7 @@ class ProgramState:
                 "strategy.run (or an rx.function) was called inside a function that JAX traces on its own (jax.jit, "
                 "jax.grad, jax.vmap, …), which does not track variables. Use rx.function instead of jax.jit."
             )
+        counters.num_runs += 1
         launch = (
             contextlib.nullcontext()
             if names.current is None

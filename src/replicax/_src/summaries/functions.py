@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from replicax._src.status.counters import counters
 from replicax._src.summaries.current import default_writer
 from replicax._src.summaries.writer import SummaryWriter
 
@@ -36,9 +37,17 @@ def create_file_writer(
 
 
 def scalar(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
-    """Calls ``SummaryWriter.scalar`` of the default writer; returns False without one. Source: tf.summary.scalar."""
+    """Calls ``SummaryWriter.scalar`` of the default writer; returns False without one.
+
+    With or without a writer, ``replicax top`` shows the number as the loss if its name is "loss" or "train/loss".
+
+    Source: tf.summary.scalar.
+    """
     writer = default_writer()
-    return writer is not None and writer.scalar(name, data, step, description)
+    if writer is None:
+        counters.note_scalar(name, data)
+        return False
+    return writer.scalar(name, data, step, description)
 
 
 def histogram(

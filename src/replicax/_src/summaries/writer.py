@@ -20,6 +20,7 @@ from replicax._src.context import get_strategy, has_strategy
 from replicax._src.errors import InvalidArgumentError, SummaryError
 from replicax._src.options import path_of, whole_number
 from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
+from replicax._src.status.counters import counters
 from replicax._src.summaries import current, events
 from replicax._src.summaries.taking import check_place, fetching, taken
 from replicax._src.summaries.thread import Entry, WritingThread
@@ -98,7 +99,7 @@ class SummaryWriter:
     # --- summaries ------------------------------------------------------------------------------------
 
     def scalar(self, name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
-        """Writes one number.
+        """Writes one number. ``replicax top`` shows one with the name "loss" or "train/loss" as the loss.
 
         Args:
           name: The name of the series, such as ``train/loss``.
@@ -116,6 +117,7 @@ class SummaryWriter:
           InvalidArgumentError: There is no step, or the data have a wrong shape or dtype.
           SummaryError: An earlier summary could not be written, or the queue was full for 300 s.
         """
+        counters.note_scalar(name, data)
         return self._add("scalar", name, data, step, description)
 
     def histogram(

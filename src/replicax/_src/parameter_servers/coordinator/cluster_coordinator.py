@@ -28,12 +28,12 @@ from replicax._src.parameter_servers.coordinator.resource_recipe import per_work
 from replicax._src.parameter_servers.coordinator.scheduled_work import Work
 from replicax._src.parameter_servers.coordinator.status import status_of
 from replicax._src.parameter_servers.errors import ClosureInputError
-from replicax._src.parameter_servers.task.process import vitals
+from replicax._src.status.figures import vitals
 from replicax._src.tracing.key import name_of
 
 if TYPE_CHECKING:
-    from replicax._src.parameter_servers.coordinator.status_server import StatusServer
     from replicax._src.parameter_servers.strategy.parameter_server import ParameterServerStrategy
+    from replicax._src.status.server import StatusServer
 
 log = logging.getLogger("replicax")
 
@@ -78,7 +78,7 @@ class ClusterCoordinator:
       InvalidArgumentError: The strategy is not a ParameterServerStrategy or has a coordinator with other options,
         both max_staleness and replicas_to_aggregate are given, or other machines can reach the status address and
         there is no ``REPLICAX_TOKEN``.
-      UnavailableError: The status page cannot be served at this address.
+      AddressError: The status page cannot be served at this address.
     """
 
     _strategy: ClosureStrategy
@@ -341,7 +341,7 @@ def coordinators_at_work() -> list[ClusterCoordinator]:
 def _status_server(pool: WorkerPool, address: str | None) -> StatusServer | None:
     if address is None:
         return None
-    from replicax._src.parameter_servers.coordinator.status_server import StatusServer
+    from replicax._src.status.server import StatusServer
 
     token = Credentials.of_environment(os.environ).token
     return StatusServer(address, token, lambda: status_of(pool.statistics(), vitals(), time.time()))

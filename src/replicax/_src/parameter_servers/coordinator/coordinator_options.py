@@ -8,7 +8,7 @@ from typing import final
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.coordinator.ps_recovery import OnPsRestart
-from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VARIABLE
+from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 
 @final

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from typing import Any, Final
 
 import jax
 
-from replicax._src.cluster.processes import resident_bytes
 from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.devices.topology import prepare_backend
 from replicax._src.jax_compat import backend_started
-
-_BEGAN_S: Final = time.monotonic()
-
-
-def vitals() -> dict[str, Any]:
-    """Returns the state of this process as JSON: its pid, uptime, and resident memory (None without /proc)."""
-    pid = os.getpid()
-    return {"pid": pid, "uptime_s": time.monotonic() - _BEGAN_S, "resident_bytes": resident_bytes(pid)}
 
 
 def prepare_process(cluster: ClusterSpec, task: Task) -> None:

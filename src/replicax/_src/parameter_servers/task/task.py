@@ -23,9 +23,10 @@ from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.jax_compat import default_platform
 from replicax._src.parameter_servers.task.lease import Lease
-from replicax._src.parameter_servers.task.process import prepare_process, vitals
+from replicax._src.parameter_servers.task.process import prepare_process
 from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
 from replicax._src.parameter_servers.task.service import Host, TaskService
+from replicax._src.status.figures import vitals
 
 if TYPE_CHECKING:
     from replicax._src.parameter_servers.transport.transport import TaskServer

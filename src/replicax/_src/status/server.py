@@ -1,6 +1,6 @@
-"""``StatusServer``: serves the coordinator's status over HTTP.
+"""``StatusServer``: serves the status of a job over HTTP.
 
-``status.py`` has the contents, and ``status_access.py`` the access rule.
+``status.py`` has the contents, and ``access.py`` the access rule.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from replicax._src.cluster.errors import AddressError
 from replicax._src.cluster.spec import join_address, split_address
-from replicax._src.parameter_servers.coordinator import metrics
-from replicax._src.parameter_servers.coordinator.status import Recent
-from replicax._src.parameter_servers.coordinator.status_access import StatusAccess
-from replicax._src.parameter_servers.coordinator.status_page import CONTENT_SECURITY_POLICY, page_of
-from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.status import metrics
+from replicax._src.status.access import StatusAccess
+from replicax._src.status.page import CONTENT_SECURITY_POLICY, page_of
+from replicax._src.status.status import Recent
 from replicax._src.wire.acceptor import HANDSHAKE_S, Acceptor
 from replicax._src.wire.sockets import shut_down
 
@@ -41,9 +41,12 @@ class StatusServer:
       token: The cluster's token. A request from another machine needs its ``viewing_token``.
       look: Returns the current status, without rates. It is also called once a second, to compute rates.
 
+    Attributes:
+      address: The ``host:port`` at which it answers.
+
     Raises:
       InvalidArgumentError: Other machines can reach the address, and there is no token.
-      UnavailableError: It cannot listen there.
+      AddressError: It is not ``host:port``, or the server cannot listen there.
     """
 
     def __init__(self, address: str, token: str | None, look: Callable[[], dict[str, Any]]):
@@ -53,11 +56,11 @@ class StatusServer:
         try:
             listening = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise UnavailableError(
+            raise AddressError(
                 f"The status cannot be served at {address}: {error.strerror or error}. The port may be in "
                 "use, or the host may be another machine. Choose another address, or port 0 for a free one."
             ) from error
-        self._address = join_address(
+        self.address = join_address(
             socket.gethostname() if host in _ANYWHERE else host, listening.getsockname()[1]
         )
         self._acceptor = Acceptor(listening, self._answer)
@@ -70,7 +73,7 @@ class StatusServer:
     @property
     def url(self) -> str:
         """The URL of the page, with the token if one is needed."""
-        return f"http://{self._address}/" + ("" if self.access.is_local else f"?token={self.access.token}")
+        return f"http://{self.address}/" + ("" if self.access.is_local else f"?token={self.access.token}")
 
     def start(self) -> None:
         """Starts to answer."""
@@ -164,7 +167,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             why = (
                 "This status needs a token: /?token=TOKEN, or a header 'Authorization: Bearer TOKEN'. The "
-                "coordinator's status_url has it, and replicax top derives it from REPLICAX_TOKEN."
+                "status_url of a ClusterCoordinator has it, and replicax top derives it from REPLICAX_TOKEN."
             )
         self._answer(401, "text/plain; charset=utf-8", f"{why}\n", {"WWW-Authenticate": "Bearer"})
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import time
 from collections.abc import Mapping
 from html import escape
 from typing import Any, Final
 
-from replicax._src.parameter_servers.coordinator.status import (
-    COLUMNS,
-    NUM_TEXT_COLUMNS,
-    closures_of,
+from replicax._src.status.status import (
+    BAD_STATES,
+    DOUBTFUL_STATES,
+    GOOD_STATES,
+    Column,
+    columns_of,
     duration_text,
     rows_of,
     staleness_of,
+    summary_of,
 )
 
 _STYLE: Final = """
@@ -62,7 +66,7 @@ async function refresh() {
     trouble.textContent = "";
   } catch (error) {
     const ago = Math.round((Date.now() - answered) / 1000);
-    trouble.textContent = `The coordinator has not answered for ${ago} s: what is shown is old.`;
+    trouble.textContent = `The job has not answered for ${ago} s: what is shown is old.`;
   }
   setTimeout(refresh, 1000);
 }
@@ -79,13 +83,8 @@ CONTENT_SECURITY_POLICY: Final = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _STATES: Final = {
-    "busy": "good",
-    "serving": "good",
-    "running": "good",
-    "backup": "good",
-    "alone": "bad",
-    "lost": "bad",
-    "given up": "bad",
+    **dict.fromkeys(GOOD_STATES, "good"),
+    **dict.fromkeys((*DOUBTFUL_STATES, *BAD_STATES), "bad"),
 }
 
 
@@ -97,7 +96,7 @@ def page_of(status: Mapping[str, Any], query: str = "") -> str:
       query: The query string that the page's own links need, such as ``"?token=..."``.
     """
     cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in closures_of(status)
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in summary_of(status)
     )
     clock = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status["time"]))
     uptime = duration_text(status["tasks"][0]["uptime_s"])
@@ -116,7 +115,6 @@ def page_of(status: Mapping[str, Any], query: str = "") -> str:
 <dl>{cells}</dl>
 <h2>Tasks</h2>
 <div class="wide"><table id="tasks">{_tasks(status)}</table></div>
-<h2>Staleness of updates</h2>
 {_staleness(status)}
 </main>
 <footer><p><a href="status.json{escape(query)}">JSON</a> · <a href="metrics{escape(query)}">Prometheus metrics</a></p></footer>
@@ -127,29 +125,31 @@ def page_of(status: Mapping[str, Any], query: str = "") -> str:
 
 
 def _tasks(status: Mapping[str, Any]) -> str:
-    head = "".join(_cell("th", number, name) for number, name in enumerate(COLUMNS))
+    columns = columns_of(status)
+    head = "".join(_cell("th", column, column.name) for column in columns)
     rows = "".join(
-        "<tr>" + "".join(_cell("td", number, text) for number, text in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(map(functools.partial(_cell, "td"), columns, row)) + "</tr>"
         for row in rows_of(status)
     )
     return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
 
 
-def _cell(tag: str, number: int, text: str) -> str:
-    is_text = number < NUM_TEXT_COLUMNS
-    name = (
-        _STATES.get(text, "") if tag == "td" and COLUMNS[number] == "state" else "" if is_text else "number"
-    )
-    title = f' title="{escape(text)}"' if tag == "td" and COLUMNS[number] == "function" else ""
+def _cell(tag: str, column: Column, text: str) -> str:
+    name = "" if column.is_text else "number"
+    if tag == "td" and column.name == "state":
+        name = _STATES.get(text, "")
+    title = f' title="{escape(text)}"' if tag == "td" and column.name == "function" else ""
     return f"<{tag}{title}{f' class={name}' if name else ''}>{escape(text)}</{tag}>"
 
 
 def _staleness(status: Mapping[str, Any]) -> str:
-    """Returns a histogram of the staleness of updates."""
-    staleness = status["staleness"]
+    """Returns a histogram of the staleness of updates; nothing without parameter servers."""
+    if "staleness" not in status:
+        return ""
+    title, staleness = "<h2>Staleness of updates</h2>", status["staleness"]
     num = staleness["num"]
     if not num:
-        return "<p>No update of a function has been applied yet.</p>"
+        return f"{title}<p>No update of a function has been applied yet.</p>"
     rows = "".join(
         f"<tr><td>{_range(int(low))}</td><td class=number>{count:,}</td>"
         f'<td class=number><progress max="{num}" value="{count}"></progress></td></tr>'
@@ -157,7 +157,7 @@ def _staleness(status: Mapping[str, Any]) -> str:
     )
     head = "<tr><th>updates of others missed</th><th class=number>updates</th><th></th></tr>"
     line = " · ".join(f"{name} {value}" for name, value in staleness_of(status))
-    return f'<p>{line}</p><table id="staleness"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+    return f'{title}<p>{line}</p><table id="staleness"><thead>{head}</thead><tbody>{rows}</tbody></table>'
 
 
 def _range(low: int) -> str:

@@ -32,6 +32,18 @@ _CLOSURES: Final = {
 _TASKS: Final = {
     "replicax_task_uptime_seconds": ("uptime_s", "Time since the process started."),
     "replicax_task_resident_memory_bytes": ("resident_bytes", "Memory of the process that is in RAM."),
+    "replicax_task_cpu_seconds_total": ("cpu_s", "Processor time of the process."),
+    "replicax_task_device_memory_bytes": ("device_bytes", "Memory in use on the devices of the process."),
+    "replicax_task_slow": ("is_slow", "1 if the others wait for the task, else 0."),
+    "replicax_steps_total": ("steps", "Batches taken from datasets; without a dataset, programs run."),
+    "replicax_steps_per_second": ("steps_per_s", "Steps per second in the last 5 s."),
+    "replicax_examples_total": ("examples", "Rows that the task's replicas have taken from datasets."),
+    "replicax_loss": ("loss", "The loss that was logged last."),
+    "replicax_data_wait_seconds_total": ("data_s", "Time spent waiting for the task's own data."),
+    "replicax_device_wait_seconds_total": (
+        "device_s",
+        "Time spent in programs, which compute on the devices and wait for other tasks.",
+    ),
     "replicax_task_received_bytes_total": ("received_bytes", "Bytes received from other tasks."),
     "replicax_task_sent_bytes_total": ("sent_bytes", "Bytes sent to other tasks."),
     "replicax_task_restarts_total": ("restarts", "How often a new process has replaced the task's process."),
@@ -51,7 +63,7 @@ _TASKS: Final = {
     ),
     "replicax_ps_held_bytes": ("held_bytes", "Size of the values on the parameter server."),
 }
-_UP: Final = ("busy", "idle", "serving", "backup", "alone", "running")
+_DOWN: Final = ("awaited", "ended", "lost", "given up", "silent")
 _STALENESS: Final = "replicax_ps_staleness_updates"
 # The upper ends of the buckets 0, 1, 2 to 3, 4 to 7, ...; Prometheus expects them never to change.
 _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
@@ -59,9 +71,8 @@ _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
 
 def metrics_of(status: Mapping[str, Any]) -> str:
     """Returns all metrics of a status, with or without rates. Counters of a task start at 0 with its process."""
-    return "".join(
-        f"{line}\n" for line in (*_of_closures(status), *_of_tasks(status), *_of_staleness(status))
-    )
+    closures = _of_closures(status) if "closures" in status else ()
+    return "".join(f"{line}\n" for line in (*closures, *_of_tasks(status), *_of_staleness(status)))
 
 
 def _of_closures(status: Mapping[str, Any]) -> Iterator[str]:
@@ -72,11 +83,11 @@ def _of_closures(status: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_tasks(status: Mapping[str, Any]) -> Iterator[str]:
     tasks = status["tasks"]
-    yield from _head("replicax_task_up", "1 if the coordinator reaches the task, else 0.")
+    yield from _head("replicax_task_up", "1 if the task is there, else 0.")
     for task in tasks:
-        yield f"replicax_task_up{_labels(task=task['task'])} {int(task['state'] in _UP)}"
+        yield f"replicax_task_up{_labels(task=task['task'])} {int(task['state'] not in _DOWN)}"
     for name, (field, text) in _TASKS.items():
-        known = [(task["task"], task[field]) for task in tasks if task[field] is not None]
+        known = [(task["task"], task[field]) for task in tasks if task.get(field) is not None]
         if known:
             yield from _head(name, text)
         for task, value in known:
@@ -84,7 +95,8 @@ def _of_tasks(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_staleness(status: Mapping[str, Any]) -> Iterator[str]:
-    known = [(task["task"], task["staleness"]) for task in status["tasks"] if task["staleness"] is not None]
+    staleness_of = {task["task"]: task.get("staleness") for task in status["tasks"]}
+    known = [(task, staleness) for task, staleness in staleness_of.items() if staleness is not None]
     if known:
         yield f"# HELP {_STALENESS} The number of other updates between an update and the values it used."
         yield f"# TYPE {_STALENESS} histogram"

@@ -1,0 +1,281 @@
+"""The status of a job as one JSON value, with its rates, its table and its summary. Pure.
+
+``server.py`` serves it, and ``replicax top`` shows it. Its tasks all have the same fields; None is an unknown value.
+Two sources make it: ``job.py`` for synchronous strategies, the coordinator for parameter servers. A column is shown if
+the tasks have its field.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+STATUS_ADDRESS_VARIABLE: Final = "REPLICAX_STATUS_ADDRESS"
+GOOD_STATES: Final = ("busy", "serving", "running", "backup")
+DOUBTFUL_STATES: Final = ("alone", "slow", "stalled")
+BAD_STATES: Final = ("lost", "given up", "silent")
+
+# The counters of a task, each with the name of its rate per second.
+_RATES: Final = {
+    **{name: f"{name}_per_s" for name in ("closures", "updates", "received_bytes", "sent_bytes")},
+    **{name: f"{name}_per_s" for name in ("steps", "examples")},
+    **{"data_s": "data_share", "device_s": "device_share", "cpu_s": "num_cpus"},
+}
+_WINDOW_S: Final = 5.0
+_SLOW_SHARE: Final = 0.1
+
+
+# --- rates ----------------------------------------------------------------------------------------------
+
+
+def with_rates(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds rates per second since an earlier status, or None if a rate is unknown.
+
+    The rates of a task use its own clock, because its figures are as old as its last heartbeat. The result has
+    ``finished_per_s`` in the closures, ``recent_mean`` in the staleness, and in the tasks the rates of their counters.
+    With synchronous strategies they include ``own_share``, the share of time that a task spent in Python or waiting for
+    its own data, while its devices had nothing to do. The task with the largest share is "slow" if it exceeds the
+    median of the others by 10 % of the time.
+    """
+    earlier = {} if before is None else {task["task"]: task for task in before["tasks"]}
+    tasks = [{**task, **_rates(earlier.get(task["task"]), task)} for task in after["tasks"]]
+    _mark_slow(tasks)
+    result = {**after, "tasks": tasks}
+    if "closures" in after:
+        result["closures"] = {**after["closures"], "finished_per_s": _finished_per_s(before, after)}
+        result["staleness"] = {**after["staleness"], "recent_mean": _recent_mean(before, after)}
+    return result
+
+
+def _rates(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[str, float | None]:
+    names = {name: to for name, to in _RATES.items() if name in after}
+    if before is None or before["pid"] != after["pid"] or after["uptime_s"] is None:
+        rates: dict[str, float | None] = dict.fromkeys(names.values())
+    else:
+        elapsed_s = after["uptime_s"] - before["uptime_s"]
+        rates = {to: _per_s(before[name], after[name], elapsed_s) for name, to in names.items()}
+    if "device_s" in after:
+        share = rates["device_share"]
+        rates["own_share"] = None if share is None else max(0.0, 1 - share)
+    return rates
+
+
+def _per_s(before: float | None, after: float | None, elapsed_s: float) -> float | None:
+    """Returns the rate; None if it is unknown. A counter that has fallen was reset."""
+    if before is None or after is None or elapsed_s <= 0 or after < before:
+        return None
+    return (after - before) / elapsed_s
+
+
+def _mark_slow(tasks: Sequence[dict[str, Any]]) -> None:
+    known = [task for task in tasks if task["state"] == "running" and task.get("own_share") is not None]
+    slowest = max(known, key=lambda task: task["own_share"], default=None)
+    others = [task["own_share"] for task in known if task is not slowest]
+    is_slow = bool(others) and slowest["own_share"] - statistics.median(others) >= _SLOW_SHARE  # type: ignore[index]
+    for task in tasks:
+        if "device_s" in task:
+            task["is_slow"] = int(is_slow and task is slowest)
+    if is_slow:
+        slowest["state"] = "slow"  # type: ignore[index]
+
+
+def _finished_per_s(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> float | None:
+    if before is None:
+        return None
+    elapsed_s = after["tasks"][0]["uptime_s"] - before["tasks"][0]["uptime_s"]
+    return _per_s(before["closures"]["finished"], after["closures"]["finished"], elapsed_s)
+
+
+def _recent_mean(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> float | None:
+    if before is None:
+        return None
+    old, new = before["staleness"], after["staleness"]
+    num = new["num"] - old["num"]
+    if num <= 0:
+        return None
+    # The means are floats, so rounding could make the difference negative.
+    return max(0.0, new["num"] * new["mean"] - old["num"] * (old["mean"] or 0.0)) / num
+
+
+@final
+class Recent:
+    """The statuses of the last 5 s. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._statuses: collections.deque[Mapping[str, Any]] = collections.deque()
+
+    def add(self, status: Mapping[str, Any]) -> None:
+        """Adds a status. Call it about once a second."""
+        self._statuses.append(status)
+        while len(self._statuses) > 2 and _clock(status) - _clock(self._statuses[1]) >= _WINDOW_S:
+            self._statuses.popleft()
+
+    def with_rates(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a newer status with its rates since the oldest one."""
+        return with_rates(self._statuses[0] if self._statuses else None, status)
+
+
+def _clock(status: Mapping[str, Any]) -> float:
+    return status["tasks"][0]["uptime_s"]
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+def number_text(number: float | None) -> str:
+    """
+    >>> number_text(None), number_text(12345), number_text(1.25), number_text(2345.6)
+    ('–', '12,345', '1.2', '2,346')
+    """
+    if number is None:
+        return "–"
+    return f"{number:,.1f}" if isinstance(number, float) and number < 100 else f"{number:,.0f}"
+
+
+def bytes_text(number: float | None) -> str:
+    """
+    >>> bytes_text(None), bytes_text(512), bytes_text(1536), bytes_text(200 << 20), bytes_text(3 << 40)
+    ('–', '512 B', '1.5 kB', '200 MB', '3,072 GB')
+    """
+    if number is None:
+        return "–"
+    unit, units = "B", ["kB", "MB", "GB"]
+    while number >= 1024 and units:
+        number, unit = number / 1024, units.pop(0)
+    return f"{number:,.1f} {unit}" if number < 10 and unit != "B" else f"{number:,.0f} {unit}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """
+    >>> duration_text(None), duration_text(5.2), duration_text(125), duration_text(7380), duration_text(200_000)
+    ('–', '5 s', '2 min 5 s', '2 h 3 min', '2 d 7 h')
+    """
+    if seconds is None:
+        return "–"
+    minutes, left_s = divmod(int(seconds), 60)
+    hours, left_min = divmod(minutes, 60)
+    days, left_h = divmod(hours, 24)
+    if days:
+        return f"{days} d {left_h} h"
+    if hours:
+        return f"{hours} h {left_min} min"
+    return f"{minutes} min {left_s} s" if minutes else f"{left_s} s"
+
+
+def share_text(share: float | None) -> str:
+    """
+    >>> share_text(None), share_text(0.256)
+    ('–', '26 %')
+    """
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def loss_text(loss: float | str | None) -> str:
+    """
+    >>> loss_text(None), loss_text(0.123456), loss_text("nan")
+    ('–', '0.1235', 'nan')
+    """
+    return "–" if loss is None else loss if isinstance(loss, str) else f"{loss:.4g}"
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+@final
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+      name: Its head.
+      field: The field of a task that it shows.
+      text: Turns the field into a cell.
+      is_text: True for names, which come first.
+    """
+
+    name: str
+    field: str
+    text: Callable[[Any], str]
+    is_text: bool = False
+
+
+_COLUMNS: Final = (
+    Column("task", "task", str, is_text=True),
+    Column("state", "state", str, is_text=True),
+    Column("function", "function", _plain, is_text=True),
+    Column("host", "host", _plain, is_text=True),
+    Column("closures/s", "closures_per_s", number_text),
+    Column("updates/s", "updates_per_s", number_text),
+    Column("step", "steps", number_text),
+    Column("steps/s", "steps_per_s", number_text),
+    Column("examples/s", "examples_per_s", number_text),
+    Column("loss", "loss", loss_text),
+    Column("data", "data_share", share_text),
+    Column("own", "own_share", share_text),
+    Column("cpu", "num_cpus", share_text),
+    Column("received/s", "received_bytes_per_s", bytes_text),
+    Column("sent/s", "sent_bytes_per_s", bytes_text),
+    Column("memory", "resident_bytes", bytes_text),
+    Column("device memory", "device_bytes", bytes_text),
+    Column("restarts", "restarts", number_text),
+    Column("pid", "pid", _plain),
+    Column("up", "uptime_s", duration_text),
+)
+
+
+def columns_of(status: Mapping[str, Any]) -> list[Column]:
+    """Returns the columns of a status with rates."""
+    return [column for column in _COLUMNS if column.field in status["tasks"][0]]
+
+
+def rows_of(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Returns the cells of each task, from a status with rates: one for each of ``columns_of``."""
+    columns = columns_of(status)
+    return [tuple(column.text(task[column.field]) for column in columns) for task in status["tasks"]]
+
+
+def summary_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names and values that describe the whole job, from a status with rates."""
+    return _closures(status["closures"]) if "closures" in status else _steps(status["tasks"])
+
+
+def _closures(closures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rounds = ("rounds", "gradients_dropped") if closures["rounds"] else ()
+    return [
+        ("closures/s", number_text(closures["finished_per_s"])),
+        *(
+            (name.replace("_", " "), number_text(closures[name]))
+            for name in ("finished", "queued", "in_flight", "failed", "cancelled", "retried", *rounds)
+        ),
+    ]
+
+
+def _steps(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    def known(field: str) -> list[Any]:
+        return [task[field] for task in tasks if task[field] is not None]
+
+    slow = [task["task"] for task in tasks if task["state"] == "slow"]
+    examples = known("examples_per_s")
+    return [
+        ("step", number_text(max(known("steps"), default=None))),
+        ("steps/s", number_text(max(known("steps_per_s"), default=None))),
+        ("examples/s", number_text(sum(examples) if examples else None)),
+        ("loss", loss_text(next(iter(known("loss")), None))),
+        ("slow", ", ".join(slow) or "–"),
+    ]
+
+
+def staleness_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names and values that describe the staleness of updates; none without parameter servers."""
+    staleness = status.get("staleness")
+    if staleness is None:
+        return []
+    return [
+        ("lately", number_text(staleness["recent_mean"])),
+        ("mean", number_text(staleness["mean"])),
+        ("max", number_text(staleness["max"])),
+    ]
