@@ -27,6 +27,7 @@ replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
   replicax plan train.py --topology v5e:4x4  tell whether train.py fits hardware that is not here, and how fast it can be
   replicax export training --to FILE         write a checkpoint to safetensors, to files of Keras, or for orbax
   replicax migrate train_tf.py               show what a TensorFlow program becomes
+  replicax mpi-collectives build             compile the library through which JAX reaches MPI
   replicax top                               watch the processes of a job
   replicax server                            run a worker or a parameter server
 

@@ -104,6 +104,7 @@ NOT_VARIABLES = [
     "SC_PAGE_SIZE",
     "SC_PHYS_PAGES",
     "SHARD_HINT",
+    "TASK_INDEX",  # in the manifests that `replicax launch --on k8s` prints
     "STORE_DEREF",
     "TCP_KEEPCNT",
     "TCP_KEEPIDLE",
