@@ -84,7 +84,7 @@ nitpick_ignore_regex = [
     # Types of other projects: their pages are on the network, which the build does not use.
     (
         r"py:.*",
-        r"(jax|jaxlib|numpy|np|keras|optax|flax|nnx|grain|pyarrow|orbax|tensorboardX|IPython|pytest|_pytest)(\..*)?",
+        r"(jax|jaxlib|numpy|np|keras|optax|flax|nnx|grain|pyarrow|orbax|ray|tensorboardX|IPython|pytest|_pytest)(\..*)?",
     ),
     # Python's own.
     (

@@ -26,6 +26,11 @@ LIMIT_S = 240
 # Listings that show parts of a program: each is compiled, but not run.
 PARTS = {
     "docs/architecture.md",
+    # Programs for schedulers: tests/engines runs their like.
+    "docs/how_to/slurm.md",
+    "docs/how_to/submitit.md",
+    "docs/how_to/ray.md",
+    "docs/how_to/ray_parameter_servers.md",
     "docs/reference/clusters.md",
     "docs/reference/parameter_servers.md",
     "docs/reference/plans.md",
