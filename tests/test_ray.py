@@ -18,6 +18,7 @@ from checks import message
 from replicax._src.cluster.failures import PeerFailureError
 from replicax._src.cluster.spec import Task
 from replicax._src.extras import missing_packages
+from replicax._src.ray import servers
 from replicax._src.ray.starts import cause_of, environment_of_start
 
 ADDRESSES = ["10.0.0.1:15001", "10.0.0.2:15002"]
@@ -34,7 +35,7 @@ def test_each_use_says_how_to_get_ray():
     }
     assert list(uses) == rx.ray.__all__
     for name, use in uses.items():
-        says = f"rx.ray.{name} needs ray, which is not installed. Run: pip install ray (the extra replicax[ray])."
+        says = f"rx.ray.{name} needs ray, which is not installed. Run: pip install ray[train] (the extra replicax[ray])."
         message(rx.errors.MissingExtraError, use, says)
 
 
@@ -287,3 +288,16 @@ def test_processes_that_are_no_workers_watch_sigterm(in_ray, monkeypatch):
 
     module.get_train_context = no_context
     assert watcher_in_ray() is None
+
+
+def test_a_process_that_ends_by_itself_is_started_again_a_bounded_number_of_times(monkeypatch, caplog):
+    task, starts = Task("ps", 0), []
+    keeper = servers._Keeper({task: None}, {"ps": ["a:1"]}, None)
+    monkeypatch.setattr(keeper, "_start_again", lambda task, state: starts.append(state))
+    for _ in range(20):
+        keeper._look_after(task, "exited with code 2")
+    assert len(starts) == 5
+    (record,) = caplog.records
+    assert "ps 0 is not started again: its process exited with code 2" in record.getMessage()
+    keeper._look_after(task, "new")  # Ray has started the actor again
+    assert starts[-1] == "new"

@@ -20,11 +20,13 @@ class Package:
       name: The name for pip.
       module: The module that the package provides; the same name by default.
       like_jax: True if it must have the version of JAX.
+      features: The parts of the package to install, such as ``[train]``.
     """
 
     name: str
     module: str = ""
     like_jax: bool = False
+    features: str = ""
 
     @property
     def is_installed(self) -> bool:
@@ -48,7 +50,7 @@ class Package:
     def to_install(self) -> str:
         """The argument for ``pip install``."""
         jax = Package("jax").version if self.like_jax else None
-        return self.name if jax is None else f"{self.name}=={jax}"
+        return self.name + self.features if jax is None else f"{self.name}=={jax}"
 
 
 # As in pyproject.toml; tests/test_package.py compares them.
@@ -66,7 +68,7 @@ EXTRAS: Final = {
     "migrate": (Package("libcst"),),
     "plan-tpu": (Package("libtpu"),),
     "plan-gpu": (Package("jax-cuda12-plugin", "jax_plugins.xla_cuda12", like_jax=True),),
-    "ray": (Package("ray"),),
+    "ray": (Package("ray", features="[train]"),),
     "k8s": (Package("kubernetes"),),
     "gce": (Package("google-api-python-client", "googleapiclient"), Package("google-auth", "google.auth")),
 }

@@ -11,7 +11,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
-from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
+from replicax._src.cluster.credentials import (
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    Credentials,
+    random_token,
+)
 from replicax._src.cluster.layout import DEVICES_VARIABLE, SERVER_COMMAND, Layout, tf_config
 from replicax._src.cluster.processes import Process
 from replicax._src.cluster.routes import ROUTES_VARIABLE
@@ -23,6 +28,7 @@ from replicax._src.ray.training import check_ray, own_address, ray
 log = logging.getLogger("replicax")
 _LOOK_S: Final = 1.0
 _START_S: Final = 60.0
+_PROCESS_RESTARTS: Final = 5
 Cluster = Mapping[str, Sequence[str]]
 
 
@@ -58,7 +64,8 @@ def parameter_servers(
       placement_strategy: The strategy of Ray's placement group.
       devices_per_worker: The virtual CPU devices of each worker; None for its own devices.
       server_arguments: More arguments of ``replicax server``: ``("--snapshot-dir", "/shared/snapshots")``.
-      max_restarts: How often Ray starts each actor again; -1 for any number of times.
+      max_restarts: How often Ray starts each actor again; -1 for any number of times. A process that ends while its
+        actor lives is started again five times at most.
       name: The beginning of the actors' names, such as ``"job"`` for ``job-ps-0``.
       timeout_s: The longest wait for the resources and the first start.
 
@@ -70,7 +77,7 @@ def parameter_servers(
       MissingExtraError: Ray is not installed.
       ray.exceptions.GetTimeoutError: Ray has not reserved the resources in time.
     """
-    check_ray("rx.ray.parameter_servers")
+    check_ray("rx.ray.parameter_servers", needs_train=False)
     from ray.util.placement_group import (  # type: ignore[import-not-found]
         placement_group,
         remove_placement_group,
@@ -82,7 +89,10 @@ def parameter_servers(
     layout = Layout(workers, chief=True, num_ps=ps)
     needs = {"worker": dict(resources_per_worker or {"CPU": 1}), "ps": dict(resources_per_ps or {"CPU": 1})}
     tasks = [task for task in layout.tasks if task.type != "chief"]
-    shared = {"token": os.environ.get(TOKEN_VARIABLE) or random_token(), "num_devices": devices_per_worker}
+    shared = {
+        "token": Credentials.of_environment(os.environ).token or random_token(),
+        "num_devices": devices_per_worker,
+    }
     name = f"replicax-{random_token()[:6]}" if name is None else name
     if not ray.is_initialized():
         ray.init()
@@ -182,9 +192,11 @@ class _ServerTask:
             cluster, self._task, os.environ, num_restarts=num_restarts, is_server=True, **self._shared
         )
         told |= {ROUTES_VARIABLE: self._routes.path, "PYTHONUNBUFFERED": "1"}
+        told[TOKEN_VARIABLE] = self._shared["token"]  # the coordinator's, whatever the node has
+        here = {name: value for name, value in os.environ.items() if name != TOKEN_FILE_VARIABLE}
         self._process = Process(
             [sys.executable, *SERVER_COMMAND, *self._arguments],
-            environment={**os.environ, **told},
+            environment={**here, **told},
             name=str(self._task),
             on_line=print,
         )
@@ -206,6 +218,7 @@ class _Keeper:
         self._actors, self._cluster, self._own = actors, cluster, own
         self._routes: dict[str, str] = {}
         self._num_starts = dict.fromkeys(actors, 0)
+        self._num_ended = dict.fromkeys(actors, 0)  # processes that ended although their actor lives
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="replicax-ray", daemon=True)
 
@@ -229,11 +242,26 @@ class _Keeper:
                 try:
                     state = ray.get(ref)
                     if state != "running" and not self._is_over.is_set():
-                        self._start_again(states[ref], state)
+                        self._look_after(states[ref], state)
                 except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                     log.debug("%s: %s", states[ref], error)  # Ray starts it again, or it does not
                 except Exception as error:
                     log.warning("%s could not be started again: %s", states[ref], error)
+
+    def _look_after(self, task: Task, state: str) -> None:
+        if state != "new":
+            if self._num_ended[task] > _PROCESS_RESTARTS:
+                return
+            self._num_ended[task] += 1
+            if self._num_ended[task] > _PROCESS_RESTARTS:
+                log.error(
+                    "%s is not started again: its process %s, after %d restarts.",
+                    task,
+                    state,
+                    _PROCESS_RESTARTS,
+                )
+                return
+        self._start_again(task, state)
 
     def _start_again(self, task: Task, state: str) -> None:
         address = ray.get(self._actors[task].address.remote(), timeout=_START_S)

@@ -24,13 +24,16 @@ if TYPE_CHECKING:  # a worker must get its environment before it imports JAX
 # The names exist without Ray too, for documentation; each use raises.
 ray: Any = None
 _backend: Any = types.SimpleNamespace(Backend=object, BackendConfig=object)
+_has_train = False
 with contextlib.suppress(ImportError):
-    ray, _backend = (importlib.import_module(name) for name in ("ray", "ray.train.backend"))
+    ray = importlib.import_module("ray")
+    _backend = importlib.import_module("ray.train.backend")  # needs more packages than Ray's core
+    _has_train = True
 
 
-def check_ray(what: str) -> None:
-    """Raises a MissingExtraError for this use if Ray is not installed."""
-    if ray is None:
+def check_ray(what: str, *, needs_train: bool = True) -> None:
+    """Raises a MissingExtraError for this use if Ray, or Ray Train, is not installed."""
+    if ray is None or (needs_train and not _has_train):
         raise missing_extra(what, "ray")
 
 
