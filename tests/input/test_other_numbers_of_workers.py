@@ -204,7 +204,7 @@ def test_position_of_one_worker_alone(tmp_path):
     workers.take(1)
     states = json.loads(workers.save())
     for num_workers, state in ((1, states[0]), (3, states[1]), (2, states[1])):
-        with pytest.raises(rx.errors.NotResumableError, match="needs those of all"):
+        with pytest.raises(rx.errors.NotResumableError, match="has the positions of all"):
             Workers(lambda: rows.batch(2), num_workers, json.dumps([state]))
 
 

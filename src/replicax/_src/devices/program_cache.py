@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -54,6 +55,7 @@ def keep_programs(*, is_task: bool) -> None:
     try:
         for each in (root, folder):  # programs of others could run as this user
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # it may exist and be read-only
     except OSError as error:
         log.warning(
             "Compiled programs are not kept: %s. Set %s to another folder.", error, CACHE_DIR_VARIABLE

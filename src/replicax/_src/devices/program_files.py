@@ -88,17 +88,21 @@ class ProgramFiles:
 
 
 def oldest(found: Iterable[tuple[float, int, Path]], max_bytes: int) -> list[Path]:
-    """Returns the paths to remove: none while all fit, otherwise the oldest until 90 % of the limit is left.
+    """Returns the paths to remove: none while all fit, otherwise those that do not fit into 90 % of the limit beside
+    newer ones. The newest stays.
 
     >>> oldest([(1.0, 5, Path("a")), (3.0, 5, Path("b")), (2.0, 5, Path("c"))], 12)
     [PosixPath('a')]
+    >>> oldest([(3.0, 5, Path("new")), (2.0, 95, Path("large")), (1.0, 5, Path("old"))], 100)
+    [PosixPath('large')]
     """
     newest_first = sorted(found, key=lambda one: one[:2], reverse=True)
     if sum(size for _, size, _ in newest_first) <= max_bytes:
         return []
     total, removed = 0, []
     for _, size, path in newest_first:
-        total += size
-        if total > max_bytes * _KEPT:
+        if total and total + size > max_bytes * _KEPT:
             removed.append(path)
+        else:
+            total += size
     return removed

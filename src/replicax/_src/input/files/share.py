@@ -170,8 +170,9 @@ class ShareCursor(Cursor):
         else:
             num_shards, index = state["share"]
             raise NotResumableError(
-                f"This is the position of worker {index} of {num_shards}. Another number of workers needs those of "
-                "all; rx.Checkpoint restores them."
+                f"This is the position of worker {index} of {num_shards}, each with files of its own. Resume on {num_shards} "
+                "workers with AutoShardPolicy.FILE again, or on another number through rx.Checkpoint, which has the positions "
+                "of all."
             )
         self._has_rows = True
         if self._parts and "at" in self._parts[0]:  # an invalid position fails here, not in a later read
