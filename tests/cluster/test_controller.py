@@ -330,6 +330,19 @@ def test_program_that_all_have_reached_has_a_limit_of_its_own():
     assert told_of_stuck(controller, 1900.0) == []
 
 
+def test_program_is_stuck_from_when_the_last_member_has_come():
+    """The others waited for it before. Their next heartbeats come after that of the late one."""
+    controller = controller_with(0, 1, silence_s=10_000.0, timeout_s=5000.0, stuck_s=1800.0)
+    controller.receive(0, heartbeat(3, "#0 f"), now=0.0)
+    controller.receive(1, heartbeat(2, "#0 f", "between"), now=0.0)
+    assert [m["waited_s"] for _, m in told_of_stuck(controller, 2400.0)] == [2400], "it waits, and is told so"
+    controller.receive(1, heartbeat(4, "#0 f"), now=2400.5)
+    assert told_of_stuck(controller, 2401.0) == []
+    assert (0, 900) in [(to, m["waited_s"]) for to, m in told_of_stuck(controller, 3300.0)]
+    assert "timeout" not in dict(kinds(told_of_stuck(controller, 4199.0))).values()
+    assert (0, "timeout") in kinds(told_of_stuck(controller, 4200.0))
+
+
 def test_member_in_a_callback_is_the_one_that_is_stuck():
     ((_, message), *_) = told_of_stuck(stuck(callback="train.py:7 in read"), 1800.0)
     ((number, status),) = message["named"]

@@ -138,6 +138,7 @@ def test_inner_launcher_of_one_process_is_chosen():
         ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, "SageMaker", "one host"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes", "set TF_CONFIG in the manifest"),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "torchrun", "RANK, WORLD_SIZE are not"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX", "JAX_PROCESS_ID, JAX_NUM_PROCESSES are not"),
         ({"WORLD_SIZE": "1"}, "torchrun", "WORLD_SIZE is set, and RANK, MASTER_ADDR, MASTER_PORT are not"),
     ],
 )
@@ -161,7 +162,7 @@ PARTIAL = [
     (without(SLURM, "SLURM_PROCID"), ["Slurm: ", "SLURM_PROCID is not"]),
     (without(SLURM, "SLURM_STEP_NODELIST"), ["SLURM_STEP_NODELIST is not."]),
     (without(JAX, "JAX_PROCESS_ID"), ["JAX: JAX_NUM_PROCESSES, JAX_COORDINATOR_ADDRESS are set"]),
-    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, ["JAX_PROCESS_ID, JAX_NUM_PROCESSES are not."]),
+    ({"JAX_NUM_PROCESSES": "2"}, ["JAX_PROCESS_ID, JAX_COORDINATOR_ADDRESS are not."]),
     (without(SAGEMAKER, "SM_HOSTS"), ["SageMaker: SM_CURRENT_HOST is set, and SM_HOSTS is not."]),
 ]
 

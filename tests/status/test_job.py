@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import socket
 
 import pytest
 
@@ -161,6 +162,25 @@ def test_a_job_of_one_process_serves_its_status(serving, capsys):
     told = server.status()
     assert told["tasks"][0]["task"] == "worker 0"
     assert told["tasks"][0]["resident_bytes"] > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        (None, "The port may be in use"),
+        ("8080", "it has no port"),
+        ("0.0.0.0:0", "REPLICAX_TOKEN"),
+    ],
+    ids=["used", "malformed", "no token"],
+)
+def test_an_impossible_address_is_no_error_of_the_job(serving, monkeypatch, caplog, address, why):
+    monkeypatch.delenv("REPLICAX_TOKEN", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        address = address or f"127.0.0.1:{used.getsockname()[1]}"
+        assert serving(REPLICAX_STATUS_ADDRESS=address) is None
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage().startswith("This job has no status, because of REPLICAX_STATUS_ADDRESS: ")
+    assert why in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
   told which members it waits for; the interval doubles each time. After ``timeout_s`` the step fails, and all are told.
 - Members are *stuck* if all have reached a program and it does not end: one of them calls back into Python or waits for
   a device or the network without end. Those that run a callback are named, or else all that are in the program. After
-  half of ``stuck_s`` the others are told, and after ``stuck_s`` the step fails.
+  half of ``stuck_s`` since the last one came all are told, and after ``stuck_s`` the step fails.
 - A heartbeat may carry *figures* of the process. Each tick sends the figures of all members to the member that asked to
   *watch*.
 - When a member is preempted, ``save_rounds.py`` decides after which step all save.
@@ -63,6 +63,7 @@ class _Member:
       status: The status of its last heartbeat: ``position``, ``program`` (name and number), ``doing``, and possibly
         ``at``, a line of code, and ``callback``, one that a program calls.
       since: The time at which it reached its position.
+      behind_at: The last time at which others had not reached its position.
       warned_s: The time that it had waited there when it was last told for which members.
       next: The position and name of the program that it waits to agree on, if any.
       runs: Pairs of a program and the position from which it has run. Pairs that were compared with all members are
@@ -77,6 +78,7 @@ class _Member:
     heard_at: float = 0.0
     status: dict[str, Any] = field(default_factory=dict)
     since: float = 0.0
+    behind_at: float = 0.0
     warned_s: float = 0.0
     next: tuple[int, str] | None = None
     runs: Runs = field(default_factory=list)
@@ -302,16 +304,19 @@ class Controller:
         member = self._members[number]
         if not member.is_in_program or self._is_failed:
             return []
-        waited_s = now - member.since
         present = [(n, other) for n, other in enumerate(self._members) if other.is_present]
         named = [(n, other) for n, other in present if other.position < member.position]
         is_stuck = not named
-        if is_stuck:
+        if not is_stuck:
+            member.behind_at = now
+        else:
             inside = [(n, m) for n, m in present if m.is_in_program and m.position == member.position]
             named = [(n, other) for n, other in inside if "callback" in other.status] or inside
         limit_s, first_s = (
             (self._stuck_s, self._stuck_s / 2) if is_stuck else (self._timeout_s, self._stall_s)
         )
+        # It is stuck from when the last member has come; until then it waits.
+        waited_s = now - (max(member.since, member.behind_at) if is_stuck else member.since)
         message = {
             "waited_s": int(waited_s),
             "waiting": [number, member.told(now)],
@@ -322,6 +327,8 @@ class Controller:
         if waited_s >= limit_s:
             self._is_failed = True
             return self._to_all({"kind": "timeout", **message})
+        if waited_s < first_s:
+            member.warned_s = 0.0
         if waited_s < max(first_s, 2 * member.warned_s):
             return []
         member.warned_s = waited_s

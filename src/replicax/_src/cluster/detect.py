@@ -152,7 +152,9 @@ def _open_mpi(environ: MutableMapping[str, str]) -> _Found | PassedOver:
 
 
 def _jax(environ: MutableMapping[str, str]) -> _Found | PassedOver:
-    return _ranked("JAX", JaxClusterResolver, environ, is_cluster=True)
+    # The address is also a setting for jax.distributed.initialize().
+    is_cluster = bool(environ.get("JAX_PROCESS_ID") or environ.get("JAX_NUM_PROCESSES"))
+    return _ranked("JAX", JaxClusterResolver, environ, is_cluster=is_cluster)
 
 
 def _ranked(

@@ -6,6 +6,7 @@ The heartbeats of the other processes bring their figures to the chief.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 from replicax._src.cluster.chief import is_chief
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.detect import choose_resolver
+from replicax._src.cluster.errors import AddressError
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.cluster.progress import say
 from replicax._src.cluster.spec import split_address
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.status.figures import FIGURES, figures
 from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 if TYPE_CHECKING:
     from replicax._src.status.server import StatusServer
 
+log = logging.getLogger("replicax")
 _servers: list[StatusServer] = []
 
 
@@ -30,16 +34,19 @@ def serve_status() -> None:
     """Serves the status from now on, if this process is the chief and the environment has an address for it. A second
     call does nothing. With parameter servers the coordinator serves instead.
 
-    Raises:
-      AddressError: The address is not ``host:port``, or the server cannot listen there.
-      InvalidArgumentError: Other machines can reach the address, and there is no token.
+    An address where it cannot serve is only a warning: the job goes on without a status.
     """
     address = os.environ.get(STATUS_ADDRESS_VARIABLE)
     if not address or _servers or not is_chief() or "ps" in choose_resolver().membership.spec.jobs:
         return
     from replicax._src.status.server import StatusServer  # which few programs need
 
-    server = StatusServer(address, Credentials.of_environment(os.environ).token, status_of_job)
+    token = Credentials.of_environment(os.environ).token
+    try:
+        server = StatusServer(address, token, status_of_job)
+    except (AddressError, InvalidArgumentError) as error:
+        log.warning("This job has no status, because of %s: %s", STATUS_ADDRESS_VARIABLE, error)
+        return
     server.start()
     _servers.append(server)
     atexit.register(server.close)
