@@ -1,6 +1,7 @@
 """``replicax top``: how it shows a coordinator's status, where it looks for it, and how it ends."""
 
 import io
+import itertools
 import json
 import re
 import threading
@@ -96,7 +97,7 @@ def test_json_is_a_line_each_time_until_the_coordinator_ends(server, capsys):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top, "fetch", fetch_and_count)
-        assert main(["top", server.url, "--json", "--interval", "0.1"]) == 0
+        assert main(["top", server.url, "--json", "--interval", "0.1", "--wait", "0"]) == 0
     thread.join()
     told = capsys.readouterr()
     statuses = [json.loads(line) for line in told.out.splitlines()]
@@ -104,6 +105,32 @@ def test_json_is_a_line_each_time_until_the_coordinator_ends(server, capsys):
     finished = [status["closures"]["finished"] for status in statuses]
     assert finished == sorted(set(finished))
     assert told.err == "The job has ended.\n"
+
+
+def test_a_restarted_job_is_shown_again(server, capsys, monkeypatch):
+    """It answers, is down for two looks, answers again and ends."""
+    status = top.fetch(top.request_of(server.url, {}))
+    down = top.StatusUnavailable("refused", is_over=True)
+    answers = itertools.chain([status, down, down, status], itertools.repeat(down))
+
+    def answer(_):
+        told = next(answers)
+        if told is down:
+            raise down
+        return told
+
+    monkeypatch.setattr(top, "fetch", answer)
+    assert main(["top", server.url, "--json", "--interval", "0.1", "--wait", "0.5"]) == 0
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 2
+    assert told.err == "The job does not answer; it may be restarting.\n" * 2 + "The job has ended.\n"
+
+
+@pytest.mark.parametrize("told", [{"tasks": []}, {"tasks": [{}]}, {"tasks": ["worker 0"]}, {}, []], ids=repr)
+def test_json_of_another_program_is_reported(server, capsys, monkeypatch, told):
+    monkeypatch.setattr(server, "status", lambda: told)
+    assert main(["top", server.url, "--once"]) == 1
+    assert "is not the chief of a replicax job." in capsys.readouterr().err
 
 
 def test_address_may_come_from_the_environment(server, capsys, monkeypatch):

@@ -36,7 +36,8 @@ Shows a live table of the tasks of a job. The chief (worker 0 without one; with 
 at the address that you choose with {STATUS_ADDRESS_VARIABLE}=127.0.0.1:8080 or `replicax launch --status`. The same address
 serves a page for browsers, and /metrics for Prometheus.
 
-The exit code is 0 when the job ends or you press Ctrl-C, and 1 if nothing answers at the address.
+A job that no longer answers may be restarting: this command waits for it (--wait). The exit code is 0 when the job has
+ended or you press Ctrl-C, and 1 if nothing answers at the address from the start.
 """
 _TIMEOUT_S: Final = 5.0
 _LEAST_INTERVAL_S: Final = 0.1
@@ -72,6 +73,13 @@ def add_parser(subparsers: Any) -> None:
         default=1.0,
         metavar="S",
         help=f"seconds between two updates (1), at least {_LEAST_INTERVAL_S}",
+    )
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for a job that no longer answers, because it may be restarting (60)",
     )
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
     parser.add_argument("--json", action="store_true", help="print one line of JSON per update")
@@ -130,15 +138,23 @@ def run(options: argparse.Namespace) -> int:
 
 def _follow(request: urllib.request.Request, view: View, options: argparse.Namespace) -> int:
     view.show(fetch(request))
+    over_since = None
     while not options.once:
         time.sleep(options.interval)
         try:
             view.show(fetch(request))
+            over_since = None
         except StatusUnavailable as error:
-            if error.is_over:
+            if not error.is_over:
+                view.note(str(error))
+                continue
+            now = time.monotonic()
+            if over_since is None and options.wait:
+                view.note("The job does not answer; it may be restarting.")
+            over_since = now if over_since is None else over_since
+            if now - over_since >= options.wait:
                 view.note("The job has ended.")
                 return 0
-            view.note(str(error))
     return 0
 
 
@@ -174,8 +190,7 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
             status = json.load(answer)
-            if not isinstance(status, dict) or "tasks" not in status:
-                raise ValueError
+            lines_of(status)
             return status
     except urllib.error.HTTPError as error:
         text = error.read(1000).decode(errors="replace").strip()
@@ -186,7 +201,7 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
         why = f"Nobody answers at {where}: {reason}."
         advice = "Is the program running, with a status address?"
         raise StatusUnavailable(f"{why} {advice}", is_over=is_over) from error
-    except ValueError as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # no JSON, or not of this form
         raise StatusUnavailable(
             f"The program that answers at {where} is not the chief of a replicax job."
         ) from error
