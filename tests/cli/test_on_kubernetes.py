@@ -122,6 +122,21 @@ def test_parameter_servers(documents):
     assert jobset["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["chief"]}
 
 
+def test_parameter_servers_without_a_chief_end_with_the_workers(documents):
+    _, jobset = documents("--workers", "2", "--ps", "1", "--no-chief")
+    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["worker"]
+    assert (
+        jobs_of(jobset)["worker"]["template"]["spec"]["containers"][0]["command"][1] == "examples/digits.py"
+    )
+
+
+def test_this_machines_keras_does_not_matter(documents, tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    (tmp_path / "train.py").write_text("import replicax\nimport keras\n")
+    documents(command=(str(tmp_path / "train.py"),))
+
+
 @pytest.mark.parametrize(("replication", "ps_restarts"), [("1", 0), ("2", 8)])
 def test_servers_restart_alone_unless_values_would_be_lost(documents, replication, ps_restarts):
     _, jobset = documents(
@@ -202,6 +217,13 @@ def test_train_jobs_refuse_what_their_runtime_decides(refused, option):
         ([*IMAGE, "--workers", "auto", "train.py"], "--workers auto counts the devices of this machine"),
         ([*IMAGE, "--checkpoint-dir", "/saved", "train.py"], "--checkpoint-dir and --volume-claim go together"),
         ([*IMAGE, "--volume-claim", "disk", "train.py"], "--checkpoint-dir and --volume-claim go together"),
+        ([*IMAGE, *SAVED, "--checkpoint-dir", "saved", "train.py"], "--checkpoint-dir saved must be an absolute path"),
+        ([*IMAGE, "--env", "REPLICAX_TOKEN=a", "train.py"], "--env REPLICAX_TOKEN: the job itself sets this variable"),
+        ([*IMAGE, "--env", "TF_CONFIG={}", "train.py"], "--env TF_CONFIG: the job itself"),
+        ([*IMAGE, "--env", "TASK_INDEX=1", "train.py"], "--env TASK_INDEX: the job itself"),
+        ([*IMAGE, *SAVED, "--env", "REPLICAX_CHECKPOINT_DIR=/a", "train.py"], "--env REPLICAX_CHECKPOINT_DIR: the"),
+        ([*IMAGE, "--port", "65536", "train.py"], "'65536' is not a port, which is at most 65535"),
+        ([*IMAGE, "--status", "train.py"], "Instead give --env REPLICAX_STATUS_ADDRESS=0.0.0.0:8080"),
         ([*IMAGE, "--name", "Digits", "train.py"], "'Digits' cannot be the name of a job"),
         ([*IMAGE, "--name", "a" * 41, "train.py"], "at most 40"),
         ([*IMAGE, "7.py"], "'7' cannot be the name of a job: give a --name"),
@@ -223,30 +245,35 @@ def test_wrong_options(refused, arguments, says):
 class Client:
     """``kubernetes.client``, which notes what is created."""
 
-    def __init__(self, error=None):
-        self.created, self.error = [], error
+    def __init__(self, error=None, refuses="Secret"):
+        self.created, self.deleted, self.error, self.refuses = [], [], error, refuses
 
     def CoreV1Api(self):
-        return SimpleNamespace(create_namespaced_secret=self._note)
+        return SimpleNamespace(create_namespaced_secret=self._note, delete_namespaced_secret=self._delete)
 
     def CustomObjectsApi(self):
         return SimpleNamespace(create_namespaced_custom_object=self._note)
 
     def _note(self, *arguments):
-        if self.error:
+        if self.error and arguments[-1]["kind"] == self.refuses:
             raise self.error
         self.created.append(arguments)
+
+    def _delete(self, *arguments):
+        self.deleted.append(arguments)
 
 
 def test_it_creates_the_secret_and_the_job(monkeypatch, capsys):
     client = Client()
     monkeypatch.setattr(on_kubernetes, "loaded_client", lambda location, what: client)
-    assert main(["launch", *IMAGE, "train.py"]) == 0
+    assert main(["launch", *IMAGE, "--workers", "5", "--ps", "2", "train.py"]) == 0
     (namespace, secret), (group, version, where, plural, jobset) = client.created
     assert (namespace, secret["kind"]) == ("default", "Secret")
     assert (group, version, where, plural) == ("jobset.x-k8s.io", "v1alpha2", "default", "jobsets")
     assert jobset["kind"] == "JobSet"
-    assert "Created JobSet train in namespace default." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Created JobSet train in namespace default." in printed
+    assert "--tail=-1 --max-log-requests=8 -l" in printed
 
 
 def test_refusal_of_the_server_is_an_error(monkeypatch, capsys):
@@ -257,6 +284,15 @@ def test_refusal_of_the_server_is_an_error(monkeypatch, capsys):
     assert (
         "did not create Secret train-token in namespace ml: RuntimeError: (409) Reason: Conflict" in printed
     )
+
+
+@pytest.mark.parametrize(("refuses", "deleted"), [("JobSet", [("train-token", "ml")]), ("Secret", [])])
+def test_a_refused_job_leaves_no_secret(monkeypatch, refuses, deleted):
+    """A Secret that was there before stays."""
+    client = Client(RuntimeError("(404)"), refuses)
+    monkeypatch.setattr(on_kubernetes, "loaded_client", lambda location, what: client)
+    assert main(["launch", *IMAGE, "--namespace", "ml", "train.py"]) == 1
+    assert client.deleted == deleted
 
 
 def test_without_the_package(monkeypatch, capsys):

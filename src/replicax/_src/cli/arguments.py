@@ -17,6 +17,14 @@ def positive(text: str) -> int:
     return _number(text, 1)
 
 
+def port(text: str) -> int:
+    """Returns a port: a whole number of 1 to 65535."""
+    value = positive(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, which is at most 65535")
+    return value
+
+
 def seconds(text: str) -> float:
     """Returns a number of seconds of at least 0, which may be ``inf``."""
     try:

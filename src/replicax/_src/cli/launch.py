@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from replicax._src.cli import on_kubernetes, on_slurm
-from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
+from replicax._src.cli.arguments import count, count_or_auto, port, positive, seconds
 from replicax._src.cli.display import Display
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
@@ -177,7 +177,7 @@ def add_parser(subparsers: Any) -> None:
         "--hosts-file", type=Path, metavar="FILE", help="the same, from a file with one host per line"
     )
     hosts.add_argument(
-        "--port", type=positive, default=DEFAULT_PORT, help=f"the port of the workers ({DEFAULT_PORT})"
+        "--port", type=port, default=DEFAULT_PORT, help=f"the port of the workers ({DEFAULT_PORT})"
     )
     hosts.add_argument("--task-index", type=count, metavar="I", help="run worker I, the one of this host")
     parser.add_argument(
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Ends this process with code 2 if the options are wrong."""
     parser: argparse.ArgumentParser = options.parser
     command = python_arguments(options, parser, is_here=options.on != "k8s")  # an image has the script
-    notes = check_keras(command, parser)
+    notes = [] if options.on == "k8s" else check_keras(command, parser)
     _check_options(options, parser)
     if options.gpus_per_worker is not None and options.devices_per_worker is not None:
         parser.error(
@@ -260,6 +260,8 @@ def _check_options(options: argparse.Namespace, parser: argparse.ArgumentParser)
         wrong = sorted(given - engine.OWN_OPTIONS - engine.SHARED_OPTIONS)
         known = ", ".join(_option(name) for name in sorted(engine.OWN_OPTIONS | engine.SHARED_OPTIONS))
         hint = f"has no meaning with --on {options.on}, which takes {known}"
+        if "status" in wrong:
+            wrong, hint = ["status"], f"has no meaning with --on {options.on}. Instead {engine.HOW_TO_WATCH}"
     if wrong:
         parser.error(f"{_option(wrong[0])} {hint}")
 

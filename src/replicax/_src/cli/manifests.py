@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from replicax._src.cluster.credentials import TOKEN_VARIABLE
+from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import (
     CHECKPOINT_DIR_VARIABLE,
     REPLICATION_VARIABLE,
@@ -51,6 +52,9 @@ class KubernetesJob:
       server_restarts: The restarts of each task that runs `replicax server`, unless its values would be lost.
       replication: The number of copies of each variable.
       grace_s: The time that a pod has between SIGTERM and SIGKILL.
+
+    Raises:
+      ClusterError: ``checkpoint_dir`` is relative, or ``environment`` has a variable that the job itself sets.
     """
 
     name: str
@@ -69,6 +73,18 @@ class KubernetesJob:
     replication: int
     grace_s: int
 
+    def __post_init__(self) -> None:
+        if self.checkpoint_dir is not None and not self.checkpoint_dir.is_absolute():
+            raise ClusterError(
+                f"--checkpoint-dir {self.checkpoint_dir} must be an absolute path, such as /saved: the pods mount "
+                "--volume-claim there."
+            )
+        own = {_INDEX_VARIABLE, "TF_CONFIG", TOKEN_VARIABLE, RESTART_COUNT_VARIABLE, *self._told}
+        for name in sorted(own & self.environment.keys()):
+            raise ClusterError(
+                f"--env {name}: the job itself sets this variable. Leave it out. The token is that of your {TOKEN_VARIABLE}."
+            )
+
     @property
     def secret(self) -> Document:
         """The Secret with the token."""
@@ -85,14 +101,15 @@ class KubernetesJob:
         kinds: dict[str, int] = {}
         for task in self.layout.tasks:
             kinds[task.type] = kinds.get(task.type, 0) + 1
-        awaited = {"successPolicy": {"operator": "All", "targetReplicatedJobs": ["chief"]}}
+        awaited = ["chief" if self.layout.chief else "worker"]  # servers do not end by themselves
+        success = {"successPolicy": {"operator": "All", "targetReplicatedJobs": awaited}}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": self._metadata(self.name),
             "spec": {
                 "network": {"enableDNSHostnames": True},
-                **(awaited if self.layout.servers() and self.layout.chief else {}),
+                **(success if self.layout.servers() else {}),
                 "failurePolicy": {
                     "maxRestarts": self.max_restarts,
                     "restartStrategy": "BlockingRecreate",
@@ -186,13 +203,19 @@ class KubernetesJob:
         own = f'{{"type": "{kind}", "index": $({_INDEX_VARIABLE})}}'
         return {"name": "TF_CONFIG", "value": f'{{"cluster": {json.dumps(cluster)}, "task": {own}}}'}
 
+    @property
+    def _told(self) -> dict[str, str]:
+        """The variables that options set."""
+        told = {}
+        if self.checkpoint_dir is not None:
+            told[CHECKPOINT_DIR_VARIABLE] = str(self.checkpoint_dir)
+        if self.replication > 1:
+            told[REPLICATION_VARIABLE] = str(self.replication)
+        return told
+
     def _variables(self) -> list[Document]:
         """Returns the variables that all tasks share."""
-        values = {"PYTHONUNBUFFERED": "1", "KERAS_BACKEND": "jax", **self.environment}
-        if self.checkpoint_dir is not None:
-            values[CHECKPOINT_DIR_VARIABLE] = str(self.checkpoint_dir)
-        if self.replication > 1:
-            values[REPLICATION_VARIABLE] = str(self.replication)
+        values = {"PYTHONUNBUFFERED": "1", "KERAS_BACKEND": "jax", **self.environment, **self._told}
         secret = {"secretKeyRef": {"name": f"{self.name}-token", "key": "token"}}
         return [
             *({"name": name, "value": value} for name, value in values.items()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ SHARED_OPTIONS: Final = frozenset(
         "replication",
         "port",
     }
+)
+HOW_TO_WATCH: Final = (
+    "give --env REPLICAX_STATUS_ADDRESS=0.0.0.0:8080, set REPLICAX_TOKEN before the launch, and run `kubectl port-forward POD 8080` "
+    "with the pod of the chief (worker 0 without one), then `replicax top 127.0.0.1:8080`"
 )
 # A TrainJob has workers only, and its runtime decides the rest.
 _JOBSET_ONLY: Final = {
@@ -94,7 +99,8 @@ def launch(options: argparse.Namespace, command: Sequence[str]) -> int:
     kind = documents[-1]["kind"]
     print(f"Created {kind} {job.name} in namespace {namespace}. Its output:")
     print(
-        f"  kubectl logs --namespace {namespace} --follow --prefix -l jobset.sigs.k8s.io/jobset-name={job.name}"
+        f"  kubectl logs --namespace {namespace} --follow --prefix --tail=-1 --max-log-requests={len(job.layout.tasks)} "
+        f"-l jobset.sigs.k8s.io/jobset-name={job.name}"
     )
     print(
         f"  kubectl delete --namespace {namespace} {kind.lower()}/{job.name} secret/{job.name}-token  # ends it"
@@ -151,6 +157,9 @@ def _create(documents: Sequence[Document], namespace: str) -> None:
             else:
                 client.CoreV1Api().create_namespaced_secret(namespace, document)
         except Exception as error:  # its error classes exist only if the package is installed
+            if group:  # else its Secret would refuse the next try
+                with contextlib.suppress(Exception):
+                    client.CoreV1Api().delete_namespaced_secret(documents[0]["metadata"]["name"], namespace)
             named = f"{document['kind']} {document['metadata']['name']}"
             raise ClusterManagerError(
                 f"Kubernetes did not create {named} in namespace {namespace}: {shown_error(error)}. If it answered 404, JobSet or "

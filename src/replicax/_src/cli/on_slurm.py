@@ -20,6 +20,10 @@ from replicax._src.cluster.processes import ProcessStartError
 
 OWN_OPTIONS: Final = frozenset({"nodes", "tasks_per_node", "time", "partition", "sbatch"})
 SHARED_OPTIONS: Final = frozenset({"gpus_per_worker", "devices_per_worker", "max_restarts", "checkpoint_dir"})
+HOW_TO_WATCH: Final = (
+    "export REPLICAX_STATUS_ADDRESS=0.0.0.0:8080 and a REPLICAX_TOKEN before the launch, and run `replicax top NODE:8080` with the "
+    "node of worker 0, the first of the job"
+)
 
 _ENDED: Final = re.compile(
     "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|PREEMPTED|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|REVOKED"
