@@ -81,12 +81,20 @@ def test_a_job_that_may_restart_is_requeued_and_told_ahead_of_its_time_limit(scr
         (["--on", "slurm", "--ps", "1"], "--ps has no meaning with --on slurm, which takes --checkpoint-dir"),
         (["--on", "slurm", "--workers", "2"], "--workers has no meaning with --on slurm"),
         (["--on", "slurm", "--hosts", "a,b"], "--hosts has no meaning with --on slurm"),
+        (["--on", "slurm", "--sbatch=-pgpu"], "--sbatch '-pgpu' must be the long name of an option"),
+        (["--on", "slurm", "--sbatch", 'comment="a'], 'without the character " and line breaks'),
+        (["--on", "slurm", "--sbatch", "comment=a\nb"], 'without the character " and line breaks'),
+        (["--on", "slurm", "--sbatch", "array=1-3"], "--sbatch 'array=1-3': the launcher follows one job"),
+        (
+            ["--on", "slurm", "--status"],
+            "Instead export REPLICAX_STATUS_ADDRESS=0.0.0.0:8080 and a REPLICAX_TOKEN",
+        ),
         (["--nodes", "2"], "--nodes needs --on slurm"),
         (["--sbatch", "account=me"], "--sbatch needs --on slurm"),
         (["--dry-run"], "--dry-run needs --on"),
         (
             ["--on", "slurm", "--time", "soon"],
-            "--time 'soon' must be minutes, H:M:S or D-H:M:S, as in Slurm.",
+            "--time 'soon' must be minutes, H:M:S, D-H:M:S or UNLIMITED, as in Slurm.",
         ),
         (
             ["--on", "slurm", "--time", "2", "--max-restarts", "1"],
@@ -105,6 +113,11 @@ def test_a_short_job_without_restarts_needs_no_signal():
     assert "signal" not in BatchJob(["train.py"], "python3", time="1").text()
     with pytest.raises(ClusterError):
         BatchJob(["train.py"], "python3", time="1-2-3")
+
+
+@pytest.mark.parametrize("limit", ["0", "UNLIMITED"])
+def test_a_job_may_have_no_time_limit(script, capsys, limit):
+    assert f"#SBATCH --time={limit}\n" in dry_run(capsys, "--time", limit, "--max-restarts", "1", script)
 
 
 def test_without_slurm_the_message_names_the_command(script, capsys, monkeypatch):
@@ -307,9 +320,10 @@ def test_a_job_that_sbatch_refuses(states, command, script, capsys):
     [
         (b"n\n", "Job 7 continues. To cancel it: scancel 7.", False),
         (b"y\n", "Cancelling job 7. Its tasks get SIGTERM.", True),
+        (b"\x04", "Job 7 continues. To cancel it: scancel 7.", False),
         (b"\x03", "Cancelling job 7. Its tasks get SIGTERM.", True),
     ],
-    ids=["no", "yes", "twice"],
+    ids=["no", "yes", "end", "twice"],
 )
 def test_ctrl_c_asks_whether_to_cancel(states, tmp_path, script, answer, says, is_cancelled):
     states("RUNNING None 0:0")
@@ -345,3 +359,33 @@ def test_ctrl_c_asks_whether_to_cancel(states, tmp_path, script, answer, says, i
         process.wait()
         os.close(ours)
     assert (tmp_path / "states").read_text().startswith("CANCELLED") == is_cancelled
+
+
+def test_ctrl_c_while_the_job_is_cancelled_ends_the_launcher(states, script, capsys, monkeypatch):
+    def interrupted(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replicax._src.cli.on_slurm._Job.follow", interrupted)
+    assert main(["launch", "--on", "slurm", script]) == 130
+    assert "Job 7 may not have ended yet: squeue --jobs=7 shows it." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_err_read", [True, False])
+def test_a_job_whose_output_nobody_reads_continues(states, tmp_path, script, is_err_read):
+    states("RUNNING None 0:0")
+    (tmp_path / "a file-7.txt").write_text("a line\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "replicax", "launch", "--on", "slurm", script],
+            stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE if is_err_read else writer,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert done.returncode == 141
+    if is_err_read:
+        says = "The output is not read any more. Job 7 continues. To cancel it: scancel 7."
+        assert done.stderr.splitlines()[-1].startswith(says)
+    assert (tmp_path / "states").read_text().startswith("RUNNING")

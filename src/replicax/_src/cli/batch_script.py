@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -96,7 +97,8 @@ class BatchJob:
       max_restarts: See ``replicax launch --max-restarts``.
 
     Raises:
-      ClusterError: The time limit is malformed, or too short for a signal before its end.
+      ClusterError: The time limit is malformed, or too short for a signal before its end; or an option of ``sbatch``
+        cannot be passed on.
     """
 
     command: Sequence[str]
@@ -112,6 +114,18 @@ class BatchJob:
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
+        for option in self.options:
+            given = option.removeprefix("--")
+            if not re.fullmatch(r'[A-Za-z][^"\r\n]*', given):
+                raise ClusterError(
+                    f"--sbatch {option!r} must be the long name of an option, such as partition=gpu instead of -pgpu, without "
+                    'the character " and line breaks.'
+                )
+            if "array".startswith(re.split(r"[=\s]", given)[0]):
+                raise ClusterError(
+                    f"--sbatch {option!r}: the launcher follows one job. Print the script with --dry-run, and submit it "
+                    "yourself with sbatch --array."
+                )
         if self.time is not None and limit_s(self.time) < _LEAST_TIME_S and self.may_restart:
             raise ClusterError(
                 f"--time {self.time} is {limit_s(self.time)} s. The tasks are told to save {SIGNAL_AHEAD_S} s before the time "
@@ -166,24 +180,26 @@ class BatchJob:
         )
 
 
-def limit_s(text: str) -> int:
-    """Returns a time limit of Slurm in seconds.
+def limit_s(text: str) -> float:
+    """Returns a time limit of Slurm in seconds; 0 and UNLIMITED are no limit.
 
     Raises:
-      ClusterError: It is none of M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
+      ClusterError: It is none of M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED.
 
-    >>> [limit_s(text) for text in ("30", "1:30", "2:00:00", "1-12", "1-00:30")]
-    [1800, 90, 7200, 129600, 88200]
+    >>> [limit_s(text) for text in ("30", "1:30", "2:00:00", "1-12", "1-00:30", "0")]
+    [1800, 90, 7200, 129600, 88200, inf]
     """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if match is None:
-        raise ClusterError(f"--time {text!r} must be minutes, H:M:S or D-H:M:S, as in Slurm.")
+        raise ClusterError(f"--time {text!r} must be minutes, H:M:S, D-H:M:S or UNLIMITED, as in Slurm.")
     days, *parts = match.groups()
     given = [int(part) for part in parts if part is not None]
     if days is None and len(given) < 3:
         given.insert(0, 0)
     hours, minutes, seconds = [*given, 0, 0][:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
 
 
 def _quoted(option: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import os
 import re
 import subprocess
 import sys
@@ -82,11 +83,14 @@ def launch(options: argparse.Namespace, command: Sequence[str]) -> int:
     if answer.returncode:
         raise ProcessStartError(f"sbatch refused the job: {answer.stderr.strip()}")
     job = _Job(answer.stdout.strip().partition(";")[0])
-    _note(f"Submitted job {job.number}.")
     try:
-        return job.follow()
-    except KeyboardInterrupt:
-        return _interrupted(job)
+        try:
+            _note(f"Submitted job {job.number}.")
+            return job.follow()
+        except KeyboardInterrupt:
+            return _interrupted(job)
+    except BrokenPipeError:
+        return _unread(job)
 
 
 @dataclass
@@ -176,15 +180,35 @@ def _interrupted(job: _Job) -> int:
         is_kept = sys.stdin.isatty() and not input(f"\nCancel job {job.number}? [y/N] ").lower().startswith(
             "y"
         )
-    except (KeyboardInterrupt, EOFError):
+    except EOFError:  # Ctrl-D is the default answer
+        is_kept = True
+    except KeyboardInterrupt:
         is_kept = False
     if is_kept:
-        _note(f"Job {job.number} continues. To cancel it: scancel {job.number}. Its output: {job.path}")
-    else:
+        _note(_continues(job))
+        return 130
+    try:
         _note(f"Cancelling job {job.number}. Its tasks get SIGTERM.")
         job.cancel()
         job.follow()
+    except KeyboardInterrupt:
+        _note(f"Job {job.number} may not have ended yet: squeue --jobs={job.number} shows it.")
     return 130
+
+
+def _unread(job: _Job) -> int:
+    """Lets the job continue, since nobody reads its output. Returns the exit code that a shell gives for SIGPIPE."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # or Python would fail to flush it at the end
+    try:
+        _note(f"The output is not read any more. {_continues(job)}")
+    except BrokenPipeError:
+        os.dup2(nowhere, sys.stderr.fileno())
+    return 141
+
+
+def _continues(job: _Job) -> str:
+    return f"Job {job.number} continues. To cancel it: scancel {job.number}. Its output: {job.path}"
 
 
 def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
