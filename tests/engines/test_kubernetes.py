@@ -89,7 +89,7 @@ def test_every_key_of_a_train_job_is_known(capsys, options):
 # --- an API server --------------------------------------------------------------------------------------
 
 RESOURCES = {
-    "v1/secrets": ("Secret", ["create", "get"]),
+    "v1/secrets": ("Secret", ["create", "delete", "get"]),
     "v1/pods": ("Pod", ["list"]),
     "jobset.x-k8s.io/v1alpha2/jobsets": ("JobSet", ["create", "get"]),
     "trainer.kubeflow.org/v1alpha1/trainjobs": ("TrainJob", ["create", "get"]),
@@ -155,6 +155,7 @@ def test_refusal_of_the_server_is_an_error(emulator, capsys):
         "did not create JobSet digits in namespace ml: NotFoundException: (404) Reason: Not Found" in printed
     )
     assert "If it answered 404, JobSet or Kubeflow Trainer is not installed there" in printed
+    assert emulator.objects[kmock.resource("v1/secrets"), "ml", "digits-token"].deleted
 
 
 @pytest.mark.timeout(120)
