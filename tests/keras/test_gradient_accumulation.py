@@ -93,6 +93,22 @@ def test_fit_with_masks_weights_and_a_ragged_last_batch(masked, is_weighted, red
     assert_equal(got, on_one_device(masked, is_weighted, reduction))
 
 
+def test_optimizer_that_is_built_outside_the_scope_weighs_small_batches_too():
+    def made(number, strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(TOKENS)])
+            model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=number), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    rows, targets = IDS.astype(np.float32), Y[..., 0]
+    small, large = made(4, rx.MirroredStrategy(CPUS[:2])), made(None, rx.OneDeviceStrategy("cpu:0"))
+    small.fit(rows, targets, batch_size=8, shuffle=False, verbose=0)  # 8, 8, 8 and 5 rows
+    large.fit(rows, targets, batch_size=ROWS, verbose=0)
+    assert_equal(*([np.asarray(v.value) for v in model.weights] for model in (small, large)))
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "strategy_options", "options"),
     [

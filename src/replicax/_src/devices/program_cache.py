@@ -30,9 +30,8 @@ _DEFAULT_BYTES: Final = 10 * 10**9
 _JAX_DIR_VARIABLE: Final = "JAX_COMPILATION_CACHE_DIR"
 _JAX_SECONDS: Final = "jax_persistent_cache_min_compile_time_secs"
 
-_ours: dict[
-    str, tuple[Path, int]
-] = {}  # the folders set here: the folder whose size is bounded, and its limit
+# For each folder set here: the folder whose size is bounded, and its limit in bytes.
+_ours: dict[str, tuple[Path, int]] = {}
 
 
 def keep_programs(*, is_task: bool) -> None:

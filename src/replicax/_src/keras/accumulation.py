@@ -25,9 +25,14 @@ from replicax._src.tracing.loss_counts import LossCount, loss_counts, note_loss
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def add_count(optimizer: Any) -> None:
-    """Gives an optimizer that accumulates gradients a variable for the sum of the denominators."""
-    if optimizer.gradient_accumulation_steps and context.has_strategy():
+def add_count(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Gives an optimizer that accumulates gradients a variable for the sum of the denominators.
+
+    Args:
+      variables: The variables that it trains. They may be a strategy's although ``build`` is called outside its scope.
+    """
+    is_ours = context.has_strategy() or any(id(variable) in context.owners for variable in variables)
+    if optimizer.gradient_accumulation_steps and is_ours:
         optimizer.accumulated_count = optimizer.add_variable(
             (), dtype="float32", aggregation="only_first_replica", name="accumulated_count"
         )

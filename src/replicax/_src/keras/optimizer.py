@@ -43,7 +43,7 @@ class PlacedOptimizer(_Keras):
     def build(self, variables: Any) -> None:
         """Makes the optimizer's variables, and the count of micro-batches where it accumulates gradients."""
         super().build(variables)
-        accumulation.add_count(self)
+        accumulation.add_count(self, variables)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable)
     def add_variable(self, *args: Any, **kwargs: Any) -> Any:

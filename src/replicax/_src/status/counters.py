@@ -49,9 +49,8 @@ class Counters:
         self.known_loss: float | str | None = None
         self.programs, self.agreements = Span(), Span()
         self._reading = Span()
-        self._agreed_s: float | None = (
-            None  # of ``agreements`` when the loop began to wait; None: it does not wait
-        )
+        # The total of ``agreements`` when the loop began to wait; None: it does not wait.
+        self._agreed_s: float | None = None
         self._of_others_s = 0.0
 
     def note_scalar(self, name: str, value: Any) -> None:

@@ -2,6 +2,9 @@
 
 The rest of a repetition is a list of parts. A part is JSON: files from their first row on, files that have been begun
 (``at``), or the rest of a batch of which a worker had used some rows. ``path`` and ``seeds`` decide the shuffled order.
+Worker 0 of 2, eight bytes into its first file; a part without ``files`` has all files of the worker::
+
+    {"share": [2, 0], "repetition": 0, "parts": [{"path": [0], "at": {"file": 0, "at": 8}}]}
 """
 
 from __future__ import annotations
