@@ -234,8 +234,10 @@ class KubernetesJob:
 
 
 def to_yaml(documents: Sequence[Document]) -> str:
-    """Returns documents as YAML, for ``kubectl apply -f -``. Text that might be anything else is quoted: PyYAML 6 writes
-    the token ``12e34`` without quotes, and kubectl reads a number.
+    """Returns documents as YAML, for ``kubectl apply -f -``.
+
+    Text that might be anything else is quoted: PyYAML 6 writes the token ``12e34`` without quotes, and kubectl reads a
+    number.
 
     >>> print(to_yaml([{"a": {"b": [1, True], "c": [{"d": "x: y"}]}}]), end="")
     a:
