@@ -196,7 +196,7 @@ def test_300_idle_unauthenticated_peers_block_no_other(is_encrypted, tls, monkey
         assert_serves(echo, security)
         before, started = memory(), time.monotonic()
         idle = [strangers.enter_context(echo.raw()) for _ in range(300)]
-        assert_serves(echo, security, within_s=1.0)
+        assert_serves(echo, security, within_s=3.0)
         wait_until(lambda: echo.listener._acceptor.num_unauthenticated <= MOST_UNAUTHENTICATED)
         assert num_threads() <= MOST_UNAUTHENTICATED + 10
         num_cut = sum(map(is_cut, idle))
@@ -218,7 +218,7 @@ def test_flood_of_unauthenticated_peers_is_bounded(echo):
             strangers.enter_context(echo.raw())
             most = max(most, echo.listener._acceptor.num_unauthenticated)
         assert most <= MOST_UNAUTHENTICATED
-        assert_serves(echo, within_s=1.0)
+        assert_serves(echo, within_s=HANDSHAKE_S - 1)
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
