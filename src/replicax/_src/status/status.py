@@ -56,7 +56,7 @@ def _rates(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[s
         rates: dict[str, float | None] = dict.fromkeys(names.values())
     else:
         elapsed_s = after["uptime_s"] - before["uptime_s"]
-        rates = {to: _per_s(before[name], after[name], elapsed_s) for name, to in names.items()}
+        rates = {to: _per_s(before.get(name), after[name], elapsed_s) for name, to in names.items()}
     if "device_s" in after:
         share = rates["device_share"]
         rates["own_share"] = None if share is None else max(0.0, 1 - share)
