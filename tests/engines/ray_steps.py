@@ -56,6 +56,7 @@ def train(config):
         if fault == "drain" and number >= fault_at:
             time.sleep(2)  # until the signal comes
         loss = handler.run(step, next(iterator))
+        rx.summary.scalar("loss", loss)
         if number % 5 == 4:
             checkpoint.checkpointed_runs = handler.total_run_calls
             manager.save(checkpoint_number=number + 1)

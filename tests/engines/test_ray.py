@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed; make test-engines installs it")
 
 from engines.ray_cluster import RayCluster
+from engines.watching import Watching
+from replicax._src.cluster.layout import free_ports
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -45,10 +47,10 @@ def results(output):
     return [json.loads(line) for line in re.findall(r"^RESULT (.*)$", output, re.MULTILINE)]
 
 
-def steps(cluster, folder, **config):
+def steps(cluster, folder, variables=(), **config):
     """Trains in steps on Ray. Returns the result, what worker 1 noted of each start, and the output."""
     given = json.dumps({"checkpoints": str(folder / "checkpoints"), **config})
-    code, output = cluster.run(HERE / "ray_steps.py", given, timeout_s=600)
+    code, output = cluster.run(HERE / "ray_steps.py", given, timeout_s=600, **dict(variables))
     assert code == 0, output
     notes = [json.loads(line) for line in (folder / "starts").read_text().splitlines()]
     return (results(output) or [None])[0], notes, output
@@ -84,9 +86,13 @@ def test_keras_program_has_the_losses_of_one_process(cluster, tmp_path):
 
 
 def test_training_resumes_after_a_kill_a_lost_node_and_a_preemption(cluster, tmp_path, undisturbed):
-    """The preemption does not count: two failures are allowed."""
+    """The preemption does not count: two failures are allowed. `replicax top` shows all of it."""
     faults = {"kill": 7, "lose": 12, "drain": 17}
-    result, notes, output = steps(cluster, tmp_path, faults=faults, max_failures=2, reports=True)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    status = {"REPLICAX_STATUS_ADDRESS": address, "REPLICAX_TOKEN": "of-this-job"}
+    with Watching(address, "of-this-job") as top:
+        result, notes, output = steps(cluster, tmp_path, status, faults=faults, max_failures=2, reports=True)
+    assert top.shows_all(restarts=2), top.statuses[-5:]  # while the node is taken away
     assert [(note["start"], note["then"]) for note in notes] == [
         (0, "kill"),
         (1, "lose"),
