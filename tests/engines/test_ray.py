@@ -12,6 +12,9 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; make test-engines installs it")
 
+import jax.numpy as jnp
+
+import replicax as rx
 from engines.ray_cluster import RayCluster
 from engines.watching import Watching
 from replicax._src.cluster.layout import free_ports
@@ -114,6 +117,21 @@ def test_training_resumes_after_a_kill_a_lost_node_and_a_preemption(cluster, tmp
 def test_a_workers_own_error_is_raised(cluster, tmp_path):
     _, _, output = steps(cluster, tmp_path, faults={"raise": 3}, devices=2)
     assert "RAISED ArithmeticError('a mistake of worker 1') from WorkerGroupError" in output
+
+
+def test_tune_searches_and_names_the_checkpoint_of_the_best_trial(cluster, tmp_path):
+    given = json.dumps({"checkpoints": str(tmp_path / "checkpoints"), "learning_rates": [1e-6, 0.05]})
+    code, output = cluster.run(HERE / "ray_steps.py", given, timeout_s=600)
+    assert code == 0, output
+    assert set(re.findall(r"DEVICES (\d+)", output)) == {"2"}
+    bad, good, best = results(output)
+    assert (bad[0], good[0]) == (1e-6, 0.05)
+    assert good == best
+    assert good[1] < bad[1]
+    # Ray's copy of the last checkpoint is complete.
+    saved = rx.Checkpoint(weights=rx.Variable(jnp.zeros(8)))
+    saved.restore(best[2]).expect_partial()
+    assert float(jnp.abs(saved.weights.value).max()) > 0
 
 
 def test_parameter_servers_count_exactly_through_lost_actors_and_a_lost_node(cluster):
