@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import pickle
 import sys
 import threading
 import types
@@ -66,8 +67,14 @@ def test_environment_of_a_start():
 
 def test_variables_of_the_user_have_priority():
     given = {"JAX_PLATFORMS": "cuda", "REPLICAX_TOKEN_FILE": "/secret", "KERAS_BACKEND": "torch"}
+    given["REPLICAX_STATUS_ADDRESS"] = "127.0.0.1:1"
     told = environment_of_start(
-        {"worker": ADDRESSES}, Task("worker", 0), given, token="s", resources={"CPU": 1}
+        {"worker": ADDRESSES},
+        Task("worker", 0),
+        given,
+        token="s",
+        status_address="0.0.0.0:8080",
+        resources={"CPU": 1},
     )
     assert set(told) == {"TF_CONFIG", "REPLICAX_RESTART_COUNT"}
 
@@ -180,6 +187,18 @@ def test_each_start_is_a_cluster_of_its_own(training, monkeypatch):
         "10.0.0.0",
         "10.0.0.1",
     ]
+
+
+def test_workers_get_the_status_address_and_the_token_of_the_driver(training, monkeypatch):
+    group = Group(monkeypatch)
+    with monkeypatch.context() as driver:
+        driver.setenv("REPLICAX_TOKEN", "a-secret")
+        driver.setenv("REPLICAX_STATUS_ADDRESS", "0.0.0.0:8080")
+        config = pickle.loads(pickle.dumps(training.ReplicaxConfig()))
+    assert "a-secret" not in repr(config)
+    config.backend_cls().on_start(group, config)
+    shown = [(each["REPLICAX_TOKEN"], each["REPLICAX_STATUS_ADDRESS"]) for each in group.environments]
+    assert shown == [("a-secret", "0.0.0.0:8080")] * 2
 
 
 def test_an_invalid_number_of_devices(training):

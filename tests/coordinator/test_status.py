@@ -64,14 +64,15 @@ def ps(staleness=None, pid=21, uptime_s=30.0, updates=0, **more):
     }
 
 
-def status(workers=(), servers=(), uptime_s=40.0, replication=None, **closures):
+def status(workers=(), servers=(), uptime_s=40.0, replication=None, loss=None, **closures):
     statistics = {
         "closures": {**CLOSURES, **closures},
         "workers": {f"worker {n}": told for n, told in enumerate(workers)},
         "ps": {f"ps {n}": told for n, told in enumerate(servers)},
         "replication": replication,
     }
-    return status_of(statistics, {"pid": 1, "uptime_s": uptime_s, "resident_bytes": 1 << 30}, 1000.0)
+    figures = {"pid": 1, "uptime_s": uptime_s, "resident_bytes": 1 << 30, "loss": loss, "data_s": 0.0}
+    return status_of(statistics, figures, 1000.0)
 
 
 def task(status, name):
@@ -106,6 +107,26 @@ def test_bytes_of_a_worker_include_coordinator_and_parameter_servers():
     told = status([worker()], [ps()])
     assert (task(told, "worker 0")["received_bytes"], task(told, "worker 0")["sent_bytes"]) == (1100, 2010)
     assert (task(told, "ps 0")["received_bytes"], task(told, "ps 0")["sent_bytes"]) == (500, 600)
+
+
+def test_workers_that_read_datasets_have_examples_and_waits_and_the_coordinator_has_the_loss():
+    def reading(now):
+        own = {"examples": int(64 * now), "data_s": now / 4, "process": process(11, now)}
+        return status([worker(statistics=own), worker()], [ps()], uptime_s=now, loss=0.5)
+
+    told = with_rates(reading(10.0), reading(14.0))
+    names = [column.name for column in columns_of(told)]
+    shown = [dict(zip(names, row, strict=True)) for row in rows_of(told)]
+    assert [(row["examples/s"], row["loss"], row["data"]) for row in shown] == [
+        ("–", "0.5", "–"),
+        ("64.0", "–", "25 %"),
+        ("–", "–", "–"),  # its functions read no dataset
+        ("–", "–", "–"),
+    ]
+    lines = metrics_of(told).splitlines()
+    assert 'replicax_examples_total{task="worker 0"} 896' in lines
+    assert 'replicax_data_wait_seconds_total{task="worker 0"} 3.5' in lines
+    assert 'replicax_loss{task="coordinator"} 0.5' in lines
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def train(config):
         with rx.GradientTape() as tape:
             loss = rx.nn.compute_average_loss((x @ weights - y) ** 2)
         gradient = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, weights))
-        weights.assign_sub(0.05 * gradient)
+        weights.assign_sub(config.get("learning_rate", 0.05) * gradient)
         return loss
 
     def step(batch):
@@ -56,6 +56,7 @@ def train(config):
         if fault == "drain" and number >= fault_at:
             time.sleep(2)  # until the signal comes
         loss = handler.run(step, next(iterator))
+        rx.summary.scalar("loss", loss)
         if number % 5 == 4:
             checkpoint.checkpointed_runs = handler.total_run_calls
             manager.save(checkpoint_number=number + 1)
@@ -93,6 +94,9 @@ def main(config):
     if "RAY_ADDRESS" not in os.environ:
         print("RESULT", json.dumps(train(config)))
         return
+    if "learning_rates" in config:
+        search(config)
+        return
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -120,6 +124,42 @@ def main(config):
         return
     checkpoint = None if result.checkpoint is None else result.checkpoint.path
     print("RESULT", json.dumps({**result.return_value, "checkpoint": checkpoint, "metrics": result.metrics}))
+
+
+def search(config):
+    """Searches a learning rate with Ray Tune: each trial trains in a worker of its own."""
+    from ray import tune
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.jax import JaxTrainer
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    import replicax as rx
+
+    storage = pathlib.Path(config["checkpoints"]).parent
+
+    def trial(chosen):
+        name = tune.get_context().get_trial_id()
+        given = {"checkpoints": str(storage / name / "checkpoints"), "reports": True, **chosen}
+        trainer = JaxTrainer(
+            train,
+            train_loop_config=given,
+            jax_config=rx.ray.ReplicaxConfig(devices_per_worker=2),
+            scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(name=name, storage_path=str(storage), callbacks=[TuneReportCallback()]),
+        )
+        print("DEVICES", rx.ray.fit(trainer).return_value["devices"])
+
+    tuner = tune.Tuner(
+        tune.with_resources(trial, {"CPU": 0.1}),
+        param_space={"learning_rate": tune.grid_search(config["learning_rates"])},
+        tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
+        run_config=tune.RunConfig(name="search", storage_path=str(storage)),
+    )
+    results = tuner.fit()
+    assert not results.errors
+    for each in [*results, results.get_best_result()]:
+        told = (each.config["learning_rate"], each.metrics["loss"], each.metrics["checkpoint_path"])
+        print("RESULT", json.dumps(told))
 
 
 if __name__ == "__main__":

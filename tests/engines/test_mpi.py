@@ -194,6 +194,19 @@ def library(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def once():
+    """Runs what several tests compare with the first time only."""
+    printed = {}
+
+    def run(name, program):
+        if name not in printed:
+            printed[name] = program()
+        return printed[name]
+
+    return run
+
+
 def by_mpi(library):
     return {"MPITRAMPOLINE_LIB": str(library), "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}
 
@@ -203,18 +216,18 @@ def losses_of(printed):
 
 
 @pytest.mark.parametrize(("collectives", "num_processes"), [("gloo", 4), ("mpi", 2)])
-def test_keras_has_the_losses_of_one_process(mpirun, request, collectives, num_processes):
+def test_keras_has_the_losses_of_one_process(mpirun, once, request, collectives, num_processes):
     environment = by_mpi(request.getfixturevalue("library")) if collectives == "mpi" else {}
-    (alone,) = losses_of(mpirun(TRAIN, 0))
+    (alone,) = losses_of(once("alone", lambda: mpirun(TRAIN, 0)))
     assert losses_of(mpirun(TRAIN, num_processes, **environment)) == [alone] * num_processes
 
 
 @pytest.mark.parametrize(("collectives", "victim"), [("gloo", 0), ("gloo", 1), ("mpi", 1)])
 def test_killed_rank_ends_the_job_and_the_next_resumes_with_bit_equal_weights(
-    mpirun, request, collectives, victim
+    mpirun, once, request, collectives, victim
 ):
     environment = by_mpi(request.getfixturevalue("library")) if collectives == "mpi" else {}
-    undisturbed = mpirun(RESUME, 2, "undisturbed", -1, -1, **environment)
+    undisturbed = once(collectives, lambda: mpirun(RESUME, 2, "undisturbed", -1, -1, **environment))
     digest = re.search(r"began at 0, ended at 20: (\w+)", undisturbed)[1]
     killed = mpirun(RESUME, 2, "checkpoints", victim, 13, code=128 + 9, **environment)
     assert "ended at" not in killed
@@ -247,10 +260,11 @@ def test_the_exit_code_is_kept(mpirun, library):
 
 
 @pytest.mark.parametrize(
-    ("fault", "victim", "code"), [("raises", 0, 1), ("raises", 1, 1), ("killed", 0, 128 + 9)]
+    ("fault", "num_processes", "victim", "code"),
+    [("raises", 2, 0, 1), ("raises", 2, 1, 1), ("killed", 4, 0, 128 + 9)],
 )
-def test_end_of_one_process_ends_all(mpirun, library, fault, victim, code):
-    printed = mpirun(FAULTS, 4, fault, victim, code=code, **by_mpi(library))
+def test_end_of_one_process_ends_all(mpirun, library, fault, num_processes, victim, code):
+    printed = mpirun(FAULTS, num_processes, fault, victim, code=code, **by_mpi(library))
     assert "total [" not in printed
     if fault == "raises":
         assert "ValueError: a mistake of my own" in printed

@@ -12,12 +12,23 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; make test-engines installs it")
 
+import jax.numpy as jnp
+
+import replicax as rx
 from engines.ray_cluster import RayCluster
+from engines.watching import Watching
+from replicax._src.cluster.layout import free_ports
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# The machine may be busy with other work, and Ray's own limit is short.
-PATIENT = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1"}
+RAYS_OWN = {
+    # The machine may be busy with other work, and Ray's own limit is short.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",
+    # How often it looks for preempted nodes, ended workers, and lost nodes, which five looks must find.
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_health_check_period_ms": "500",
+}
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -27,7 +38,7 @@ def one_cluster():
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        for name, value in PATIENT.items():
+        for name, value in RAYS_OWN.items():
             patch.setenv(name, value)
         cluster = RayCluster()
         yield cluster
@@ -45,10 +56,10 @@ def results(output):
     return [json.loads(line) for line in re.findall(r"^RESULT (.*)$", output, re.MULTILINE)]
 
 
-def steps(cluster, folder, **config):
+def steps(cluster, folder, variables=(), **config):
     """Trains in steps on Ray. Returns the result, what worker 1 noted of each start, and the output."""
     given = json.dumps({"checkpoints": str(folder / "checkpoints"), **config})
-    code, output = cluster.run(HERE / "ray_steps.py", given, timeout_s=600)
+    code, output = cluster.run(HERE / "ray_steps.py", given, timeout_s=600, **dict(variables))
     assert code == 0, output
     notes = [json.loads(line) for line in (folder / "starts").read_text().splitlines()]
     return (results(output) or [None])[0], notes, output
@@ -84,9 +95,13 @@ def test_keras_program_has_the_losses_of_one_process(cluster, tmp_path):
 
 
 def test_training_resumes_after_a_kill_a_lost_node_and_a_preemption(cluster, tmp_path, undisturbed):
-    """The preemption does not count: two failures are allowed."""
+    """The preemption does not count: two failures are allowed. `replicax top` shows all of it."""
     faults = {"kill": 7, "lose": 12, "drain": 17}
-    result, notes, output = steps(cluster, tmp_path, faults=faults, max_failures=2, reports=True)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    status = {"REPLICAX_STATUS_ADDRESS": address, "REPLICAX_TOKEN": "of-this-job"}
+    with Watching(address, "of-this-job") as top:
+        result, notes, output = steps(cluster, tmp_path, status, faults=faults, max_failures=2, reports=True)
+    assert top.shows_all(restarts=2), top.statuses[-5:]  # while the node is taken away
     assert [(note["start"], note["then"]) for note in notes] == [
         (0, "kill"),
         (1, "lose"),
@@ -108,6 +123,21 @@ def test_training_resumes_after_a_kill_a_lost_node_and_a_preemption(cluster, tmp
 def test_a_workers_own_error_is_raised(cluster, tmp_path):
     _, _, output = steps(cluster, tmp_path, faults={"raise": 3}, devices=2)
     assert "RAISED ArithmeticError('a mistake of worker 1') from WorkerGroupError" in output
+
+
+def test_tune_searches_and_names_the_checkpoint_of_the_best_trial(cluster, tmp_path):
+    given = json.dumps({"checkpoints": str(tmp_path / "checkpoints"), "learning_rates": [1e-6, 0.05]})
+    code, output = cluster.run(HERE / "ray_steps.py", given, timeout_s=600)
+    assert code == 0, output
+    assert set(re.findall(r"DEVICES (\d+)", output)) == {"2"}
+    bad, good, best = results(output)
+    assert (bad[0], good[0]) == (1e-6, 0.05)
+    assert good == best
+    assert good[1] < bad[1]
+    # Ray's copy of the last checkpoint is complete.
+    saved = rx.Checkpoint(weights=rx.Variable(jnp.zeros(8)))
+    saved.restore(best[2]).expect_partial()
+    assert float(jnp.abs(saved.weights.value).max()) > 0
 
 
 def test_parameter_servers_count_exactly_through_lost_actors_and_a_lost_node(cluster):

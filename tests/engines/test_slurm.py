@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from engines import slurm_cluster
+from engines.watching import Watching
 from launched_jobs import LaunchedJob, environment, fitting, write_script
+from replicax._src.cluster.layout import free_ports
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -51,14 +53,16 @@ def undisturbed(tmp_path_factory):
 class Job:
     """`replicax launch --on slurm` as a process, whose output lies in a file."""
 
-    def __init__(self, cluster, folder, *arguments):
+    def __init__(self, cluster, folder, *arguments, **variables):
         self._cluster, self._path = cluster, folder / "launcher.txt"
         self.saved = folder / "saved"
         with self._path.open("w") as output:
             self.launcher = subprocess.Popen(
                 [*REPLICAX, "launch", "--on", "slurm", "--nodes", "2", *arguments],
                 cwd=folder,
-                env=environment() | cluster.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+                env=environment()
+                | cluster.environ
+                | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -105,9 +109,9 @@ def submit(cluster, tmp_path):
     """Submits the training that the tests disturb."""
     with contextlib.ExitStack() as stack:
 
-        def submit(*options):
-            script = write_script(tmp_path, fitting, ARGUMENTS)
-            job = Job(cluster, tmp_path, *options, "--checkpoint-dir", "saved", script.name)
+        def submit(*options, arguments=ARGUMENTS, **variables):
+            script = write_script(tmp_path, fitting, arguments)
+            job = Job(cluster, tmp_path, *options, "--checkpoint-dir", "saved", script.name, **variables)
             stack.callback(job.launcher.wait)
             stack.callback(job.launcher.kill)
             return job
@@ -139,12 +143,22 @@ def test_keras_trains_as_in_one_process(cluster, tmp_path):
     assert done.stdout.count(LOSSES) == 2
 
 
-def test_a_killed_task_restarts_all_on_the_same_nodes(submit, undisturbed):
-    job = submit("--max-restarts", "1")
+def test_a_killed_task_restarts_all_on_the_same_nodes_and_top_shows_them_before_and_after(
+    submit, undisturbed
+):
+    token = "of-this-job"
+    status = {"REPLICAX_STATUS_ADDRESS": f"0.0.0.0:{free_ports(1)[0]}", "REPLICAX_TOKEN": token}
+    status["REPLICAX_PROGRESS"] = "1"  # it says where the status is
+    job = submit("--max-restarts", "1", arguments="epochs=3, pause_s=0.25", **status)
     pids = dict(job.wait_for(r"^(\d): pid (\d+)", 2))
-    job.wait_for_checkpoint()
-    os.kill(int(pids["1"]), signal.SIGKILL)
-    assert job.wait() == 0, job.text()
+    # The job says where.
+    with Watching(job.wait_for(r"^0: replicax: Status: \S+ and replicax top (\S+)$")[0], token) as top:
+        top.wait_for_all(restarts=0)
+        assert any(re.match(r'replicax_loss\{task="worker 1"\} \d', line) for line in top.metrics())
+        job.wait_for_checkpoint()
+        os.kill(int(pids["1"]), signal.SIGKILL)
+        top.wait_for_all(restarts=1)
+        assert job.wait() == 0, job.text()
     assert (
         "with exit code 137. Starting them again: there is a new checkpoint; this is not counted."
         in job.text()

@@ -334,6 +334,15 @@ def test_elements_without_a_program_are_held_for_the_closure(runner):
     assert float(runner.run(again).results[0]) == (3 + 12) * 10
     assert [each.num_taken for each in iterators] == [4, 2]
     assert runner.statistics()["num_held"] == 0
+    assert runner.statistics()["examples"] == (2 + 2 + 1) + (3 + 3 + 1)  # an element without dims is one row
+
+
+def test_waits_for_elements_are_counted(runner, monkeypatch):
+    iterators = [Elements([1, 1], [2, 2]), Elements(10)]
+    take = iterators[0].next
+    monkeypatch.setattr(iterators[0], "next", lambda: (time.sleep(0.05), take())[1])
+    runner.run(call(0, runner.add_program(summing("total", 2)), iterators=iterators, signature=SMALL))
+    assert runner.statistics()["data_s"] >= 0.1
 
 
 def test_held_elements_of_a_closure_that_has_ended_are_dropped(runner):

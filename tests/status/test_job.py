@@ -117,6 +117,12 @@ def test_status_is_json_and_the_page_has_no_staleness():
     assert not [line for line in lines if "closures" in line]
 
 
+def test_figures_that_were_not_known_count_from_zero():
+    before = status_of([task(0, 10.0, 0.1, examples=None, device_s=None)], 10.0)
+    told = with_rates(before, status_of([task(0, 15.0, 0.1, examples=80, device_s=4.0)], 15.0))["tasks"][0]
+    assert (told["examples_per_s"], told["own_share"]) == (16.0, pytest.approx(0.2))
+
+
 def test_restarted_task_has_no_rates():
     before = status_of([task(0, 10.0, 0.1)], 10.0)
     after = status_of([task(0, 12.0, 0.1, pid=7)], 12.0)

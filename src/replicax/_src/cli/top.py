@@ -41,7 +41,7 @@ ended or you press Ctrl-C, and 1 if nothing answers at the address from the star
 """
 _TIMEOUT_S: Final = 5.0
 _LEAST_INTERVAL_S: Final = 0.1
-_LEFT_OUT_FIRST: Final = ("pid", "up", "function", "host", "cpu", "sent/s", "restarts")
+_LEFT_OUT_FIRST: Final = ("pid", "up", "function", "host", "cpu", "sent/s", "restarts", "received/s")
 _GAP: Final = 2
 _BOLD: Final = "1"
 # The ANSI codes of states: green, bold yellow, bold red.

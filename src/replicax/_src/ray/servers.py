@@ -88,7 +88,10 @@ def parameter_servers(
 
     layout = Layout(workers, chief=True, num_ps=ps)
     needs = {"worker": dict(resources_per_worker or {"CPU": 1}), "ps": dict(resources_per_ps or {"CPU": 1})}
-    tasks = [task for task in layout.tasks if task.type != "chief"]
+    # "SPREAD" gives the first ones nodes of their own: a lost node must not have both copies of a variable.
+    tasks = sorted(
+        (task for task in layout.tasks if task.type != "chief"), key=lambda task: task.type != "ps"
+    )
     shared = {
         "token": Credentials.of_environment(os.environ).token or random_token(),
         "num_devices": devices_per_worker,

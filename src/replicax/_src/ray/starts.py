@@ -9,6 +9,7 @@ from replicax._src.cluster.failures import ClusterFailureError
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE, task_environment
 from replicax._src.cluster.spec import Task
 from replicax._src.keras_backend import VARIABLE as KERAS_VARIABLE
+from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 
 def environment_of_start(
@@ -17,6 +18,7 @@ def environment_of_start(
     environment: Mapping[str, str],
     *,
     token: str,
+    status_address: str | None = None,
     num_restarts: int = 0,
     num_devices: int | None = None,
     resources: Mapping[str, float] | None = None,
@@ -29,6 +31,7 @@ def environment_of_start(
       task: The task.
       environment: The variables of its process.
       token: The secret of the job, unless the environment has one.
+      status_address: Where the chief serves the status, unless the environment says it.
       num_restarts: The number of times that the task has been restarted.
       num_devices: The virtual CPU devices of each worker. None: the environment decides.
       resources: What Ray has reserved for the task. Without GPUs and TPUs, JAX uses the CPU.
@@ -43,6 +46,8 @@ def environment_of_start(
         defaults["JAX_PLATFORMS"] = "cpu"
     if TOKEN_FILE_VARIABLE not in environment:
         defaults[TOKEN_VARIABLE] = token
+    if status_address is not None:
+        defaults[STATUS_ADDRESS_VARIABLE] = status_address
     return {
         **{name: value for name, value in defaults.items() if name not in environment},
         **task_environment(cluster, task, environment, num_devices=num_devices, is_server=is_server),

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from replicax._src.cluster.credentials import random_token
+from replicax._src.cluster.credentials import Credentials, random_token
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.spec import Task, join_address
 from replicax._src.extras import missing_extra
 from replicax._src.options import whole_number
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 from replicax._src.ray.starts import cause_of, environment_of_start
+from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 if TYPE_CHECKING:  # a worker must get its environment before it imports JAX
     from replicax._src.checkpoint.manager import CheckpointManager
@@ -44,9 +45,10 @@ class ReplicaxConfig(_backend.BackendConfig):
 
     Pass it as ``jax_config`` to Ray's ``JaxTrainer``, or as ``backend_config`` to its ``DataParallelTrainer``. Before
     each start and restart it sets ``TF_CONFIG``, a token, ``REPLICAX_RESTART_COUNT`` and ``KERAS_BACKEND`` in all
-    workers. Variables of ``worker_runtime_env`` have priority. The strategy starts JAX. A worker that has saved because
-    its node is taken away ends as preempted, which Ray counts in ``max_preemption_failures``. The name follows Ray's
-    ``JaxConfig`` and ``TorchConfig``.
+    workers, and the ``REPLICAX_TOKEN`` and ``REPLICAX_STATUS_ADDRESS`` of the process that creates it. Variables of
+    ``worker_runtime_env`` have priority. The strategy starts JAX. A worker that has saved because its node is taken
+    away ends as preempted, which Ray counts in ``max_preemption_failures``. The name follows Ray's ``JaxConfig`` and
+    ``TorchConfig``.
 
     Attributes:
       devices_per_worker: The virtual CPU devices of each worker; None for the accelerators that Ray has reserved for
@@ -63,6 +65,9 @@ class ReplicaxConfig(_backend.BackendConfig):
         check_ray("rx.ray.ReplicaxConfig")
         if self.devices_per_worker is not None:
             whole_number("ReplicaxConfig(devices_per_worker=…)", self.devices_per_worker, least=1)
+        # Ray does not give the driver's variables to workers. These are no fields, so that no repr shows the token.
+        self._token = Credentials.of_environment(os.environ).token
+        self._status_address = os.environ.get(STATUS_ADDRESS_VARIABLE)
 
     @property
     def backend_cls(self) -> type[_ReplicaxBackend]:
@@ -81,7 +86,8 @@ class _ReplicaxBackend(_backend.Backend):
     def on_start(self, worker_group: Any, backend_config: ReplicaxConfig) -> None:
         addresses = worker_group.execute(own_address)
         shared = {
-            "token": random_token(),
+            "token": backend_config._token or random_token(),
+            "status_address": backend_config._status_address,
             "num_restarts": self._num_starts,
             "num_devices": backend_config.devices_per_worker,
             "resources": worker_group.get_resources_per_worker(),

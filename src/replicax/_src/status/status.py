@@ -56,16 +56,17 @@ def _rates(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[s
         rates: dict[str, float | None] = dict.fromkeys(names.values())
     else:
         elapsed_s = after["uptime_s"] - before["uptime_s"]
-        rates = {to: _per_s(before[name], after[name], elapsed_s) for name, to in names.items()}
+        # A counter of the same process that was not known had counted nothing.
+        rates = {to: _per_s(before.get(name) or 0, after[name], elapsed_s) for name, to in names.items()}
     if "device_s" in after:
         share = rates["device_share"]
         rates["own_share"] = None if share is None else max(0.0, 1 - share)
     return rates
 
 
-def _per_s(before: float | None, after: float | None, elapsed_s: float) -> float | None:
+def _per_s(before: float, after: float | None, elapsed_s: float) -> float | None:
     """Returns the rate; None if it is unknown. A counter that has fallen was reset."""
-    if before is None or after is None or elapsed_s <= 0 or after < before:
+    if after is None or elapsed_s <= 0 or after < before:
         return None
     return (after - before) / elapsed_s
 

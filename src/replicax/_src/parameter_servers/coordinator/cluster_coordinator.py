@@ -28,7 +28,7 @@ from replicax._src.parameter_servers.coordinator.resource_recipe import per_work
 from replicax._src.parameter_servers.coordinator.scheduled_work import Work
 from replicax._src.parameter_servers.coordinator.status import status_of
 from replicax._src.parameter_servers.errors import ClosureInputError
-from replicax._src.status.figures import vitals
+from replicax._src.status.figures import figures
 from replicax._src.tracing.key import name_of
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def _status_server(pool: WorkerPool, address: str | None) -> StatusServer | None
     from replicax._src.status.server import StatusServer
 
     token = Credentials.of_environment(os.environ).token
-    return StatusServer(address, token, lambda: status_of(pool.statistics(), vitals(), time.time()))
+    return StatusServer(address, token, lambda: status_of(pool.statistics(), figures(), time.time()))
 
 
 def _end(pool: WorkerPool, status: StatusServer | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 _COUNTS: Final = ("closures", "updates", "received_bytes", "sent_bytes")
+_TRAINING: Final = ("examples", "loss", "data_s")  # left out if no task knows them
 
 
 def status_of(statistics: Mapping[str, Any], process: Mapping[str, Any], time: float) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def status_of(statistics: Mapping[str, Any], process: Mapping[str, Any], time: f
 
     Args:
       statistics: The result of ``ClusterCoordinator.statistics()``.
-      process: Statistics of the coordinator's process: ``pid``, ``uptime_s``, ``resident_bytes``.
+      process: The figures of the coordinator's process; see ``status/figures.py``.
       time: The current ``time.time()``, in seconds.
 
     Returns:
@@ -25,15 +26,17 @@ def status_of(statistics: Mapping[str, Any], process: Mapping[str, Any], time: f
       servers; ``tasks``, each with the same fields, which are None if unknown.
     """
     ps = statistics["ps"]
+    tasks = [
+        _task("coordinator", "running", process, loss=process.get("loss"), **_read(process)),
+        *(_worker(name, told) for name, told in statistics["workers"].items()),
+        *(_ps(name, told, statistics.get("replication")) for name, told in ps.items()),
+    ]
+    unknown = {name for name in _TRAINING if all(task[name] is None for task in tasks)}
     return {
         "time": time,
         "closures": {name: count for name, count in statistics["closures"].items() if name != "low"},
         "staleness": _sum([each["statistics"].get("staleness") for each in ps.values()]),
-        "tasks": [
-            _task("coordinator", "running", process),
-            *(_worker(name, told) for name, told in statistics["workers"].items()),
-            *(_ps(name, told, statistics.get("replication")) for name, told in ps.items()),
-        ],
+        "tasks": [{name: task[name] for name in task if name not in unknown} for task in tasks],
     }
 
 
@@ -43,6 +46,7 @@ def _task(name: str, state: str, process: Mapping[str, Any], **more: Any) -> dic
             "function",
             "in_flight",
             *_COUNTS,
+            *_TRAINING,
             "duplicates",
             "held_bytes",
             "restarts",
@@ -64,11 +68,16 @@ def _worker(name: str, told: Mapping[str, Any]) -> dict[str, Any]:
         function=told["function"],
         in_flight=told["in_flight"],
         closures=own.get("num_closures"),
+        **_read(own),
         received_bytes=_plus(transport.get("bytes_in"), links.get("bytes_in")),
         sent_bytes=_plus(transport.get("bytes_out"), links.get("bytes_out")),
         restarts=told["restarts"],
         connections=told["connections"],
     )
+
+
+def _read(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: told.get(name) for name in ("examples", "data_s") if told.get("examples")}
 
 
 def _worker_state(told: Mapping[str, Any]) -> str:

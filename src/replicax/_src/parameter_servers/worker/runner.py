@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
+from replicax._src.input.sources import num_rows
 from replicax._src.parameter_servers.client.lookups import RowsWanted, gradient_operands
 from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.client.steps import Ask, Closure, row_asks, rows_of
@@ -35,6 +36,7 @@ from replicax._src.parameter_servers.worker.elements import (
     end_of,
 )
 from replicax._src.parameter_servers.worker.pulls import Pulls
+from replicax._src.status.counters import Span
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class Runner:
         self._held: dict[Closure, Elements] = {}
         self._ahead: _Run | None = None
         self._last: Executable | None = None  # the only one that keeps memory for its next call
-        self._num_closures = 0
+        self._num_closures = self._num_examples = 0
+        self._waits_for_data = Span()
 
     def add_program(self, program: WorkerProgram) -> str:
         """Adds a program, which is compiled at its first run. Returns its digest."""
@@ -188,6 +191,7 @@ class Runner:
                 self._held[call.closure] = run.elements
             raise
         self._num_closures += 1
+        self._num_examples += _num_examples(run)
         self._wanted.clear()
         arrays = [np.asarray(array) for array in results[: run.loaded.program.num_results]]
         if run.signature == next(iter(call.programs)):
@@ -196,9 +200,13 @@ class Runner:
         return ClosureResult(arrays, run.signature)
 
     def statistics(self) -> dict[str, Any]:
-        """Counts the closures that ran, the seconds of compiling, and the pulls of variables before a closure."""
+        """Counts the closures that ran, the rows that they took, the pulls of variables before a closure, and the
+        seconds of compiling and of waiting for elements.
+        """
         return {
             "num_closures": self._num_closures,
+            "examples": self._num_examples,
+            "data_s": self._waits_for_data.total_s,
             "num_programs": len(self._programs),
             "compile_s": sum(program.compile_s for program in self._programs.values()),
             "num_pulls": self._pulls.num_pulls,
@@ -227,7 +235,11 @@ class Runner:
             self._forget_ended(call)
         elements = self._held.pop(call.closure, None) if self._held else None
         if elements is None:
-            elements = self._elements.take(call.iterators, loaded[0].program.element_counts)
+            self._waits_for_data.begin()
+            try:
+                elements = self._elements.take(call.iterators, loaded[0].program.element_counts)
+            finally:
+                self._waits_for_data.end()
         signature = _signature(elements)
         digest = call.programs.get(signature)
         if digest is None:
@@ -363,6 +375,13 @@ class Runner:
         shards = run.loaded.program.variables[lookup.variable]
         (key,) = [shard.key for shard in shards if shard.ps == ps and shard.rows in (None, (start, stop))]
         return gradient_operands(run.tables[operand.lookup], array, key, stop - start)
+
+
+def _num_examples(run: _Run) -> int:
+    counts = zip(run.elements, run.loaded.program.element_counts, strict=True)
+    return num_rows(
+        [leaves for calls, count in counts for leaves in calls[:count] if not isinstance(leaves, End)]
+    )
 
 
 def _signature(elements: Elements) -> str:
