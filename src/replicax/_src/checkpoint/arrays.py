@@ -110,8 +110,9 @@ class HostParts:
         return cls(tuple(stored.shape), stored.sharding if is_placed else None, read)
 
     def placed(self) -> jax.Array:
-        """Returns the new array, which shares no memory with the host's. It waits, so that the next variable is not read
-        while this one still is on its way.
+        """Returns the new array, which shares no memory with the host's.
+
+        It waits, so that the next variable is not read while this one is on its way.
         """
         with jax_compat.outside_traces():
             if self._sharding is None:
