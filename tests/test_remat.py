@@ -126,10 +126,22 @@ def test_sharded_over_replicas_and_in_each_replica(number, half, rows, is_scanne
     assert_close(got[:2], expected[:2], *((0.02, 0.02) if half else (1e-4, 1e-5)))  # bfloat16 has 8 bits
 
 
+TWO_DIMENSIONS = {
+    "devices_per_replica": 2,
+    "layout_map": {"hidden[02].*/kernel": (None, "logical"), "hidden1/kernel": ("logical",)},
+    "shard_state": "all",
+}
+
+
+def strategy_of(options):
+    """Four replicas, each of them of one device or of two."""
+    return rx.MirroredStrategy(None if "devices_per_replica" in options else CPUS, **options)
+
+
 def fitted(strategy, *, remat, policy="float32", accumulation=None):
     keras.utils.set_random_seed(0)
     with strategy.scope(), keras.RematScope(mode="full" if remat else None):
-        layers = [keras.layers.Dense(WIDTH, "tanh", dtype=policy) for _ in range(3)]
+        layers = [keras.layers.Dense(WIDTH, "tanh", dtype=policy, name=f"hidden{i}") for i in range(3)]
         model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1, dtype="float32")])
         model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation), "mse")
     x = np.random.default_rng(1).normal(size=(29, WIDTH)).astype(np.float32)
@@ -137,10 +149,45 @@ def fitted(strategy, *, remat, policy="float32", accumulation=None):
     return [np.asarray(v.value) for v in model.weights]
 
 
-@pytest.mark.parametrize("options", [{}, {"shard_state": "all"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"shard_state": "all"}, TWO_DIMENSIONS], ids=["mirrored", "sharded", "two_dimensions"]
+)
 @pytest.mark.parametrize(("policy", "accumulation"), [("float32", None), ("mixed_bfloat16", 2)])
-def test_remat_scope_in_fit(options, policy, accumulation):
+def test_remat_scope_in_fit(options, policy, accumulation, monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     expected = fitted(rx.OneDeviceStrategy("cpu:0"), remat=False, policy=policy, accumulation=accumulation)
-    got = fitted(rx.MirroredStrategy(CPUS, **options), remat=True, policy=policy, accumulation=accumulation)
+    got = fitted(strategy_of(options), remat=True, policy=policy, accumulation=accumulation)
     rtol, atol = (1e-5, 1e-5) if policy == "float32" else (0.02, 0.02)  # bfloat16 has 8 bits
     assert_close(got, expected, rtol, atol)
+
+
+class Stacked(keras.layers.Layer):
+    """Scanned layers: where they are unrolled, XLA on CPUs keeps what it was to compute again."""
+
+    def __init__(self, layer, **options):
+        super().__init__(**options)
+        self.layer = layer
+
+    def build(self, shape):
+        self.kernels = self.add_weight(shape=(DEPTH, WIDTH, WIDTH), name="kernels")
+
+    def call(self, x):
+        kernels = keras.ops.cast(self.kernels, self.compute_dtype)
+        return jax.lax.scan(lambda y, w: (self.layer(w, y), None), x, kernels)[0]
+
+
+@pytest.mark.parametrize("policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.rest)])
+def test_plan_of_fit_in_two_dimensions_needs_less_memory(policy):
+    rows = 4096
+    x = np.zeros((rows, WIDTH), np.float32)
+    needed = []
+    for layer in (block, keras.remat(block)):
+        strategy = strategy_of({**TWO_DIMENSIONS, "layout_map": {"kernels": (None, None, "logical")}})
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((WIDTH,)), Stacked(layer, dtype=policy)])
+            model.compile("sgd", "mse")
+        plan = strategy.plan(model.fit, (x, x), {"batch_size": rows, "verbose": 0})
+        needed.append(plan.memory.peak)
+    # Without it, 4 activations of each of 4 layers are kept, their sums over 2 devices too; with it, 1 of each layer.
+    activation = rows // strategy.num_replicas_in_sync * WIDTH * (4 if policy == "float32" else 2)
+    assert needed[0] - needed[1] > 5 * activation, needed

@@ -280,6 +280,21 @@ def test_bad_arguments_write_nothing(trained, saved, tmp_path):
     assert not [*tmp_path.rglob("*.part*")]
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
+def test_nothing_else_in_the_directory_is_touched(trained, tmp_path):
+    model, path = trained
+    own = [tmp_path / name for name in ("m.part.safetensors", "m.part.weights.h5", "directory.part")]
+    for file in own:
+        file.write_text("mine")
+    export(path, tmp_path / "m.safetensors")
+    export(path, tmp_path / "m.weights.h5", model=make_model)
+    rx.checkpoint.export_weights(model, tmp_path / "m.weights.h5")
+    export(path, tmp_path / "directory")
+    assert [file.read_text() for file in own] == ["mine"] * 3
+    made = [tmp_path / name for name in ("m.safetensors", "m.weights.h5", "directory")]
+    assert sorted(tmp_path.iterdir()) == sorted([*own, *made])
+
+
 def test_a_damaged_variable_is_named_and_nothing_is_written(saved, tmp_path):
     path = saved(model=make_smaller(), other=np.ones((100, 100), "f4"))
     folder = os.path.join(path, "arrays", "other")

@@ -3,6 +3,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 import scipy.sparse
@@ -281,6 +282,41 @@ def test_map_is_called_with_rows_before_batch_and_with_batches_after():
     batches = rows.batch(2).map(lambda batch: shapes.append(batch["x"].shape) or batch["square"] + 1)
     assert [batch.tolist() for batch in batches] == [[2, 5], [10, 17], [26]]
     assert shapes == [(2,), (2,), (1,)]
+
+
+CHANGED_ROWS = {
+    "more": lambda batch: np.concatenate([batch, -2 * batch]),
+    "fewer": lambda batch: batch[::2],
+    "chosen": lambda batch: batch[batch % 3 != 0],  # sometimes fewer than replicas
+    "none": lambda batch: batch[batch > 8],
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_ROWS)
+def test_a_function_of_batches_may_change_the_number_of_rows(change):
+    """Replicas share the rows that it returns."""
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    dataset = from_arrays(np.arange(22, dtype=np.float32)).batch(8).map(CHANGED_ROWS[change])
+    batches = list(dataset)
+    sums = []
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        both = strategy.run(lambda x: (jnp.sum(x), jnp.float32(x.shape[0])), args=(batch,))
+        sums.append([float(strategy.reduce("SUM", each, axis=None)) for each in both])
+    assert sums == [[batch.sum(), len(batch)] for batch in batches]
+    if change == "none":
+        return  # of a batch without rows Keras's own mean is not a number
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(loss="mse")
+    rows = dataset.map(lambda batch: (batch[:, None], 0 * batch[:, None]))
+    loss = model.evaluate(rows, verbose=0)
+    np.testing.assert_allclose(loss, np.mean(np.concatenate(batches) ** 2), rtol=1e-5)
+
+
+def test_arrays_of_other_numbers_of_rows_after_a_function_of_batches_raise():
+    dataset = from_arrays(np.arange(22)).batch(8).map(lambda batch: (batch, batch[::2]))
+    iterator = iter(rx.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_dataset(dataset))
+    message(InconsistentRowsError, lambda: next(iterator), "(8,)", "(4,)")
 
 
 def test_map_is_called_only_for_yielded_elements():

@@ -6,6 +6,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+import loaded_models
 import replicax as rx
 
 TOKENS, LENGTH = 64, 8
@@ -80,3 +81,21 @@ def test_attention_feed_forward_and_embeddings_of_others_are_sharded(name):
     matrices = {variable.path for variable in whole if len(variable.shape) > 1}
     known = ("position_embedding/", "segment_embedding/", "pooled_dense/")  # small ones
     assert not {path for path in matrices if not path.startswith(known)}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
+@pytest.mark.timeout(240)
+def test_each_process_loads_a_preset_in_its_shards_and_some_variables(tmp_path):
+    for num_layers in (1, 8):
+        backbone = keras_hub.models.GPT2Backbone(
+            vocabulary_size=768,
+            num_layers=num_layers,
+            num_heads=4,
+            hidden_dim=768,
+            intermediate_dim=768,
+            max_sequence_length=LENGTH,
+        )
+        backbone.save_to_preset(tmp_path / str(num_layers))
+    values = [np.asarray(variable.value) for variable in backbone.weights]
+    small, large = ((tmp_path / str(n), n, 768) for n in (1, 8))
+    loaded_models.check("preset", small, large, values)

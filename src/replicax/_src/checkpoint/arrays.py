@@ -110,10 +110,13 @@ class HostParts:
         return cls(tuple(stored.shape), stored.sharding if is_placed else None, read)
 
     def placed(self) -> jax.Array:
-        """Returns the new array, which shares no memory with the host's."""
+        """Returns the new array, which shares no memory with the host's.
+
+        It waits, so that the next variable is not read while this one is on its way.
+        """
         with jax_compat.outside_traces():
             if self._sharding is None:
-                return jnp.copy(jnp.asarray(self._parts[()]))
+                return jax.block_until_ready(jnp.copy(jnp.asarray(self._parts[()])))
             kind = self._sharding.memory_kind
             parts = [
                 jax_compat.copied(
@@ -124,7 +127,8 @@ class HostParts:
                 )
                 for device, index in self._indices.items()
             ]
-            return jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+            whole = jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
+            return jax.block_until_ready(whole)
 
 
 def _bounds(index: tuple[slice, ...]) -> tuple[Any, ...]:

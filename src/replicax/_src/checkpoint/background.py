@@ -36,16 +36,20 @@ class Background:
         self._failure: BaseException | None = None
 
     def start(self, task: Callable[[], Any]) -> None:
-        """Runs a task, once the previous one has ended.
+        """Runs a task, once the previous one has ended. If there can be no more threads, the caller runs it.
 
         Raises:
           CheckpointError: The previous task has failed.
         """
         self.wait()
-        _finish_at_exit()
-        self._thread = threading.Thread(target=self._run, args=(task,), name="replicax-checkpoint")
         _unheard[self] = None if self._directory is None else os.path.realpath(self._directory)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, args=(task,), name="replicax-checkpoint")
+        try:
+            _finish_at_exit()
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+            self._run(task)
 
     @property
     def is_running(self) -> bool:

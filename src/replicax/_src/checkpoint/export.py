@@ -16,6 +16,7 @@ from replicax._src.checkpoint import orbax_directories, processes, safetensors_f
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.reader import opened
 from replicax._src.checkpoint.saved import SavedCheckpoint, SavedValue
+from replicax._src.checkpoint.writing import beside
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.options import path_of
 
@@ -62,7 +63,7 @@ def export(
       MissingExtraError: orbax or Keras is not installed.
     """
     to = os.path.abspath(path_of(to, "to", "model.safetensors"))
-    head, ending = _split(to)
+    ending = _ending_of(to)
     _check_options(to, ending, only, model)
     saved = opened(path)
     if ending in _OF_KERAS:
@@ -77,26 +78,26 @@ def export(
             orbax_directories.orbax()
             if os.path.lexists(to):
                 raise InvalidArgumentError(f"{to!r} exists. Remove it, or export to a new directory.")
-    with _in_place(to, f"{head}.part{ending}") as part:
+    with _in_place(to, ending) as part:
         write(part)
     return to
 
 
-def _split(to: str) -> tuple[str, str]:
-    """Returns a path without its ending, and the ending; "" for a directory.
+def _ending_of(to: str) -> str:
+    """Returns the ending of a path; "" for a directory.
 
     Raises:
       InvalidArgumentError: The ending is of another format.
     """
     for ending in (_SAFETENSORS, *_OF_KERAS):
         if to.endswith(ending):
-            return to.removesuffix(ending), ending
+            return ending
     if os.path.splitext(to)[1]:
         raise InvalidArgumentError(
             f"export writes a file that ends with '.safetensors', '.weights.h5' or '.keras', or a directory for orbax, "
             f"whose name has no ending; got {to!r}."
         )
-    return to, ""
+    return ""
 
 
 def _check_options(to: str, ending: str, only: Any, model: Any) -> None:
@@ -133,15 +134,19 @@ def _chosen(saved: SavedCheckpoint, only: str | Iterable[str]) -> dict[str, Save
 
 
 @contextlib.contextmanager
-def _in_place(to: str, part: str) -> Iterator[str]:
-    """Yields a path to write, which then replaces ``to``. Makes the directory that it is in.
+def _in_place(to: str, ending: str) -> Iterator[str]:
+    """Yields a new path to write, which then replaces ``to``. Makes the directory that it is in.
+
+    Args:
+      to: The file to write.
+      ending: The end of its name, which Keras needs.
 
     Raises:
       CheckpointWriteError: It could not be written; ``to`` is unchanged.
     """
+    part = beside(to.removesuffix(ending), "part") + ending
     try:
         os.makedirs(os.path.dirname(to), exist_ok=True)
-        _remove(part)
         yield part
         _flush(part)
         os.replace(part, to)
@@ -195,6 +200,6 @@ def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
         )
     if not processes.is_chief():
         return None
-    with _in_place(file, file.removesuffix(_WEIGHTS) + ".part" + _WEIGHTS) as part:
+    with _in_place(file, _WEIGHTS) as part:
         model.save_weights(part, overwrite=True)
     return file

@@ -55,7 +55,7 @@ def new_part(path: str) -> str:
             errno.EEXIST,
             f"{path!r} exists and is not a checkpoint, so it was not replaced. Choose another path, or move it away.",
         )
-    part = _beside(path, "part")
+    part = beside(path, "part")
     try:
         os.makedirs(os.path.join(part, ARRAYS))
     except OSError as error:
@@ -144,7 +144,7 @@ def _sync_folder(folder: str) -> None:
 def _take_place(part: str, path: str) -> None:
     replaced = None
     if os.path.exists(path):
-        replaced = _beside(path, "replaced")
+        replaced = beside(path, "replaced")
         os.rename(path, replaced)
     os.rename(part, path)
     _sync_folder(os.path.dirname(path))
@@ -152,13 +152,14 @@ def _take_place(part: str, path: str) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _beside(path: str, what: str) -> str:
+def beside(path: str, what: str) -> str:
+    """Returns a new path in the same directory, which nothing else has."""
     return f"{path}.{what}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def remove(path: str) -> None:
     """Deletes a checkpoint. It removes the name first, so that no reader finds a partial one."""
-    gone = _beside(path, "part")
+    gone = beside(path, "part")
     try:
         os.rename(path, gone)
     except FileNotFoundError:
