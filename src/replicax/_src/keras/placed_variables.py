@@ -50,6 +50,8 @@ def beside(variable: Any, value: Any) -> Any:
     (stored,) = accessor.get([variable])
     if isinstance(value, jax.Array) and value.sharding.device_set == stored.sharding.device_set:
         return value  # keeps its sharding
+    if variable.has_parts:
+        return placement.beside(value, has_components=False)
     return placement.moved(value, stored)
 
 

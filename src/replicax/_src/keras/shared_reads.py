@@ -21,8 +21,9 @@ import keras
 import numpy as np
 
 from replicax._src import context, jax_compat
-from replicax._src.devices.topology import digest
+from replicax._src.devices.topology import Topology, digest
 from replicax._src.keras.overriding import overridden
+from replicax._src.tracing.bindings import added_up, has_parts
 from replicax._src.variables.layouts import VariableLayouts
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ class SharedReads:
     """The reads of the variables of one strategy.
 
     Args:
-      layouts: The layouts of a strategy over several processes.
+      topology: The devices, of several processes.
+      layouts: The layouts of variables; None if all are replicated.
     """
 
-    def __init__(self, layouts: VariableLayouts):
-        self._layouts = layouts
+    def __init__(self, topology: Topology, layouts: VariableLayouts | None):
+        self._topology, self._layouts = topology, layouts
         self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers: dict[int, int] = {}
         self._count = 0
@@ -66,7 +68,7 @@ class SharedReads:
         """Returns the full value of a variable of which each process has shards."""
         number = self._numbers.get(id(variable))
         if not self._is_open or number is None:
-            return self._layouts.whole(value)
+            return self._gathered(variable, value)
         while True:
             asked, gathered = self._gather_together(number)
             if asked == number and gathered is not None:
@@ -76,7 +78,7 @@ class SharedReads:
         """Returns a host value that all processes assign, as shards; None if they assign different values, which the
         next program compares.
         """
-        peers = self._layouts.topology.peers
+        peers = self._topology.peers
         assert peers is not None
         if self._is_open:  # other processes may answer reads now
             return None
@@ -108,33 +110,49 @@ class SharedReads:
             self._is_open = False
 
     def _gather_together(self, number: int) -> tuple[int, jax.Array | None]:
-        peers = self._layouts.topology.peers
+        peers = self._topology.peers
         assert peers is not None
         asked = peers.gather_before_program("reading divided variables", number)
         chosen = next((n for n in asked if n != _DONE), _DONE)
         if chosen == _DONE:
             return _DONE, None
+        variable = self._by_number[chosen]
         with shards():
-            value = self._by_number[chosen].value
-        return chosen, self._layouts.whole(value) if is_sharded(value) else value
+            value = variable.value
+        return chosen, self._gathered(variable, value) if is_sharded(value) else value
+
+    def _gathered(self, variable: Any, value: jax.Array) -> jax.Array:
+        if _is_of_parts(variable, value):
+            return added_up(value, self._topology)
+        assert self._layouts is not None
+        return self._layouts.whole(value)
 
 
 is_needed = False
-"""True if a strategy of this process shards variables over processes. Every read of a Keras variable checks it."""
+"""True if variables of this process are stored as shards over processes, or parts. Every read of one checks it."""
 
-_of_layouts: weakref.WeakKeyDictionary[VariableLayouts, SharedReads] = weakref.WeakKeyDictionary()
+_of_strategies: weakref.WeakKeyDictionary[Strategy, SharedReads] = weakref.WeakKeyDictionary()
 
 
-def of(strategy: Strategy | None) -> SharedReads | None:
-    """Returns the reads of a strategy, or None if it does not shard variables over processes."""
-    layouts = None if strategy is None else strategy.variable_placement.layouts
-    if layouts is None or layouts.topology.peers is None:
-        return None
+def of(strategy: Strategy | None, *, has_parts: bool = False) -> SharedReads | None:
+    """Returns the reads of a strategy, or None if one process has all variables.
+
+    Args:
+      has_parts: True for a new variable that is stored as parts.
+    """
     global is_needed
-    if layouts not in _of_layouts:
+    is_needed = is_needed or has_parts
+    if strategy is None or strategy.topology is None or strategy.topology.peers is None:
+        return None
+    layouts = strategy.variable_placement.layouts
+    if strategy not in _of_strategies and (layouts is not None or has_parts):
         is_needed = True
-        _of_layouts[layouts] = SharedReads(layouts)
-    return _of_layouts[layouts]
+        _of_strategies[strategy] = SharedReads(strategy.topology, layouts)
+    return _of_strategies.get(strategy)
+
+
+def _is_of_parts(variable: Any, value: Any) -> bool:
+    return variable.has_parts and has_parts(value, variable.shape)
 
 
 def is_sharded(value: Any) -> bool:
@@ -163,8 +181,12 @@ def shards() -> contextlib.AbstractContextManager[None]:
 
 
 def whole(variable: Any, held: Any) -> Any:
-    """Returns the full value of a variable of which each process may hold a shard."""
-    if _here.takes_shards or not is_sharded(held) or not jax_compat.is_evaluating():
+    """Returns the full value of a variable of which each process may hold a shard, or each replica a part."""
+    is_of_parts = _is_of_parts(variable, held)
+    if _here.takes_shards or not (is_of_parts or (is_sharded(held) and jax_compat.is_evaluating())):
         return held
-    reads = of(context.owners.get(id(variable)))
-    return held if reads is None else reads.whole(variable, held)
+    strategy = context.owners.get(id(variable))
+    reads = of(strategy)
+    if reads is not None:
+        return reads.whole(variable, held)
+    return added_up(held, strategy.topology) if is_of_parts else held

@@ -14,7 +14,7 @@ from replicax._src import context, jax_compat
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import placed_variables, servers, sharded_state, shared_reads
 from replicax._src.keras.capture import accessor, outside_functions
-from replicax._src.tracing.bindings import is_local
+from replicax._src.tracing.bindings import has_parts, is_local
 from replicax._src.tracing.capture import current_capture, note_created, planning
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.server_placement import ServerPlacement
@@ -27,7 +27,13 @@ _own_value: Any = keras.Variable.value.fget
 
 
 class PlacedVariable(_Keras):
-    """A Keras variable that is made, read and assigned where the strategy of its scope keeps variables."""
+    """A Keras variable that is made, read and assigned where the strategy of its scope keeps variables.
+
+    Attributes:
+      has_parts: True if programs store it as parts [R, ...], one for each replica. Its value is their sum.
+    """
+
+    has_parts: bool = False
 
     @functools.wraps(keras.Variable.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +55,7 @@ class PlacedVariable(_Keras):
         layouts = getattr(_placement_of(self), "layouts", None)
         if layouts is not None:
             layouts.note(self)
-        reads = shared_reads.of(context.owners.get(id(self)))
+        reads = shared_reads.of(context.owners.get(id(self)), has_parts=self.has_parts)
         if reads is not None and not sharded_state.making.is_alone:
             reads.note(self)
         _take_leaders_value(self)
@@ -93,6 +99,9 @@ class PlacedVariable(_Keras):
     def assign(self, value: Any) -> Any:
         """Assigns the value where the variable is kept."""
         stored = getattr(self, "_value", None)
+        if self.has_parts and has_parts(value, self.shape):  # from Keras's loop
+            accessor.set([self], [value])
+            return self
         if shared_reads.is_needed and current_capture() is None:
             value = shared_reads.in_shards(self, value, stored)
         result = super().assign(placed_variables.beside(self, value))

@@ -31,7 +31,7 @@ from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import in_flight, run_and_store
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
-from replicax._src.tracing.bindings import state_lock
+from replicax._src.tracing.bindings import parts_of, state_lock
 from replicax._src.tracing.gathers import evaluate_gathering
 from replicax._src.tracing.row_partitioner.layout import RowSplit
 from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
@@ -146,8 +146,9 @@ class _Program:
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
         self._shardings = state.shardings
-        self._is_sharded = any(sharding != topology.replicated for sharding in self._shardings)
-        self._plan = self._plan_by_rows(num_consts + num_state)
+        self._parts = frozenset(state.parts)
+        self._is_sharded = not self._parts and any(s != topology.replicated for s in self._shardings)
+        self._plan = self._plan_by_rows(num_consts, num_state)
         if self._plan is None and any(layout.is_split for layout in self._layouts):
             self._make_wrong_operations_whole()
         if self._is_sharded:
@@ -172,7 +173,10 @@ class _Program:
             ]
             return [*new, *map(jnp.asarray, outputs)]
 
-        avals = [jax_compat.shaped(value.shape, value.dtype) for value in held.values()]
+        avals = [
+            jax_compat.shaped(shape, value.dtype)
+            for shape, value in zip(held.shapes, held.values(), strict=True)
+        ]
         batch_avals = [layout.aval for layout in self._layouts]
         with tensorflow_code.explained():
             return jax_compat.trace(flat, (avals, batch_avals))
@@ -200,23 +204,27 @@ class _Program:
         """
         return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
 
-    def _plan_by_rows(self, num_whole: int) -> RowsPlan | None:
+    def _plan_by_rows(self, num_consts: int, num_state: int) -> RowsPlan | None:
         """Returns the program split by rows, if that is faster and possible; else None."""
         topology = self._topology
+        is_faster = topology.peers is not None and topology.is_cpu
         if (
-            topology.peers is None
-            or not topology.is_cpu
+            not (is_faster or self._parts)
             or self._gives_rows
             or topology.num_logical_devices > 1
             or self._is_sharded
         ):
             return None
-        has_rows = [False] * num_whole + [layout.is_split for layout in self._layouts]
-        plan = split_by_rows(self._jaxpr, has_rows, self._split)
+        has_rows = [False] * (num_consts + num_state) + [layout.is_split for layout in self._layouts]
+        kept = {n for n, i in enumerate(self.written) if i in self._parts}
+        plan = split_by_rows(self._jaxpr, has_rows, self._split, {num_consts + i for i in self._parts}, kept)
         if isinstance(plan, str):
             log.warning(
-                "%s: the processes sum each array separately (the global view), not all together, which is slower: %s.",
+                "%s: %s: %s.",
                 self._name,
+                "replicas exchange gradients after each small batch, not once for each update"
+                if self._parts
+                else "the processes sum each array separately (the global view), not all together, which is slower",
                 plan,
             )
             return None
@@ -235,7 +243,9 @@ class _Program:
         shardings = (written, read, whole, batch, *[whole] * (self._capacity > 1))
         if self._plan is not None:
             specs = jax.tree_util.tree_map(lambda sharding: sharding.spec, shardings)
-            run = self._topology.on_replicas(run, in_specs=specs, out_specs=whole.spec)
+            run = self._topology.on_replicas(
+                run, in_specs=specs, out_specs=(specs[0], whole.spec, whole.spec)
+            )
         return self._topology.compile(
             run,
             self._name,
@@ -248,10 +258,14 @@ class _Program:
     def _evaluate(self, written: Any, read: Any, consts: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         state: list[Any] = [None] * (len(self.written) + len(self._read))
         for i, value in zip([*self.written, *self._read], [*written, *read], strict=True):
-            state[i] = value
+            # A replica of a plan has only its own part. Otherwise all parts are added up.
+            state[i] = jnp.sum(value, axis=0, dtype=value.dtype) if i in self._parts else value
         outs = self._evaluate_whole([*consts, *state], leaves)
         for i in self._repeated:
             outs[i] = jnp.copy(outs[i])
+        num_parts = 1 if self._plan is not None else self._topology.num_replicas
+        for n, i in enumerate(self.written):
+            outs[n] = parts_of(outs[n], num_parts) if i in self._parts else outs[n]
         return outs[: len(self.written)], outs[len(self.written) :]
 
     def _evaluate_whole(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
