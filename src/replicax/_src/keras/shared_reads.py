@@ -122,7 +122,7 @@ class SharedReads:
         return chosen, self._gathered(variable, value) if is_sharded(value) else value
 
     def _gathered(self, variable: Any, value: jax.Array) -> jax.Array:
-        if _is_of_parts(variable, value):
+        if is_of_parts(variable, value):
             return added_up(value, self._topology)
         assert self._layouts is not None
         return self._layouts.whole(value)
@@ -151,8 +151,12 @@ def of(strategy: Strategy | None, *, has_parts: bool = False) -> SharedReads | N
     return _of_strategies.get(strategy)
 
 
-def _is_of_parts(variable: Any, value: Any) -> bool:
-    return variable.has_parts and has_parts(value, variable.shape)
+def is_of_parts(variable: Any, value: Any) -> bool:
+    """True for the parts that programs store for a variable whose value is their sum."""
+    if not variable.has_parts or not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
+        return False
+    topology = context.owners[id(variable)].topology
+    return has_parts(value, variable.shape) and value.sharding == topology.per_replica
 
 
 def is_sharded(value: Any) -> bool:
@@ -182,11 +186,11 @@ def shards() -> contextlib.AbstractContextManager[None]:
 
 def whole(variable: Any, held: Any) -> Any:
     """Returns the full value of a variable of which each process may hold a shard, or each replica a part."""
-    is_of_parts = _is_of_parts(variable, held)
-    if _here.takes_shards or not (is_of_parts or (is_sharded(held) and jax_compat.is_evaluating())):
+    are_parts = is_of_parts(variable, held)
+    if _here.takes_shards or not (are_parts or (is_sharded(held) and jax_compat.is_evaluating())):
         return held
     strategy = context.owners.get(id(variable))
     reads = of(strategy)
     if reads is not None:
         return reads.whole(variable, held)
-    return added_up(held, strategy.topology) if is_of_parts else held
+    return added_up(held, strategy.topology) if are_parts else held

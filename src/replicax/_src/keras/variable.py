@@ -14,7 +14,7 @@ from replicax._src import context, jax_compat
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import placed_variables, servers, sharded_state, shared_reads
 from replicax._src.keras.capture import accessor, outside_functions
-from replicax._src.tracing.bindings import has_parts, is_local
+from replicax._src.tracing.bindings import is_local
 from replicax._src.tracing.capture import current_capture, note_created, planning
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.server_placement import ServerPlacement
@@ -99,7 +99,7 @@ class PlacedVariable(_Keras):
     def assign(self, value: Any) -> Any:
         """Assigns the value where the variable is kept."""
         stored = getattr(self, "_value", None)
-        if self.has_parts and has_parts(value, self.shape):  # from Keras's loop
+        if shared_reads.is_of_parts(self, value):  # from Keras's loop
             accessor.set([self], [value])
             return self
         if shared_reads.is_needed and current_capture() is None:
