@@ -901,9 +901,9 @@ def accumulates():
 
 
 def accumulates_in_fit(path):
-    """Two updates by ``fit``, each of three small batches, with a checkpoint before the last one.
+    """Two updates by ``fit``, each of three small batches, with a checkpoint and a file before the last one.
 
-    The process that is alone instead restores the checkpoint, and computes the same from two large batches.
+    The process that is alone instead restores them, and computes the same from two large batches.
     """
     import keras
     import numpy as np
@@ -934,18 +934,26 @@ def accumulates_in_fit(path):
             model.optimizer.build(model.trainable_variables)
         return model
 
-    def weights_after(model, rows, size=10, epochs=1):
-        model.fit(x[rows], y[rows], batch_size=size, epochs=epochs, shuffle=False, verbose=0)
+    def weights_after(model, rows, size=10, epochs=1, callbacks=()):
+        options = {"epochs": epochs, "shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
+        model.fit(x[rows], y[rows], batch_size=size, **options)
         return [np.asarray(v.value).tolist() for v in model.trainable_variables]
 
     if is_alone:
         report(large=weights_after(built(keras.Sequential, None), slice(29), 29, epochs=2))
     for cls in (keras.Sequential, OwnStep):
-        model = built(cls, 3)
+        model, file = built(cls, 3), f"{path}/{cls.__name__}.keras"
         if is_alone:
             rx.Checkpoint(model=model).restore(f"{path}/{cls.__name__}")
+            with strategy.scope():
+                loaded = keras.models.load_model(file, custom_objects={"OwnStep": OwnStep})
+            report(**{f"{cls.__name__}_loaded": weights_after(loaded, slice(20, 29))})
         else:
             weights_after(model, slice(29))
-            weights_after(model, slice(20))
+            save = keras.callbacks.ModelCheckpoint(file, save_freq=1)  # the chief writes alone
+            weights_after(model, slice(20), callbacks=[save])
+            if rx.is_chief():
+                sums = [v for v in model.optimizer.variables if v.path.endswith("accumulator")]
+                assert all(np.asarray(v.value).any() for v in sums)
             rx.Checkpoint(model=model).write(f"{path}/{cls.__name__}")
         report(**{cls.__name__: weights_after(model, slice(20, 29))})

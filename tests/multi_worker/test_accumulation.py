@@ -21,6 +21,7 @@ def test_fit_of_two_processes_and_its_checkpoint_in_one_equal_large_batches(repo
     two = reports_of(accumulates_in_fit, str(tmp_path), workers=2)
     (alone,) = reports_of(accumulates_in_fit, str(tmp_path), workers=1)
     for report in (*two, alone):
-        for style in ("Sequential", "OwnStep"):
+        loaded = ("Sequential_loaded", "OwnStep_loaded") if report is alone else ()
+        for style in ("Sequential", "OwnStep", *loaded):
             for got, expected in zip(report[style], alone["large"], strict=True):
                 assert_close(got, expected, 1e-5)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from replicax._src import context
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.keras import servers
+from replicax._src.keras.capture import accessor
 from replicax._src.keras.loss_counts import count_of_step
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.tracing.capture import TracedCapture, current_capture
@@ -60,6 +61,13 @@ def has_parts(optimizer: Any) -> bool:
     """Returns True if each replica keeps its own part of the gradients that the optimizer accumulates."""
     accumulators = getattr(optimizer, "_accumulated_gradients", ())
     return bool(accumulators) and all(each.has_parts for each in accumulators)
+
+
+def add_up(optimizer: Any) -> None:
+    """Stores sums in place of the replicas' parts, so that each process can read them alone. All must call it."""
+    for variable in optimizer.variables:
+        if variable.has_parts:
+            accessor.set([variable], [variable.value])
 
 
 def apply(

@@ -12,6 +12,7 @@ import keras
 
 from replicax._src.errors import MissingExtraError
 from replicax._src.keras import checkpoint_callback, shared_reads
+from replicax._src.keras.accumulation import add_up
 from replicax._src.keras.overriding import muted, overridden
 from replicax._src.keras.tensorboard_callback import closed_on_error
 
@@ -37,6 +38,8 @@ def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str,
             reads = None if is_ordered else shared_reads.of(strategy)
             if reads is not None:
                 listed = stack.enter_context(reads.in_fit(listed))
+            if strategy is not None and strategy.topology.peers is not None:
+                listed = [_AddUp(), *listed]
             listed = stack.enter_context(checkpoint_callback.in_fit(model, strategy, given, listed))
             if not is_ordered:
                 given["callbacks"] = listed
@@ -85,4 +88,12 @@ def _is_due(callback: Any, is_due: Any, batch: int) -> bool:
     due = is_due(batch)
     if due:
         callback.model.jax_state_sync()
+        add_up(callback.model.optimizer)
     return due
+
+
+class _AddUp(keras.callbacks.Callback):
+    """Lets each process read the gradients that are accumulated in the callbacks at the end of an epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        add_up(self.model.optimizer)

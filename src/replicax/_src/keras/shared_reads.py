@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 from replicax._src import context, jax_compat
-from replicax._src.devices.topology import Topology, digest
+from replicax._src.devices.topology import digest
 from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.bindings import added_up, has_parts
 from replicax._src.variables.layouts import VariableLayouts
@@ -46,12 +46,11 @@ class SharedReads:
     """The reads of the variables of one strategy.
 
     Args:
-      topology: The devices, of several processes.
-      layouts: The layouts of variables; None if all are replicated.
+      layouts: The layouts of a strategy over several processes.
     """
 
-    def __init__(self, topology: Topology, layouts: VariableLayouts | None):
-        self._topology, self._layouts = topology, layouts
+    def __init__(self, layouts: VariableLayouts):
+        self._layouts = layouts
         self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers: dict[int, int] = {}
         self._count = 0
@@ -68,7 +67,7 @@ class SharedReads:
         """Returns the full value of a variable of which each process has shards."""
         number = self._numbers.get(id(variable))
         if not self._is_open or number is None:
-            return self._gathered(variable, value)
+            return self._layouts.whole(value)
         while True:
             asked, gathered = self._gather_together(number)
             if asked == number and gathered is not None:
@@ -78,7 +77,7 @@ class SharedReads:
         """Returns a host value that all processes assign, as shards; None if they assign different values, which the
         next program compares.
         """
-        peers = self._topology.peers
+        peers = self._layouts.topology.peers
         assert peers is not None
         if self._is_open:  # other processes may answer reads now
             return None
@@ -110,45 +109,42 @@ class SharedReads:
             self._is_open = False
 
     def _gather_together(self, number: int) -> tuple[int, jax.Array | None]:
-        peers = self._topology.peers
+        peers = self._layouts.topology.peers
         assert peers is not None
         asked = peers.gather_before_program("reading divided variables", number)
         chosen = next((n for n in asked if n != _DONE), _DONE)
         if chosen == _DONE:
             return _DONE, None
-        variable = self._by_number[chosen]
         with shards():
-            value = variable.value
-        return chosen, self._gathered(variable, value) if is_sharded(value) else value
-
-    def _gathered(self, variable: Any, value: jax.Array) -> jax.Array:
-        if is_of_parts(variable, value):
-            return added_up(value, self._topology)
-        assert self._layouts is not None
-        return self._layouts.whole(value)
+            value = self._by_number[chosen].value
+        return chosen, self._layouts.whole(value) if is_sharded(value) else value
 
 
 is_needed = False
-"""True if variables of this process are stored as shards over processes, or parts. Every read of one checks it."""
+"""True if a strategy of this process shards variables over processes, or stores parts of one. Every read of a Keras
+variable checks it.
+"""
 
-_of_strategies: weakref.WeakKeyDictionary[Strategy, SharedReads] = weakref.WeakKeyDictionary()
+_of_layouts: weakref.WeakKeyDictionary[VariableLayouts, SharedReads] = weakref.WeakKeyDictionary()
 
 
-def of(strategy: Strategy | None, *, has_parts: bool = False) -> SharedReads | None:
-    """Returns the reads of a strategy, or None if one process has all variables.
-
-    Args:
-      has_parts: True for a new variable that is stored as parts.
-    """
-    global is_needed
-    is_needed = is_needed or has_parts
-    if strategy is None or strategy.topology is None or strategy.topology.peers is None:
+def of(strategy: Strategy | None) -> SharedReads | None:
+    """Returns the reads of a strategy, or None if it does not shard variables over processes."""
+    layouts = None if strategy is None else strategy.variable_placement.layouts
+    if layouts is None or layouts.topology.peers is None:
         return None
-    layouts = strategy.variable_placement.layouts
-    if strategy not in _of_strategies and (layouts is not None or has_parts):
+    global is_needed
+    if layouts not in _of_layouts:
         is_needed = True
-        _of_strategies[strategy] = SharedReads(strategy.topology, layouts)
-    return _of_strategies.get(strategy)
+        _of_layouts[layouts] = SharedReads(layouts)
+    return _of_layouts[layouts]
+
+
+def is_sharded(value: Any) -> bool:
+    """True if a value is sharded over the devices of several processes."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
+        return False
+    return not value.is_fully_addressable and not value.is_fully_replicated
 
 
 def is_of_parts(variable: Any, value: Any) -> bool:
@@ -157,13 +153,6 @@ def is_of_parts(variable: Any, value: Any) -> bool:
         return False
     topology = context.owners[id(variable)].topology
     return has_parts(value, variable.shape) and value.sharding == topology.per_replica
-
-
-def is_sharded(value: Any) -> bool:
-    """True if a value is sharded over the devices of several processes."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
-        return False
-    return not value.is_fully_addressable and not value.is_fully_replicated
 
 
 def in_shards(variable: Any, value: Any, stored: Any) -> Any:
@@ -186,11 +175,11 @@ def shards() -> contextlib.AbstractContextManager[None]:
 
 def whole(variable: Any, held: Any) -> Any:
     """Returns the full value of a variable of which each process may hold a shard, or each replica a part."""
-    are_parts = is_of_parts(variable, held)
-    if _here.takes_shards or not (are_parts or (is_sharded(held) and jax_compat.is_evaluating())):
+    if _here.takes_shards:
         return held
-    strategy = context.owners.get(id(variable))
-    reads = of(strategy)
-    if reads is not None:
-        return reads.whole(variable, held)
-    return added_up(held, strategy.topology) if are_parts else held
+    if is_of_parts(variable, held):
+        return added_up(held, context.owners[id(variable)].topology)
+    if not is_sharded(held) or not jax_compat.is_evaluating():
+        return held
+    reads = of(context.owners.get(id(variable)))
+    return held if reads is None else reads.whole(variable, held)

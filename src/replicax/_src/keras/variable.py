@@ -55,9 +55,10 @@ class PlacedVariable(_Keras):
         layouts = getattr(_placement_of(self), "layouts", None)
         if layouts is not None:
             layouts.note(self)
-        reads = shared_reads.of(context.owners.get(id(self)), has_parts=self.has_parts)
+        reads = shared_reads.of(context.owners.get(id(self)))
         if reads is not None and not sharded_state.making.is_alone:
             reads.note(self)
+        shared_reads.is_needed = shared_reads.is_needed or self.has_parts
         _take_leaders_value(self)
         placed_variables.place(self)
         jax_compat.take_as_arrays(type(self), value_of)
