@@ -293,13 +293,19 @@ class Printing(keras.layers.Layer):
 
 @pytest.mark.parametrize("layer", [Mixing, Printing])
 def test_a_model_that_cannot_be_split_exchanges_after_each_small_batch_and_says_so(layer, caplog, capfd):
-    with rx.MirroredStrategy(CPUS[:2]).scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), layer()])
-        model.compile(adam(gradient_accumulation_steps=2), "mse")
-    model.fit(np.ones((8, 8), "f"), np.ones((8, 8), "f"), batch_size=4, verbose=0)
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(8), layer()])
+            model.compile(keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), "mse")
+        model.fit(IDS[:8].astype("f"), np.ones((8, 8), "f"), batch_size=4, shuffle=False, verbose=0)
+        return [np.asarray(v.value) for v in model.weights]
+
+    got = trained(rx.MirroredStrategy(CPUS[:2]))
     assert "exchange gradients after each small batch" in caplog.text
     jax.effects_barrier()
     assert capfd.readouterr().out.count("largest") == (2 if layer is Printing else 0)
+    assert_equal(got, trained(rx.OneDeviceStrategy("cpu:0")))
 
 
 class WithNumber(keras.layers.Layer):
@@ -323,6 +329,54 @@ def test_gradients_that_do_not_depend_on_the_batch_count_once():
         return [float(v.value) - before for v, before in zip(model.weights, start, strict=True)]
 
     np.testing.assert_allclose(trained(rx.MirroredStrategy(CPUS), 8, 2), [-1, 0], atol=1e-6)
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+def small_batches(model, way):
+    """Trains on four small batches, one of them in another way."""
+    x, y = IDS.astype("f"), Y[:, 0]
+    for start, stop in [(0, 8), (8, 16), (16, 24), (24, 29)]:
+        rows = x[start:stop], y[start:stop]
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        if start == 8 and way == "train_on_batch":
+            model.train_on_batch(*rows)
+        elif start == 8 and way == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(x[start:], y[start:], callbacks=[Interrupt()], **options)
+        elif start == 8 and way == "outside":
+            parts = [v.value for v in model.trainable_variables]
+            loss = functools.partial(stateless_loss, model, rows)
+            model.optimizer.accumulated_count.assign_add(8)
+            model.optimizer.apply(jax.grad(loss)(parts), model.trainable_variables)
+        else:
+            model.run_eagerly = start == 8 and way == "run_eagerly"
+            model.fit(*rows, validation_data=rows, **options)
+    return [np.asarray(v.value) for v in model.weights]
+
+
+def stateless_loss(model, rows, values):
+    outputs, _ = model.stateless_call(values, [], rows[0])
+    return jnp.mean((outputs - rows[1]) ** 2)
+
+
+@pytest.mark.parametrize("style", [keras.Sequential, OwnStep])
+@pytest.mark.parametrize("way", ["fit", "train_on_batch", "interrupted", "outside", "run_eagerly"])
+def test_small_batches_of_one_accumulation_run_in_several_ways(style, way):
+    model = half_trained(rx.MirroredStrategy(CPUS[:2]), style, stop=0)
+    assert_equal(small_batches(model, way), trained_at_once())
+
+
+def test_each_device_holds_one_set_of_accumulators():
+    model = half_trained(rx.MirroredStrategy(CPUS), stop=8)
+    for sums in (v for v in model.optimizer.variables if v.path.endswith("accumulator")):
+        shards = sums._value.addressable_shards
+        assert [shard.data.size for shard in shards] == [np.size(sums)] * 4
+        total = sum(np.asarray(shard.data) for shard in shards)
+        np.testing.assert_allclose(total[0], sums.value, rtol=1e-6)
 
 
 # --- checkpoints and files ------------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.tracing.equations import equations
 from replicax._src.tracing.flat import Atom, FlatProgram, Operation, read
 from replicax._src.tracing.row_partitioner.layout import Layout, Rows, RowSplit, Shared
 from replicax._src.tracing.row_partitioner.rules import Applied, Incomplete, NotByRowsError, apply, refused
 
 SumOverReplicas = Callable[[Sequence[Any]], Sequence[Any]]
 _ADDITIONS = frozenset(["add", "add_any"])
+_PLACING = frozenset(["shard_map", "sharding_constraint"])
 
 
 def split_by_rows(
@@ -40,6 +42,9 @@ def split_by_rows(
     layouts: list[Layout] = [Rows(0) if by_rows else Shared.WHOLE for by_rows in has_rows]
     for i in parts:
         layouts[i] = Shared.SUM
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name in _PLACING or any(eqn.params.get("devices", ())):
+            return f"{eqn.primitive.name} places values on devices of its own ({jax_compat.equation_line(eqn)})"
     try:
         return RowsPlan(FlatProgram(jaxpr), layouts, split, kept=kept)
     except NotByRowsError as reason:
