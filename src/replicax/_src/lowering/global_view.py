@@ -31,8 +31,10 @@ from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import in_flight, run_and_store
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
-from replicax._src.tracing.bindings import parts_of, state_lock
+from replicax._src.tracing.bindings import has_parts, parts_of, state_lock, sum_of_parts
+from replicax._src.tracing.equations import evaluated
 from replicax._src.tracing.gathers import evaluate_gathering
+from replicax._src.tracing.markers import accumulate_p, accumulated
 from replicax._src.tracing.row_partitioner.layout import RowSplit
 from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
 
@@ -100,6 +102,25 @@ class GlobalStep:
     def num_programs(self) -> int:
         """The number of programs."""
         return len(self._programs)
+
+
+def _bind_with_parts(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation in which the parts [R, ...] of a sum may stand for the sum.
+
+    The first replica accumulates gradients, which are summed already.
+    """
+    are_parts = [has_parts(v, atom.aval.shape) for v, atom in zip(operands, eqn.invars, strict=True)]
+    if eqn.primitive is not accumulate_p or not any(are_parts):
+        operands = [sum_of_parts(v) if is_part else v for v, is_part in zip(operands, are_parts, strict=True)]
+        return jax_compat.bind_equation(eqn, operands)
+    number = len(operands[are_parts.index(True)])
+    rows = [v if is_part else parts_of(v, number) for v, is_part in list(zip(operands, are_parts))[3:]]
+
+    def total(sums: Sequence[Any]) -> list[Any]:
+        zeros = [jnp.zeros_like(value[0]) for value in sums]
+        return jax.lax.cond(operands[0], lambda: list(map(sum_of_parts, sums)), lambda: zeros)
+
+    return accumulated(*operands[:3], *rows, total=total, is_conditional=False)
 
 
 def _form(state: HeldState, batch: Batch, capacity: int) -> Hashable:
@@ -258,14 +279,15 @@ class _Program:
     def _evaluate(self, written: Any, read: Any, consts: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         state: list[Any] = [None] * (len(self.written) + len(self._read))
         for i, value in zip([*self.written, *self._read], [*written, *read], strict=True):
-            # A replica of a plan has only its own part. Otherwise all parts are added up.
-            state[i] = jnp.sum(value, axis=0, dtype=value.dtype) if i in self._parts else value
+            state[i] = value[0] if i in self._parts and self._plan is not None else value
         outs = self._evaluate_whole([*consts, *state], leaves)
         for i in self._repeated:
             outs[i] = jnp.copy(outs[i])
-        num_parts = 1 if self._plan is not None else self._topology.num_replicas
         for n, i in enumerate(self.written):
-            outs[n] = parts_of(outs[n], num_parts) if i in self._parts else outs[n]
+            if i in self._parts and self._plan is not None:
+                outs[n] = outs[n][None]
+            elif i in self._parts and not has_parts(outs[n], self._jaxpr.outvars[n].aval.shape):
+                outs[n] = parts_of(outs[n], self._topology.num_replicas)
         return outs[: len(self.written)], outs[len(self.written) :]
 
     def _evaluate_whole(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
@@ -278,6 +300,8 @@ class _Program:
 
             return self._plan.evaluate([*args, *leaves], add)
         rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
+        if self._parts:
+            return evaluated(self._jaxpr, [*args, *rows], _bind_with_parts)
         return evaluate_gathering(self._jaxpr, [*args, *rows])
 
     def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
@@ -342,7 +343,7 @@ def spread_sum(value: jax.Array, topology: Topology) -> jax.Array:
 
 def has_parts(stored: Any, shape: Sequence[int]) -> bool:
     """Returns True for the parts [R, ...] of a sum of this shape, which a PARTS variable stores after a program."""
-    return len(stored.shape) > len(shape)
+    return np.ndim(stored) > len(shape)
 
 
 def parts_of(value: Any, num_parts: int) -> jax.Array:
@@ -359,7 +360,7 @@ def as_parts(value: jax.Array, topology: Topology) -> jax.Array:
 
 def added_up(parts: jax.Array, topology: Topology) -> jax.Array:
     """Returns the replicated sum of parts. With several processes all must call it."""
-    return topology.compile(_sum_of_parts, "adding up a sum", out_shardings=topology.replicated)(parts)
+    return topology.compile(sum_of_parts, "adding up a sum", out_shardings=topology.replicated)(parts)
 
 
 @functools.cache
@@ -367,5 +368,6 @@ def _maker_of_parts(num_parts: int) -> Callable[[Any], jax.Array]:
     return functools.partial(parts_of, num_parts=num_parts)
 
 
-def _sum_of_parts(parts: Any) -> Any:
+def sum_of_parts(parts: Any) -> Any:
+    """Returns the sum of parts [R, ...]."""
     return jnp.sum(parts, axis=0, dtype=parts.dtype)

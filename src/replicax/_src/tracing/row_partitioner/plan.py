@@ -44,7 +44,9 @@ def split_by_rows(
         layouts[i] = Shared.SUM
     for eqn in equations(jaxpr):
         if eqn.primitive.name in _PLACING or any(eqn.params.get("devices", ())):
-            return f"{eqn.primitive.name} places values on devices of its own ({jax_compat.equation_line(eqn)})"
+            return (
+                f"{eqn.primitive.name} places values on devices of its own ({jax_compat.equation_line(eqn)})"
+            )
     try:
         return RowsPlan(FlatProgram(jaxpr), layouts, split, kept=kept)
     except NotByRowsError as reason:
