@@ -63,9 +63,9 @@ def has_parts(optimizer: Any) -> bool:
     return bool(accumulators) and all(each.has_parts for each in accumulators)
 
 
-def add_up(optimizer: Any) -> None:
+def add_up(model: Any) -> None:
     """Stores sums in place of the replicas' parts, so that each process can read them alone. All must call it."""
-    for variable in optimizer.variables:
+    for variable in getattr(getattr(model, "optimizer", None), "variables", ()):
         if variable.has_parts:
             accessor.set([variable], [variable.value])
 

@@ -39,7 +39,8 @@ def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str,
             if reads is not None:
                 listed = stack.enter_context(reads.in_fit(listed))
             if strategy is not None and strategy.topology.peers is not None:
-                listed = [_AddUp(), *listed]
+                add = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: add_up(model))
+                listed = [add, *listed]  # so that each process can read accumulated gradients alone
             listed = stack.enter_context(checkpoint_callback.in_fit(model, strategy, given, listed))
             if not is_ordered:
                 given["callbacks"] = listed
@@ -88,12 +89,5 @@ def _is_due(callback: Any, is_due: Any, batch: int) -> bool:
     due = is_due(batch)
     if due:
         callback.model.jax_state_sync()
-        add_up(callback.model.optimizer)
+        add_up(callback.model)
     return due
-
-
-class _AddUp(keras.callbacks.Callback):
-    """Lets each process read the gradients that are accumulated in the callbacks at the end of an epoch."""
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        add_up(self.model.optimizer)
