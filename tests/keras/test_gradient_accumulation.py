@@ -1,7 +1,10 @@
 """Keras's ``gradient_accumulation_steps``: n micro-batches of unequal counts equal one large batch on one device."""
 
+import contextlib
 import functools
+import re
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -135,7 +138,7 @@ def test_without_the_weights_the_numbers_differ(monkeypatch):
     """The case is one that Keras alone gets wrong."""
     from replicax._src.keras import accumulation
 
-    monkeypatch.setattr(accumulation, "weighed", lambda optimizer, gradients, variables: list(gradients))
+    monkeypatch.setattr(accumulation, "_factors", lambda optimizer: None)
     got = fitted(rx.MirroredStrategy(CPUS[:1]), 8, 4)
     expected = on_one_device(True, False, "sum_over_batch_size")
     assert max(np.abs(one - other).max() for one, other in zip(got, expected, strict=True)) > 1e-3
@@ -229,3 +232,247 @@ def test_optimizers_made_outside_of_a_scope_are_keras_own():
     optimizer = adam(gradient_accumulation_steps=2)
     optimizer.build([keras.Variable(np.zeros(2, "f"))])
     assert not any("accumulated_count" in v.path for v in optimizer.variables)
+
+
+# --- exchanges ------------------------------------------------------------------------------------------------
+
+
+def gradients_summed(text):
+    """The numbers of elements that the all-reduces of a compiled program sum, in each step and in a condition only."""
+    always, in_condition = 0, 0
+    is_entry = False
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            is_entry = line.startswith("ENTRY")
+        found = re.search(r" = (.+?) all-reduce(?:-start)?\(", line)
+        shapes = re.findall(r"\[([\d,]*)\]", found[1]) if found else []
+        size = sum(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+        always, in_condition = (always + size, in_condition) if is_entry else (always, in_condition + size)
+    return always, in_condition
+
+
+def lowered(strategy, cls=keras.Sequential):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = [
+            keras.layers.Dense(8, kernel_regularizer="l2"),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(4),
+        ]
+        model = cls([keras.Input((8,)), *layers])
+        model.compile(adam(gradient_accumulation_steps=4), "mse")
+    data = np.zeros((10, 8), np.float32), np.zeros((10, 4), np.float32)
+    return strategy.lower(model.fit, data, {"batch_size": 10}).compile().as_text()
+
+
+@pytest.mark.parametrize("cls", [keras.Sequential, OwnStep])
+def test_gradients_are_exchanged_only_in_the_step_that_updates(cls):
+    always, in_condition = gradients_summed(lowered(rx.MirroredStrategy(CPUS[:2]), cls))
+    assert in_condition == 8 * 8 + 8 + 8 * 4 + 4  # each gradient once
+    assert always < 8  # losses
+
+
+@pytest.mark.parametrize(
+    "options", [{"shard_state": "optimizer"}, {"devices_per_replica": 2}], ids=["sharded", "logical"]
+)
+def test_accumulators_of_sharded_state_and_of_several_devices_per_replica_have_no_parts(options):
+    model = half_trained(rx.MirroredStrategy(CPUS, **options), keras.Sequential, stop=8)
+    assert [a.shape for a in accumulated(model)] == [(TOKENS, 1), (1,)]
+
+
+class Mixing(keras.layers.Layer):
+    def call(self, x):
+        return x - jnp.sort(x, axis=0)
+
+
+class Printing(keras.layers.Layer):
+    def call(self, x):
+        jax.debug.print("largest {x}", x=jnp.max(x))
+        return x
+
+
+@pytest.mark.parametrize("layer", [Mixing, Printing])
+def test_a_model_that_cannot_be_split_exchanges_after_each_small_batch_and_says_so(layer, caplog, capfd):
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(8), layer()])
+            model.compile(keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), "mse")
+        model.fit(IDS[:8].astype("f"), np.ones((8, 8), "f"), batch_size=4, shuffle=False, verbose=0)
+        return [np.asarray(v.value) for v in model.weights]
+
+    got = trained(rx.MirroredStrategy(CPUS[:2]))
+    assert "exchange gradients after each small batch" in caplog.text
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("largest") == (2 if layer is Printing else 0)
+    assert_equal(got, trained(rx.OneDeviceStrategy("cpu:0")))
+
+
+class WithNumber(keras.layers.Layer):
+    """A layer with two numbers that the loss depends on in a fixed way, and not at all."""
+
+    def build(self, shape):
+        self.fixed, self.unused = self.add_weight(shape=()), self.add_weight(shape=())
+
+    def call(self, x):
+        self.add_loss(self.fixed * 1.0)
+        return x
+
+
+def test_gradients_that_do_not_depend_on_the_batch_count_once():
+    def trained(strategy, batch_size, number):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((TOKENS,)), WithNumber()])
+            model.compile(keras.optimizers.SGD(1.0, gradient_accumulation_steps=number), "mse")
+            start = [float(v.value) for v in model.weights]
+        model.fit(IDS[:16].astype("f"), IDS[:16].astype("f"), batch_size=batch_size, verbose=0)
+        return [float(v.value) - before for v, before in zip(model.weights, start, strict=True)]
+
+    np.testing.assert_allclose(trained(rx.MirroredStrategy(CPUS), 8, 2), [-1, 0], atol=1e-6)
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+def small_batches(model, way):
+    """Trains on four small batches, one of them in another way."""
+    x, y = IDS.astype("f"), Y[:, 0]
+    for start, stop in [(0, 8), (8, 16), (16, 24), (24, 29)]:
+        rows = x[start:stop], y[start:stop]
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        if start == 8 and way == "train_on_batch":
+            model.train_on_batch(*rows)
+        elif start == 8 and way == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(x[start:], y[start:], callbacks=[Interrupt()], **options)
+        elif start == 8 and way == "outside":
+            parts = [v.value for v in model.trainable_variables]
+            loss = functools.partial(stateless_loss, model, rows)
+            model.optimizer.accumulated_count.assign_add(8)
+            model.optimizer.apply(jax.grad(loss)(parts), model.trainable_variables)
+        else:
+            model.run_eagerly = start == 8 and way == "run_eagerly"
+            model.fit(*rows, validation_data=rows, **options)
+    return [np.asarray(v.value) for v in model.weights]
+
+
+def stateless_loss(model, rows, values):
+    outputs, _ = model.stateless_call(values, [], rows[0])
+    return jnp.mean((outputs - rows[1]) ** 2)
+
+
+@pytest.mark.parametrize("style", [keras.Sequential, OwnStep])
+@pytest.mark.parametrize("way", ["fit", "train_on_batch", "interrupted", "outside", "run_eagerly"])
+def test_small_batches_of_one_accumulation_run_in_several_ways(style, way):
+    model = half_trained(rx.MirroredStrategy(CPUS[:2]), style, stop=0)
+    assert_equal(small_batches(model, way), trained_at_once())
+
+
+def test_each_device_holds_one_set_of_accumulators():
+    model = half_trained(rx.MirroredStrategy(CPUS), stop=8)
+    for sums in (v for v in model.optimizer.variables if v.path.endswith("accumulator")):
+        shards = sums._value.addressable_shards
+        assert [shard.data.size for shard in shards] == [np.size(sums)] * 4
+        total = sum(np.asarray(shard.data) for shard in shards)
+        np.testing.assert_allclose(total[0], sums.value, rtol=1e-6)
+
+
+# --- checkpoints and files ------------------------------------------------------------------------------------
+
+
+def half_trained(strategy, cls=keras.Sequential, stop=16):
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = cls([keras.Input((TOKENS,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05, gradient_accumulation_steps=4), "mse")
+        model.optimizer.build(model.trainable_variables)
+    if stop:
+        model.fit(IDS[:stop].astype("f"), Y[:stop, 0], batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+def continued(model):
+    model.fit(IDS[16:24].astype("f"), Y[16:24, 0], batch_size=8, shuffle=False, verbose=0)
+    model.fit(IDS[24:].astype("f"), Y[24:, 0], batch_size=8, shuffle=False, verbose=0)
+    return [np.asarray(v.value) for v in model.weights]
+
+
+def accumulated(model):
+    return [np.asarray(v.value) for v in model.optimizer.variables if "accumulator" in v.path]
+
+
+STRATEGIES = {
+    "four": lambda: rx.MirroredStrategy(CPUS),
+    "two": lambda: rx.MirroredStrategy(CPUS[:2]),
+    "sharded_optimizer": lambda: rx.MirroredStrategy(CPUS[:2], shard_state="optimizer"),
+    "sharded": lambda: rx.MirroredStrategy(CPUS, shard_state="all"),
+    "one_device": lambda: rx.OneDeviceStrategy("cpu:0"),
+}
+
+
+@functools.cache
+def trained_at_once():
+    return continued(half_trained(STRATEGIES["one_device"]()))
+
+
+PAIRS = [
+    *(pytest.param("four", name, marks=() if name in ("four", "sharded") else pytest.mark.rest) for name in STRATEGIES),
+    *(pytest.param(name, "four", marks=() if name == "one_device" else pytest.mark.rest) for name in STRATEGIES if name != "four"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("style", [keras.Sequential, OwnStep])
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_a_checkpoint_within_an_accumulation_fits_all_strategies(one, other, style, tmp_path):
+    model = half_trained(STRATEGIES[one](), style)
+    again = half_trained(STRATEGIES[other](), stop=0)
+    rx.Checkpoint(model=again).restore(rx.Checkpoint(model=model).save(tmp_path / "a"))
+    for old, new in zip(accumulated(model), accumulated(again), strict=True):
+        assert old.any()
+        np.testing.assert_allclose(new, old, rtol=1e-6)
+    assert_equal(continued(again), trained_at_once())
+    assert_equal(continued(model), trained_at_once())
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_a_keras_file_within_an_accumulation_fits_all_strategies(one, other, tmp_path):
+    model = half_trained(STRATEGIES[one]())
+    model.save(tmp_path / "m.keras")
+    with STRATEGIES[other]().scope():
+        again = keras.models.load_model(tmp_path / "m.keras")
+    assert_equal(continued(again), trained_at_once())
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_a_file_of_keras_alone_has_the_same_sums(tmp_path):
+    model = half_trained(STRATEGIES["four"]())
+    model.save(tmp_path / "m.keras")
+    stored = [np.asarray(a) for a in accumulated(model)]
+    own = keras.optimizers.SGD(0.05, gradient_accumulation_steps=4)
+    own.build([keras.Variable(np.asarray(v.value)) for v in model.trainable_variables])
+    sums = [v for v in model.optimizer.variables if "accumulated_count" not in v.path]
+    own.set_weights([np.asarray(v.value) for v in sums])
+    for got, expected in zip(own.variables[-2:], stored, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), expected)
+
+
+def test_a_resumed_run_is_bit_equal(tmp_path):
+    model = half_trained(STRATEGIES["four"]())
+    path = rx.Checkpoint(model=model).save(tmp_path / "a")
+    again = half_trained(STRATEGIES["four"](), stop=0)
+    rx.Checkpoint(model=again).restore(path)
+    for one, other in zip(continued(model), continued(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_values_of_other_shapes_are_refused():
+    model = half_trained(STRATEGIES["two"](), stop=8)
+    values = [np.asarray(v.value) for v in model.optimizer.variables]
+    model.optimizer.set_weights(values)
+    for shape in [(2, TOKENS, 1), (TOKENS,), (3, TOKENS, 1)]:
+        sums = next(v for v in model.optimizer.variables if v.shape == (TOKENS, 1))
+        with pytest.raises(ValueError, match="shape"):
+            sums.assign(np.zeros(shape, "f"))

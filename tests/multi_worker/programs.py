@@ -898,3 +898,62 @@ def accumulates():
         expected.append(float(loss / mask[rows].sum()))
         params = params - 0.1 * np.asarray(gradient) / mask[rows].sum()
     report(losses=losses, expected=expected, weight=w.numpy().tolist(), params=params.tolist())
+
+
+def accumulates_in_fit(path):
+    """Two updates by ``fit``, each of three small batches, with a checkpoint and a file before the last one.
+
+    The process that is alone instead restores them, and computes the same from two large batches.
+    """
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    class OwnStep(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with rx.GradientTape() as tape:
+                loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    x = np.random.default_rng(0).normal(size=(29, 6)).astype(np.float32)
+    y = x.sum(axis=1)
+    strategy = rx.MultiWorkerMirroredStrategy()
+    is_alone = strategy.num_replicas_in_sync == 1
+
+    def built(cls, number):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            layers = [keras.layers.Dense(4, "tanh", kernel_regularizer="l2"), keras.layers.Dense(1)]
+            model = cls([keras.Input((6,)), *layers])
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=number), "mse")
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    def weights_after(model, rows, size=10, epochs=1, callbacks=()):
+        options = {"epochs": epochs, "shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
+        model.fit(x[rows], y[rows], batch_size=size, **options)
+        return [np.asarray(v.value).tolist() for v in model.trainable_variables]
+
+    if is_alone:
+        report(large=weights_after(built(keras.Sequential, None), slice(29), 29, epochs=2))
+    for cls in (keras.Sequential, OwnStep):
+        model, file = built(cls, 3), f"{path}/{cls.__name__}.keras"
+        if is_alone:
+            rx.Checkpoint(model=model).restore(f"{path}/{cls.__name__}")
+            with strategy.scope():
+                loaded = keras.models.load_model(file, custom_objects={"OwnStep": OwnStep})
+            report(**{f"{cls.__name__}_loaded": weights_after(loaded, slice(20, 29))})
+        else:
+            weights_after(model, slice(29))
+            save = keras.callbacks.ModelCheckpoint(file, save_freq=1)  # the chief writes alone
+            weights_after(model, slice(20), callbacks=[save])
+            if rx.is_chief():
+                sums = [v for v in model.optimizer.variables if v.path.endswith("accumulator")]
+                assert all(np.asarray(v.value).any() for v in sums)
+            rx.Checkpoint(model=model).write(f"{path}/{cls.__name__}")
+        report(**{cls.__name__: weights_after(model, slice(20, 29))})

@@ -362,6 +362,7 @@ def marker_primitive(
     abstract_eval: Callable[..., Sequence[Any]],
     refuse: Callable[[str], Exception],
     linear: bool = False,
+    one_device: Callable[..., Any] | None = None,
 ) -> Any:
     """Creates a primitive that marks a place in a jaxpr until it is resolved. Differentiating it calls ``refuse``.
 
@@ -369,6 +370,7 @@ def marker_primitive(
       abstract_eval: Returns the avals of its outputs.
       refuse: Builds the error for ``"vmap"``, ``"jax.grad"`` or ``"execution"``.
       linear: True if its derivative is the marker applied to the tangents.
+      one_device: What it computes where nobody resolves it; None if that is an error.
     """
     primitive = jex.Primitive(name)
     primitive.multiple_results = True
@@ -386,7 +388,9 @@ def marker_primitive(
         tangents = [ad.instantiate_zeros(t) for t in tangents]
         return primitive.bind(*primals, **params), primitive.bind(*tangents, **params)
 
-    primitive.def_impl(impl)
+    primitive.def_impl(one_device or impl)
+    if one_device is not None:
+        mlir.register_lowering(primitive, mlir.lower_fun(one_device))
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     return primitive

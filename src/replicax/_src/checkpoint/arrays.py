@@ -16,7 +16,7 @@ from replicax._src import context, jax_compat
 from replicax._src.checkpoint.tracked import Leaf
 from replicax._src.framework import is_variable, make_binding
 from replicax._src.options import VariableAggregation
-from replicax._src.tracing.bindings import Binding, SyncPolicy, note_unshared
+from replicax._src.tracing.bindings import Binding, SyncPolicy, has_parts, note_unshared
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
@@ -172,6 +172,8 @@ class VariableLeaf(ArrayLeaf):
             return None
         if self.binding.sync_policy is SyncPolicy.COMPONENTS:
             return Held(None, stored, self.of.aggregation.name)
+        if self.binding.sync_policy is SyncPolicy.PARTS and has_parts(stored, self.shape):
+            return Held(None, stored, VariableAggregation.SUM.name)
         if self.binding.sync_policy is SyncPolicy.SUMMED and self.binding.placed is stored:
             return Held(stored, self.binding.components)
         return Held(stored)
@@ -188,12 +190,16 @@ class VariableLeaf(ArrayLeaf):
             if source.num_components == self.binding.num_replicas:
                 return HostParts.like(stored, source.read_components)
             return HostParts.like(stored, self._spread(source).__getitem__)
-        return HostParts.like(stored, source.read), self._fetched_components(source)
+        components = self._fetched_components(source)
+        if self.binding.sync_policy is SyncPolicy.PARTS:
+            topology = context.owner_of(self.of).topology
+            return components or HostParts(self.shape, topology.replicated, source.read), None
+        return HostParts.like(stored, source.read), components
 
     def _fetched_components(self, source: Source) -> HostParts | None:
         """Returns the components behind a variable that shows a sum, if their number fits."""
         strategy = context.owner_of(self.of)
-        if self.binding.sync_policy is not SyncPolicy.SUMMED or strategy is None:
+        if not self.binding.sync_policy.is_sum or strategy is None:
             return None
         topology = strategy.topology
         if topology is None or source.num_components != topology.num_replicas:
@@ -216,7 +222,7 @@ class VariableLeaf(ArrayLeaf):
             placed = value.placed()
             if components is not None:
                 context.owner_of(self.of).bindings.give_components(self.of, placed, components.placed())
-            elif self.binding.sync_policy is not SyncPolicy.SUMMED:
+            elif not self.binding.sync_policy.is_sum:
                 note_unshared(placed)
             self.binding.value = placed
 

@@ -4,25 +4,30 @@ Keras averages the gradients of the micro-batches. Each is the gradient of a mea
 (rows, tokens, the sum of a mask) differs between them. So gradients are changed before Keras adds them up: with g_t the
 gradient and c_t the denominator of micro-batch t, and M_t the mean of g_1 to g_t weighed by c, Keras is given
 M_{t-1} + t * c_t / (c_1 + ... + c_t) * (g_t - M_{t-1}). Its sum after t micro-batches is then t * M_t.
+
+This is linear in g and M, so it also holds for the parts of a gradient that replicas compute from their rows. Each
+replica therefore adds up its own, and the replicas exchange them once, in the step that updates the variables.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
-import keras
 
 from replicax._src import context
-from replicax._src.errors import KerasLossError
-from replicax._src.nn import size_of_global_batch
-from replicax._src.tracing.loss_counts import LossCount, loss_counts, note_loss
+from replicax._src.collectives.in_replica import Packing, packed_sum
+from replicax._src.keras import servers
+from replicax._src.keras.capture import accessor
+from replicax._src.keras.loss_counts import count_of_step
+from replicax._src.parameter_servers.programs.events import Events
+from replicax._src.tracing.capture import TracedCapture, current_capture
+from replicax._src.tracing.markers import accumulate_p, accumulated
 
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+NAME: Final = "gradient_accumulator"
+"""The name that Keras gives to the variables in which an optimizer accumulates gradients."""
 
 
 def add_count(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -38,84 +43,86 @@ def add_count(optimizer: Any, variables: Sequence[Any]) -> None:
         )
 
 
-def weighed(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Returns the gradients of a micro-batch, summed over replicas, in the form that Keras is to add up."""
-    count = _count()
+def can_have_parts(optimizer: Any) -> bool:
+    """Returns True if the replicas of the current strategy can keep parts of the gradients that are accumulated.
+
+    With sharded state, whole parts would take the memory that it saves.
+    """
+    if not context.has_strategy() or optimizer.is_inner or servers.placement_of_scope() is not None:
+        return False
+    placement = context.strategy_for_new_variable().variable_placement
+    is_sharded = placement.layouts is not None and placement.layouts.shards is not None
+    topology = placement.topology
+    is_plain = placement.parameter_device is None and topology.num_logical_devices == 1
+    return topology.num_replicas > 1 and is_plain and not is_sharded
+
+
+def has_parts(optimizer: Any) -> bool:
+    """Returns True if each replica keeps its own part of the gradients that the optimizer accumulates."""
+    accumulators = getattr(optimizer, "_accumulated_gradients", ())
+    return bool(accumulators) and all(each.has_parts for each in accumulators)
+
+
+def add_up(model: Any) -> None:
+    """Stores sums in place of the replicas' parts, so that each process can read them alone. All must call it."""
+    for variable in getattr(getattr(model, "optimizer", None), "variables", ()):
+        if variable.has_parts:
+            accessor.set([variable], [variable.value])
+
+
+def apply(
+    optimizer: Any, own: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    """Accumulates gradients, and updates the variables if this small batch is the last one.
+
+    Args:
+      own: Keras's method for it.
+      gradients: The gradients, unscaled; of a replica's own rows if it keeps parts.
+    """
+    capture = current_capture()
+    is_on_servers = capture is not None and isinstance(capture.observer, Events)
+    if not optimizer.gradient_accumulation_steps or is_on_servers:
+        return own(gradients, variables)
+    accumulators = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
+    sums = [accumulator.value for accumulator in accumulators]
+    factors = _factors(optimizer)
+    if not has_parts(optimizer):
+        return own(list(gradients) if factors is None else _weighed(factors, sums, gradients), variables)
+    steps = optimizer.gradient_accumulation_steps
+    is_last = optimizer._iterations.value % steps == steps - 1
+    operands = [is_last, *(factors or (jnp.float32(1), jnp.float32(1))), *sums, *map(jnp.asarray, gradients)]
+    if capture is None or (capture.is_replica and isinstance(capture, TracedCapture)):
+        packing = Packing.on(context.owners[id(accumulators[0])].topology)
+        results = accumulate_p.bind(*operands, total=functools.partial(packed_sum, packing=packing))
+    else:
+        results = accumulated(*operands, total=list)
+    kept, totals = results[: len(sums)], results[len(sums) :]
+    # Keras adds nothing to the totals.
+    for accumulator, total in zip(accumulators, totals, strict=True):
+        accumulator.assign(jnp.zeros_like(total))
+    own(totals, variables)
+    for accumulator, value in zip(accumulators, kept, strict=True):
+        accumulator.assign(value)
+
+
+def _weighed(factors: tuple[Any, Any], sums: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of a small batch in the form that Keras is to add to the sums."""
+    of_sums, of_gradients = factors
+    return [
+        (of_sums - 1).astype(s.dtype) * s + of_gradients.astype(s.dtype) * g
+        for s, g in zip(sums, gradients, strict=True)
+    ]
+
+
+def _factors(optimizer: Any) -> tuple[Any, Any] | None:
+    """Returns the factors of the sum so far and of the gradient in the next sum; None if both are 1."""
+    count = count_of_step()
     if optimizer.accumulated_count is None or count is None:
-        return list(gradients)
+        return None
     count = jnp.asarray(count, jnp.float32)
     number = (optimizer._iterations.value % optimizer.gradient_accumulation_steps + 1).astype(jnp.float32)
     before = jnp.where(number == 1, 0, optimizer.accumulated_count.value)
     total = before + count
     optimizer.accumulated_count.assign(total)
     weight = jnp.where(total > 0, number * count / jnp.where(total > 0, total, 1), 1)
-    # Keras divides gradients by this fixed factor later.
-    factor = (optimizer.loss_scale_factor or 1) / jnp.maximum(number - 1, 1)
-
-    def changed(gradient: Any, variable: Any) -> Any:
-        if gradient is None or getattr(variable, "overwrite_with_gradient", False):
-            return gradient
-        accumulated = optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].value
-        mean = accumulated * factor.astype(accumulated.dtype)
-        return mean + weight.astype(gradient.dtype) * (gradient - mean)
-
-    return [changed(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
-
-
-def _count() -> Any:
-    """Returns the denominator of the loss that is differentiated in this step; None if it is unknown.
-
-    Raises:
-      KerasLossError: Several losses have denominators that depend on masks or weights.
-    """
-    counts = loss_counts()
-    if counts is None:
-        return None
-    counts.last, counts.new = counts.new or counts.last, []
-    found = [(count.of(), count.is_local) for count in counts.last]
-    if not found:
-        return None
-    if all(isinstance(number, int) for number, _ in found):
-        # Losses of one batch keep their proportions, so their sum is as good a weight as each of them.
-        local = [number for number, is_local in found if is_local]
-        others = sum(number for number, is_local in found if not is_local)
-        return others + (size_of_global_batch(sum(local)) if local else 0)
-    if len(found) > 1:
-        raise KerasLossError(
-            f"gradient_accumulation_steps has no single weight for the micro-batches of this step: it computes "
-            f"{len(found)} mean losses whose denominators depend on masks or weights. Use one such loss; or sums "
-            'instead of means (reduction="sum"), which are averaged over micro-batches; or accumulate with '
-            "rx.experimental.accumulate, whose function returns the count."
-        )
-    return found[0][0]
-
-
-def note_keras_loss(
-    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, mask: Any, *, is_local: bool
-) -> None:
-    """Records the denominator of a ``keras.losses.Loss``, if it is a mean.
-
-    Args:
-      mask: The mask of the predictions, or None.
-      is_local: True if the mean over the replicas' rows is computed from this replica's rows.
-    """
-    if loss_counts() is None or loss.reduction not in _MEANS:
-        return
-    forms = keras.tree.map_structure(lambda x: jax.ShapeDtypeStruct(x.shape, loss.dtype), (y_true, y_pred))
-    count = functools.partial(_denominator, loss, *forms, sample_weight, mask)
-    note_loss(LossCount(count, is_local))
-
-
-def _denominator(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, mask: Any) -> Any:
-    """Returns the number by which Keras divides the sum of the values (``keras.losses.reduce_weighted_values``)."""
-    size = math.prod(jax.eval_shape(loss.call, y_true, y_pred).shape)
-    if loss.reduction == "mean_with_sample_weight" and sample_weight is not None:
-        weight = jnp.asarray(sample_weight, jnp.float32)
-        if mask is not None:
-            mask = jnp.asarray(mask, jnp.float32)
-            weight = weight.reshape(weight.shape + (1,) * (mask.ndim - weight.ndim)) * mask
-        return jnp.sum(weight)
-    if mask is None:
-        return size
-    valid = jnp.sum(jnp.asarray(mask, jnp.float32))
-    return valid if loss.reduction == "mean_with_sample_weight" else valid * (size / math.prod(mask.shape))
+    return 1 + (1 - weight) / jnp.maximum(number - 1, 1), weight

@@ -52,6 +52,8 @@ def _sync_policy(variable: Any, dtype: np.dtype) -> SyncPolicy:
     """Returns the sync policy of a variable from its purpose, since Keras declares aggregation "none" for almost
     everything.
     """
+    if variable.has_parts:
+        return SyncPolicy.PARTS
     if dtype == jnp.uint32 and variable.name == "seed_generator_state":
         return SyncPolicy.SEED
     if variable.synchronization == "on_read" and variable.aggregation == "sum":
@@ -71,7 +73,7 @@ def read(capture: Capture, variable: Any) -> Any:
     sync_policy = capture.sync_policy_of(variable)
     if sync_policy is SyncPolicy.SEED and capture.is_replica:
         return seed_of_replica(raw, _communicator().replica_id())
-    if sync_policy is SyncPolicy.SUMMED:
+    if sync_policy.is_sum:
         if not capture.is_replica:
             return jnp.sum(raw, axis=0, dtype=raw.dtype)
         if capture.num_aggregated_reads or context.merge_communicator() is not None:
@@ -85,9 +87,9 @@ def write(capture: Capture, variable: Any, value: Any) -> None:
     sync_policy = capture.sync_policy_of(variable)
     if sync_policy is SyncPolicy.SEED and capture.is_replica:
         value = shared_seed(value, _communicator().replica_id())
-    elif sync_policy is SyncPolicy.SUMMED and context.merge_communicator() is not None:
+    elif sync_policy.is_sum and context.merge_communicator() is not None:
         value = jnp.where(_communicator().replica_id() == 0, value, jnp.zeros_like(value))
-    elif sync_policy is SyncPolicy.SUMMED and not capture.is_replica:
+    elif sync_policy.is_sum and not capture.is_replica:
         value = jnp.zeros_like(capture.read(variable)).at[0].set(value)
     capture.write(variable, value)
 

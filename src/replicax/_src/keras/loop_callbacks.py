@@ -12,6 +12,7 @@ import keras
 
 from replicax._src.errors import MissingExtraError
 from replicax._src.keras import checkpoint_callback, shared_reads
+from replicax._src.keras.accumulation import add_up
 from replicax._src.keras.overriding import muted, overridden
 from replicax._src.keras.tensorboard_callback import closed_on_error
 
@@ -37,6 +38,9 @@ def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str,
             reads = None if is_ordered else shared_reads.of(strategy)
             if reads is not None:
                 listed = stack.enter_context(reads.in_fit(listed))
+            if strategy is not None and strategy.topology.peers is not None:
+                add = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: add_up(model))
+                listed = [add, *listed]  # so that each process can read accumulated gradients alone
             listed = stack.enter_context(checkpoint_callback.in_fit(model, strategy, given, listed))
             if not is_ordered:
                 given["callbacks"] = listed
@@ -85,4 +89,5 @@ def _is_due(callback: Any, is_due: Any, batch: int) -> bool:
     due = is_due(batch)
     if due:
         callback.model.jax_state_sync()
+        add_up(callback.model)
     return due

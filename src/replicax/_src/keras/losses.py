@@ -19,7 +19,7 @@ import keras
 
 from replicax._src import context
 from replicax._src.errors import KerasLossError
-from replicax._src.keras.accumulation import note_keras_loss
+from replicax._src.keras.loss_counts import note_keras_loss
 from replicax._src.keras.overriding import overridden
 from replicax._src.nn import SharedLoss, size_of_global_batch
 from replicax._src.tracing.capture import current_capture, user_line

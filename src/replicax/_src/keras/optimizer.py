@@ -29,9 +29,11 @@ class PlacedOptimizer(_Keras):
 
     Attributes:
       accumulated_count: The sum of the denominators of the micro-batches so far; None if gradients are not accumulated.
+      is_inner: True if a ``LossScaleOptimizer`` gives it gradients, which are summed over replicas already.
     """
 
     accumulated_count: Any = None
+    is_inner = False
 
     @functools.wraps(keras.optimizers.Optimizer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,30 +49,37 @@ class PlacedOptimizer(_Keras):
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable)
     def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, keras.optimizers.LossScaleOptimizer):  # it builds the inner one after this
+            self.inner_optimizer.is_inner = True
         with sharded_state.of_optimizer():
             return super().add_variable(*args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable_from_reference)
     def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with sharded_state.of_optimizer(reference_variable), servers.where(reference_variable):
+        has_parts = kwargs.get("name") == accumulation.NAME and accumulation.can_have_parts(self)
+        of_optimizer = sharded_state.of_optimizer(reference_variable, has_parts=has_parts)
+        with of_optimizer, servers.where(reference_variable):
             return super().add_variable_from_reference(reference_variable, *args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.apply)
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         _check(self, grads, trainable_variables)
         capture = current_capture()
+        if self.gradient_accumulation_steps and trainable_variables and not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(trainable_variables)
         if capture is not None and capture.is_replica:
             variables = self._trainable_variables if trainable_variables is None else trainable_variables
-            grads = aggregated(capture, grads, variables)
+            if not accumulation.has_parts(self):
+                grads = aggregated(capture, grads, variables)
+            elif capture.on_aggregate is not None:
+                aggregated(capture, grads, variables)  # only to observe them
         if capture is not None and isinstance(capture.observer, Events):
             return servers.apply(_own_apply, self, grads, trainable_variables, capture.observer)
-        if self.gradient_accumulation_steps and grads:
-            if not self.built:
-                with keras.name_scope(self.name, caller=self):
-                    self.build(trainable_variables)
-            variables = self._trainable_variables if trainable_variables is None else trainable_variables
-            grads = accumulation.weighed(self, grads, variables)
         return super().apply(grads, trainable_variables)
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Any) -> None:
+        accumulation.apply(self, super()._backend_apply_gradients, grads, trainable_variables)
 
     @functools.wraps(keras.optimizers.Optimizer.stateless_apply)
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:

@@ -67,6 +67,9 @@ def _described(step: StepFunction) -> list[list[jax.ShapeDtypeStruct]]:
 
 
 def _description(step: StepFunction, variable: Any) -> jax.ShapeDtypeStruct:
+    if variable.has_parts:
+        binding = step.strategy.bindings.binding_of(variable)
+        return binding.described(step.strategy.topology)
     sharding = step.strategy.bindings.layout_of(variable) or step.strategy.topology.replicated
     dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
     return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)

@@ -42,8 +42,10 @@ class _Making(threading.local):
       is_alone: True if the other processes do not make them.
       is_for_optimizer: True if an optimizer keeps them.
       reference: The variable of the model that they belong to; None without one.
+      has_parts: True if each replica keeps its own part of them.
     """
 
+    has_parts = False
     is_alone = False
     is_for_optimizer = False
     reference: Any = None
@@ -57,14 +59,18 @@ def made_alone(is_alone: bool) -> contextlib.AbstractContextManager[None]:
     return overridden(making, is_alone=making.is_alone or is_alone)
 
 
-def of_optimizer(reference: Any = None) -> contextlib.AbstractContextManager[None]:
+def of_optimizer(
+    reference: Any = None, *, has_parts: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Marks new variables as those of an optimizer. With a ``reference`` they belong to that variable of the model."""
     reference = making.reference if reference is None else reference
-    return overridden(making, is_for_optimizer=True, reference=reference)
+    has_parts = has_parts or making.has_parts
+    return overridden(making, is_for_optimizer=True, reference=reference, has_parts=has_parts)
 
 
 def note_purpose(variable: Any) -> None:
     """Records that an optimizer keeps a new variable, and which variable of the model it belongs to."""
+    variable.has_parts = making.has_parts
     if making.is_for_optimizer:
         note_of_optimizer(variable)
         if isinstance(making.reference, keras.Variable):

@@ -23,6 +23,7 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.devices.topology import digest
 from replicax._src.keras.overriding import overridden
+from replicax._src.tracing.bindings import added_up, has_parts
 from replicax._src.variables.layouts import VariableLayouts
 
 if TYPE_CHECKING:
@@ -120,7 +121,9 @@ class SharedReads:
 
 
 is_needed = False
-"""True if a strategy of this process shards variables over processes. Every read of a Keras variable checks it."""
+"""True if a strategy of this process shards variables over processes, or stores parts of one. Every read of a Keras
+variable checks it.
+"""
 
 _of_layouts: weakref.WeakKeyDictionary[VariableLayouts, SharedReads] = weakref.WeakKeyDictionary()
 
@@ -144,6 +147,14 @@ def is_sharded(value: Any) -> bool:
     return not value.is_fully_addressable and not value.is_fully_replicated
 
 
+def is_of_parts(variable: Any, value: Any) -> bool:
+    """True for the parts that programs store for a variable whose value is their sum."""
+    if not variable.has_parts or not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
+        return False
+    topology = context.owners[id(variable)].topology
+    return has_parts(value, variable.shape) and value.sharding == topology.per_replica
+
+
 def in_shards(variable: Any, value: Any, stored: Any) -> Any:
     """Returns a host value that is assigned outside of functions, as the variable stores it: in shards if ``stored`` is
     sharded over several processes.
@@ -163,8 +174,12 @@ def shards() -> contextlib.AbstractContextManager[None]:
 
 
 def whole(variable: Any, held: Any) -> Any:
-    """Returns the full value of a variable of which each process may hold a shard."""
-    if _here.takes_shards or not is_sharded(held) or not jax_compat.is_evaluating():
+    """Returns the full value of a variable of which each process may hold a shard, or each replica a part."""
+    if _here.takes_shards:
+        return held
+    if is_of_parts(variable, held):
+        return added_up(held, context.owners[id(variable)].topology)
+    if not is_sharded(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))
     return held if reads is None else reads.whole(variable, held)

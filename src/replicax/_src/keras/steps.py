@@ -27,6 +27,7 @@ from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.status.counters import counters
+from replicax._src.tracing.bindings import added_up
 from replicax._src.tracing.loss_counts import counting
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class GlobalStepFunction(StepFunction):
             strategy.topology,
             lambda: [variable.path for variable in self._variables()],
             self._layouts,
+            self._parts,
         )
         self._step = GlobalStep(
             self._step_of_model,
@@ -291,9 +293,12 @@ class GlobalStepFunction(StepFunction):
         self._held.adopt((), self._held_by_variables)
         whole = self.strategy.topology.replicated
         leaves = [jax.device_put(v, whole) if isinstance(v, jax.Array) else v for v in batch.leaves]
-        outputs, new = self._step_of_model(
-            tuple(map(list, self._held.groups or ())), batch.tree.unflatten(leaves)
-        )
+        values = self._held.values()
+        for i in self._held.parts:
+            values[i] = added_up(values[i], self.strategy.topology)
+        remaining = iter(values)
+        state = tuple([next(remaining) for _ in range(size)] for size in self._held.sizes)
+        outputs, new = self._step_of_model(state, batch.tree.unflatten(leaves))
         self._held.replace(list(itertools.chain.from_iterable(new)))
         return outputs
 
@@ -304,11 +309,15 @@ class GlobalStepFunction(StepFunction):
         return list(itertools.chain.from_iterable(self.phase.variables_of(self.model)))
 
     def _layouts(self) -> list[Any]:
-        layouts = [self.strategy.bindings.layout_of(variable) for variable in self._variables()]
+        bindings, topology = self.strategy.bindings, self.strategy.topology
+        layouts = [topology.per_replica if v.has_parts else bindings.layout_of(v) for v in self._variables()]
         of_strategy = self.strategy.variable_placement.layouts
         if of_strategy is not None:
             of_strategy.check_used(is_training=self.phase.name == "train")
         return layouts
+
+    def _parts(self) -> Mapping[int, tuple[int, ...]]:
+        return {i: tuple(v.shape) for i, v in enumerate(self._variables()) if v.has_parts}
 
     @contextlib.contextmanager
     def _around(self, given: Mapping[str, Any], *, is_loop: bool) -> Iterator[None]:

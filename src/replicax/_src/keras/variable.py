@@ -27,7 +27,13 @@ _own_value: Any = keras.Variable.value.fget
 
 
 class PlacedVariable(_Keras):
-    """A Keras variable that is made, read and assigned where the strategy of its scope keeps variables."""
+    """A Keras variable that is made, read and assigned where the strategy of its scope keeps variables.
+
+    Attributes:
+      has_parts: True if programs store it as parts [R, ...], one for each replica. Its value is their sum.
+    """
+
+    has_parts: bool = False
 
     @functools.wraps(keras.Variable.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +58,7 @@ class PlacedVariable(_Keras):
         reads = shared_reads.of(context.owners.get(id(self)))
         if reads is not None and not sharded_state.making.is_alone:
             reads.note(self)
+        shared_reads.is_needed = shared_reads.is_needed or self.has_parts
         _take_leaders_value(self)
         placed_variables.place(self)
         jax_compat.take_as_arrays(type(self), value_of)
@@ -93,6 +100,9 @@ class PlacedVariable(_Keras):
     def assign(self, value: Any) -> Any:
         """Assigns the value where the variable is kept."""
         stored = getattr(self, "_value", None)
+        if shared_reads.is_of_parts(self, value):  # from Keras's loop
+            accessor.set([self], [value])
+            return self
         if shared_reads.is_needed and current_capture() is None:
             value = shared_reads.in_shards(self, value, stored)
         result = super().assign(placed_variables.beside(self, value))

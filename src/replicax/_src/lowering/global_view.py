@@ -31,8 +31,10 @@ from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import in_flight, run_and_store
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
-from replicax._src.tracing.bindings import state_lock
+from replicax._src.tracing.bindings import has_parts, parts_of, state_lock, sum_of_parts
+from replicax._src.tracing.equations import evaluated
 from replicax._src.tracing.gathers import evaluate_gathering
+from replicax._src.tracing.markers import accumulate_p, accumulated
 from replicax._src.tracing.row_partitioner.layout import RowSplit
 from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
 
@@ -102,6 +104,25 @@ class GlobalStep:
         return len(self._programs)
 
 
+def _bind_with_parts(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation in which the parts [R, ...] of a sum may stand for the sum.
+
+    The first replica accumulates gradients, which are summed already.
+    """
+    are_parts = [has_parts(v, atom.aval.shape) for v, atom in zip(operands, eqn.invars, strict=True)]
+    if eqn.primitive is not accumulate_p or not any(are_parts):
+        operands = [sum_of_parts(v) if is_part else v for v, is_part in zip(operands, are_parts, strict=True)]
+        return jax_compat.bind_equation(eqn, operands)
+    number = len(operands[are_parts.index(True)])
+    rows = [v if is_part else parts_of(v, number) for v, is_part in list(zip(operands, are_parts))[3:]]
+
+    def total(sums: Sequence[Any]) -> list[Any]:
+        zeros = [jnp.zeros_like(value[0]) for value in sums]
+        return jax.lax.cond(operands[0], lambda: list(map(sum_of_parts, sums)), lambda: zeros)
+
+    return accumulated(*operands[:3], *rows, total=total, is_conditional=False)
+
+
 def _form(state: HeldState, batch: Batch, capacity: int) -> Hashable:
     return (batch.signature, capacity, state.form, jax.config.read("jax_enable_x64"))
 
@@ -146,8 +167,9 @@ class _Program:
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
         self._shardings = state.shardings
-        self._is_sharded = any(sharding != topology.replicated for sharding in self._shardings)
-        self._plan = self._plan_by_rows(num_consts + num_state)
+        self._parts = frozenset(state.parts)
+        self._is_sharded = not self._parts and any(s != topology.replicated for s in self._shardings)
+        self._plan = self._plan_by_rows(num_consts, num_state)
         if self._plan is None and any(layout.is_split for layout in self._layouts):
             self._make_wrong_operations_whole()
         if self._is_sharded:
@@ -172,7 +194,10 @@ class _Program:
             ]
             return [*new, *map(jnp.asarray, outputs)]
 
-        avals = [jax_compat.shaped(value.shape, value.dtype) for value in held.values()]
+        avals = [
+            jax_compat.shaped(shape, value.dtype)
+            for shape, value in zip(held.shapes, held.values(), strict=True)
+        ]
         batch_avals = [layout.aval for layout in self._layouts]
         with tensorflow_code.explained():
             return jax_compat.trace(flat, (avals, batch_avals))
@@ -200,23 +225,27 @@ class _Program:
         """
         return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
 
-    def _plan_by_rows(self, num_whole: int) -> RowsPlan | None:
+    def _plan_by_rows(self, num_consts: int, num_state: int) -> RowsPlan | None:
         """Returns the program split by rows, if that is faster and possible; else None."""
         topology = self._topology
+        is_faster = topology.peers is not None and topology.is_cpu
         if (
-            topology.peers is None
-            or not topology.is_cpu
+            not (is_faster or self._parts)
             or self._gives_rows
             or topology.num_logical_devices > 1
             or self._is_sharded
         ):
             return None
-        has_rows = [False] * num_whole + [layout.is_split for layout in self._layouts]
-        plan = split_by_rows(self._jaxpr, has_rows, self._split)
+        has_rows = [False] * (num_consts + num_state) + [layout.is_split for layout in self._layouts]
+        kept = {n for n, i in enumerate(self.written) if i in self._parts}
+        plan = split_by_rows(self._jaxpr, has_rows, self._split, {num_consts + i for i in self._parts}, kept)
         if isinstance(plan, str):
             log.warning(
-                "%s: the processes sum each array separately (the global view), not all together, which is slower: %s.",
+                "%s: %s: %s.",
                 self._name,
+                "replicas exchange gradients after each small batch, not once for each update"
+                if self._parts
+                else "the processes sum each array separately (the global view), not all together, which is slower",
                 plan,
             )
             return None
@@ -235,7 +264,9 @@ class _Program:
         shardings = (written, read, whole, batch, *[whole] * (self._capacity > 1))
         if self._plan is not None:
             specs = jax.tree_util.tree_map(lambda sharding: sharding.spec, shardings)
-            run = self._topology.on_replicas(run, in_specs=specs, out_specs=whole.spec)
+            run = self._topology.on_replicas(
+                run, in_specs=specs, out_specs=(specs[0], whole.spec, whole.spec)
+            )
         return self._topology.compile(
             run,
             self._name,
@@ -248,10 +279,15 @@ class _Program:
     def _evaluate(self, written: Any, read: Any, consts: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         state: list[Any] = [None] * (len(self.written) + len(self._read))
         for i, value in zip([*self.written, *self._read], [*written, *read], strict=True):
-            state[i] = value
+            state[i] = value[0] if i in self._parts and self._plan is not None else value
         outs = self._evaluate_whole([*consts, *state], leaves)
         for i in self._repeated:
             outs[i] = jnp.copy(outs[i])
+        for n, i in enumerate(self.written):
+            if i in self._parts and self._plan is not None:
+                outs[n] = outs[n][None]
+            elif i in self._parts and not has_parts(outs[n], self._jaxpr.outvars[n].aval.shape):
+                outs[n] = parts_of(outs[n], self._topology.num_replicas)
         return outs[: len(self.written)], outs[len(self.written) :]
 
     def _evaluate_whole(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
@@ -264,6 +300,8 @@ class _Program:
 
             return self._plan.evaluate([*args, *leaves], add)
         rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
+        if self._parts:
+            return evaluated(self._jaxpr, [*args, *rows], _bind_with_parts)
         return evaluate_gathering(self._jaxpr, [*args, *rows])
 
     def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
-from replicax._src.tracing.bindings import is_local, own_copy, own_copy_here
+from replicax._src.tracing.bindings import as_parts, is_local, own_copy, own_copy_here
 from replicax._src.tracing.holders import held_elsewhere
 
 # Arrays that programs returned, by id. Nothing else holds their buffers.
@@ -47,6 +47,7 @@ class HeldState:
       topology: The devices that hold it.
       names: The names of the arrays for messages.
       layouts: The sharding of each array over the logical devices of a replica; None for a replicated array.
+      parts: The shape of each array that is kept as one part [R, ...] for each replica, by its position.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class HeldState:
         topology: Topology,
         names: Callable[[], Sequence[str]] | None = None,
         layouts: Callable[[], Sequence[Any]] | None = None,
+        parts: Callable[[], Mapping[int, tuple[int, ...]]] = dict,
     ):
-        self._topology, self._names, self._layouts = topology, names, layouts
+        self._topology, self._names, self._layouts, self._parts = topology, names, layouts, parts
         self._shardings: list[Any] | None = None
         self._groups: tuple[Values, ...] | None = None
         self._owned: set[int] = set()
@@ -77,9 +79,19 @@ class HeldState:
     def form(self) -> Hashable:
         """The key of programs for this state: the shapes and dtypes by group, which no step changes."""
         if self._form is None:
-            shapes = tuple(tuple((v.shape, v.dtype) for v in group) for group in self._groups or ())
-            self._form = shapes, tuple(self.shardings)
+            dtypes = tuple(v.dtype for v in self.values())
+            self._form = self.sizes, dtypes, tuple(self.shapes), tuple(self.shardings)
         return self._form
+
+    @property
+    def parts(self) -> Mapping[int, tuple[int, ...]]:
+        """The shapes of the arrays that replicas keep parts of, by their position in ``values()``."""
+        return self._parts()
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the arrays in ``values()``, and of those that replicas keep parts of."""
+        return [self.parts.get(i, tuple(value.shape)) for i, value in enumerate(self.values())]
 
     @property
     def shardings(self) -> list[Any]:
@@ -126,7 +138,10 @@ class HeldState:
         values = self.values()
         # Own references: the group's and, if the variable has the array, the variable's and that of ``variables``.
         held, held_beside_variable = (set(held_elsewhere(values, num_own)) for num_own in (1, 3))
-        shardings = self.shardings
+        shardings = list(self.shardings)
+        wholes = [i for i, shape in self.parts.items() if tuple(values[i].shape) == shape]
+        for i in wholes:
+            shardings[i] = self._topology.replicated
         to_copy, to_place = [], []
         for i, value in enumerate(values):
             if i in self._owned:
@@ -145,6 +160,8 @@ class HeldState:
             copied, placed = [[i for i in some if shardings[i] == sharding] for some in (to_copy, to_place)]
             self.store(copied, [own_copy(values[i], sharding) for i in copied])
             self.store(placed, jax_compat.put_all([values[i] for i in placed], sharding))
+        values = self.values()
+        self.store(wholes, [as_parts(values[i], self._topology) for i in wholes])
 
     def _agree(self, values: list[Any], positions: Sequence[int]) -> None:
         names = self._names() if self._names else [f"array {i} of the state" for i in range(len(values))]

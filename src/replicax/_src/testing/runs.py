@@ -22,7 +22,14 @@ from replicax._src.strategies.running import Runner
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.observation import ObservedRunner, on_host
 from replicax._src.tracing import key
-from replicax._src.tracing.bindings import Binding, BindingTable, SyncPolicy, check_no_tracer, state_lock
+from replicax._src.tracing.bindings import (
+    Binding,
+    BindingTable,
+    SyncPolicy,
+    check_no_tracer,
+    has_parts,
+    state_lock,
+)
 from replicax._src.tracing.cache import array_leaf
 from replicax._src.tracing.equations import equations
 from replicax._src.tracing.passes import trace_cross_replica
@@ -197,13 +204,15 @@ def _held(binding: Binding) -> Any:
         check_no_tracer(binding, value)
         if binding.sync_policy is SyncPolicy.COMPONENTS:
             value = _aggregate(binding.variable, on_host(value))[0]
+        elif binding.sync_policy is SyncPolicy.PARTS and has_parts(value, binding.shape):
+            value = on_host(value).sum(axis=0, dtype=value.dtype)
         return jnp.copy(value)
 
 
 def _as_one_device(binding: Binding, new: Any) -> np.ndarray | None:
     """Returns the new value of a variable as one device would have it; None if that is not defined."""
     value = on_host(new)
-    if binding.sync_policy is SyncPolicy.SUMMED:
+    if binding.sync_policy.is_sum:
         return value.sum(axis=0, dtype=value.dtype)
     if binding.sync_policy is SyncPolicy.COMPONENTS:
         aggregated, is_defined = _aggregate(binding.variable, value)

@@ -6,13 +6,15 @@ A binding joins one variable to one strategy's devices. Nothing here traces or r
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
@@ -36,10 +38,15 @@ class SyncPolicy(enum.Enum):
     SEED = "one value; each replica sees its own random stream derived from it"
     COMPONENTS = "one value per replica (synchronization ON_READ)"
     SUMMED = "one value per replica behind a variable that shows their sum (Keras metrics)"
+    PARTS = "the same; the sum is computed only when it is read (accumulated gradients)"
 
     @property
     def is_per_replica(self) -> bool:
-        return self in (SyncPolicy.COMPONENTS, SyncPolicy.SUMMED)
+        return self in (SyncPolicy.COMPONENTS, SyncPolicy.SUMMED, SyncPolicy.PARTS)
+
+    @property
+    def is_sum(self) -> bool:
+        return self in (SyncPolicy.SUMMED, SyncPolicy.PARTS)
 
 
 class Accessor(Protocol):
@@ -304,9 +311,10 @@ def adopt(binding: Binding, value: Any, topology: Topology) -> jax.Array:
       TraceError: The variable holds a tracer of a trace that has ended.
     """
     check_no_tracer(binding, value)
+    is_of_parts = binding.sync_policy is SyncPolicy.PARTS
     if _unshared.get(id(value)) is value and value.sharding == binding.placement_on(topology):
         placed = value
-    elif binding.sync_policy is SyncPolicy.COMPONENTS:
+    elif binding.sync_policy is SyncPolicy.COMPONENTS or (is_of_parts and has_parts(value, binding.shape)):
         placed = own_copy(value, topology.per_replica)
     elif topology.peers is not None and (here := made_by_each(value)) is not None:
         placed = topology.put_agreed([here], [binding.name])[0]
@@ -315,6 +323,8 @@ def adopt(binding: Binding, value: Any, topology: Topology) -> jax.Array:
         placed = own_copy_here(topology.put_by(value, binding.layout))
     else:
         placed = own_copy(value, binding.layout or topology.replicated)
+    if is_of_parts and not has_parts(placed, binding.shape):
+        placed = as_parts(placed, topology)
     binding.placed = placed
     if binding.sync_policy is SyncPolicy.SUMMED:
         binding.components = spread_sum(placed, topology)
@@ -326,3 +336,38 @@ def spread_sum(value: jax.Array, topology: Topology) -> jax.Array:
     """Returns components [R, ...] whose sum is ``value``: the value for the first replica, zero for the others."""
     rows = [value] + [jnp.zeros_like(value)] * (topology.num_replicas - 1)
     return topology.put_rows(jnp.stack(rows))
+
+
+# --- parts of a sum ---------------------------------------------------------------------------------------
+
+
+def has_parts(stored: Any, shape: Sequence[int]) -> bool:
+    """Returns True for the parts [R, ...] of a sum of this shape, which a PARTS variable stores after a program."""
+    return np.ndim(stored) > len(shape)
+
+
+def parts_of(value: Any, num_parts: int) -> jax.Array:
+    """Returns parts [R, ...] of a sum: the first one is all of it."""
+    is_first = jax.lax.broadcasted_iota(jnp.int32, (num_parts, *value.shape), 0) == 0
+    return jnp.where(is_first, value[None], jnp.zeros((), value.dtype))
+
+
+def as_parts(value: jax.Array, topology: Topology) -> jax.Array:
+    """Replaces a replicated value by parts, of which each replica has its own."""
+    make = _maker_of_parts(topology.num_replicas)
+    return topology.compile(make, "dividing a sum", out_shardings=topology.per_replica)(value)
+
+
+def added_up(parts: jax.Array, topology: Topology) -> jax.Array:
+    """Returns the replicated sum of parts. With several processes all must call it."""
+    return topology.compile(sum_of_parts, "adding up a sum", out_shardings=topology.replicated)(parts)
+
+
+@functools.cache
+def _maker_of_parts(num_parts: int) -> Callable[[Any], jax.Array]:
+    return functools.partial(parts_of, num_parts=num_parts)
+
+
+def sum_of_parts(parts: Any) -> Any:
+    """Returns the sum of parts [R, ...]."""
+    return jnp.sum(parts, axis=0, dtype=parts.dtype)

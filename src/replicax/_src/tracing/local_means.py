@@ -51,7 +51,7 @@ def warn_of_local_means(
         return has_rows and divided.invars[1].val == number
 
     for aggregate in eqns:
-        if aggregate.primitive.name != "replicax_aggregate":
+        if aggregate.primitive.name not in ("replicax_accumulate", "replicax_aggregate"):
             continue
         markers = {
             id(m): m for m in (maker(atom, "replicax_gradient") for atom in aggregate.invars) if m is not None

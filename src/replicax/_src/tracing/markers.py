@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, TraceError
@@ -93,6 +96,45 @@ aggregate_p = jax_compat.marker_primitive(
     lambda *avals, **_: [jax_compat.shaped(a.shape, a.dtype) for a in avals],
     _refuse_aggregation,
     linear=True,
+)
+
+
+def accumulated(
+    *operands: Any, total: Callable[[Sequence[Any]], Sequence[Any]], is_conditional: bool = True
+) -> list[Any]:
+    """Adds up gradients. The sums of the last small batch are totalled over the replicas.
+
+    Args:
+      *operands: True if this small batch is the last one; the factors of the sums and of the gradients; the sums so
+        far; the gradients.
+      total: Sums arrays over the replicas.
+      is_conditional: False to total the sums of every small batch.
+
+    Returns:
+      The sums to keep, which are zero after the last small batch; and their totals, which are valid in the last one.
+    """
+    is_last, of_sums, of_gradients, *rest = operands
+    half = len(rest) // 2
+    sums = [
+        of_sums.astype(s.dtype) * s + of_gradients.astype(s.dtype) * g.astype(s.dtype)
+        for s, g in zip(rest[:half], rest[half:], strict=True)
+    ]
+    zeros = list(map(jnp.zeros_like, sums))
+    totals = (
+        jax.lax.cond(is_last, lambda: list(total(sums)), lambda: zeros) if is_conditional else total(sums)
+    )
+    return [jnp.where(is_last, *pair) for pair in zip(zeros, sums, strict=True)] + list(totals)
+
+
+# Gradients that an optimizer accumulates: see ``accumulated``. Each replica keeps the sums of its own. Params: total,
+# for programs that are split by rows.
+accumulate_p = jax_compat.marker_primitive(
+    "replicax_accumulate",
+    lambda *avals, **_: (
+        [jax_compat.shaped(a.shape, a.dtype) for a in avals[3 : 3 + (len(avals) - 3) // 2]] * 2
+    ),
+    _refuse_aggregation,
+    one_device=lambda *operands, **_: accumulated(*operands, total=list, is_conditional=False),
 )
 
 # The result of the user's all_reduce. It is reduced, whichever cross-device operations computed it.

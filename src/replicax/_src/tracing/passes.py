@@ -443,6 +443,7 @@ def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
         functools.partial(how.sum_gradients, capture),
         how.forced_sums,
         is_empty=how.uneven is not None and how.uneven.rows == 0,
+        is_uneven=how.uneven is not None,
         num_replicas=how.num_replicas or 1,
     )
     changed = variant.retraced(

@@ -63,4 +63,4 @@ DIFFERS_BY_ITSELF: Final = frozenset("axis_index io_callback replicax_gradient".
 # --- marks (``markers.py``) ---------------------------------------------------------------------------------
 
 RECORDING_MARKS: Final = frozenset("replicax_tape replicax_watch".split())
-MARKS: Final = RECORDING_MARKS | frozenset("replicax_aggregate replicax_gradient".split())
+MARKS: Final = RECORDING_MARKS | frozenset("replicax_accumulate replicax_aggregate replicax_gradient".split())

@@ -80,7 +80,7 @@ def has_backward_pass(jaxpr: Any) -> bool:
 
 def is_replica_collective(eqn: Any) -> bool:
     """Returns True if an equation itself is a collective over the replicas."""
-    if eqn.primitive.name == "replicax_aggregate":
+    if eqn.primitive.name in ("replicax_accumulate", "replicax_aggregate"):
         return True
     return eqn.primitive.name in COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
 
@@ -142,6 +142,8 @@ def transfer(eqn: Any, inputs: list[Replication], guarded: str | None) -> list[R
     if name == "replicax_reduced":
         is_users = inputs[0].is_same and not jax_compat.is_differentiated(eqn)
         return [Replication.REDUCED if is_users else join(inputs)] * count
+    if name == "replicax_accumulate":
+        return [Replication.VARYING] * (count // 2) + [Replication.REDUCED] * (count // 2)
     if name in _SPECIAL:
         return [_SPECIAL[name](inputs)] * count
     if name in COLLECTIVES or name == "axis_index":

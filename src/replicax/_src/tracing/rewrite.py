@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import ReplicaxError, UnsupportedError
 from replicax._src.tracing.equations import called, evaluated, has_any, inner_jaxprs
 from replicax._src.tracing.local_means import warn_of_local_means
-from replicax._src.tracing.markers import Question
+from replicax._src.tracing.markers import Question, accumulated
 from replicax._src.tracing.primitives import MARKS, RECORDING_MARKS, REMATERIALISES
 from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
 
@@ -33,6 +34,7 @@ class Rewriter:
       unconnected: Pairs (ordinal of a gradient, position of a source) where the target does not depend on the source.
       sums: For each aggregated leaf, in order, True if it must be summed over replicas.
       is_empty (argument): True if this replica has no rows in this step.
+      is_uneven (argument): True if replicas have different numbers of rows.
       num_replicas (argument): The number of replicas over which gradients are summed. With two or more, it warns of a
       loss
         that is the mean of one replica.
@@ -44,9 +46,10 @@ class Rewriter:
         forced_sums: Sequence[bool] | None = None,
         *,
         is_empty: bool = False,
+        is_uneven: bool = False,
         num_replicas: int = 1,
     ):
-        self._is_empty, self._num_replicas = is_empty, num_replicas
+        self._is_empty, self._is_uneven, self._num_replicas = is_empty, is_uneven, num_replicas
         self._sum_gradients = sum_gradients
         self._forced_sums = forced_sums
         self.unconnected: set[tuple[int, int]] = set()
@@ -69,10 +72,7 @@ class Rewriter:
 
     def aggregate(self, values: list[Any], replications: list[Replication]) -> list[Any]:
         """Sums the gradients that are not reduced already over replicas."""
-        start = len(self.sums)
-        self.sums.extend(replication is not Replication.REDUCED for replication in replications)
-        decided = self.sums if self._forced_sums is None else self._forced_sums
-        chosen = [i for i in range(len(values)) if decided[start + i]]
+        chosen = self._to_be_summed(replications)
         results = list(values)
         shares = self.of_no_rows([values[i] for i in chosen])
         with jax.named_scope("sum_gradients"):
@@ -80,6 +80,31 @@ class Rewriter:
         for i, total in zip(chosen, totals, strict=True):
             results[i] = total
         return results
+
+    def accumulate(self, operands: list[Any], replications: list[Replication]) -> list[Any]:
+        """Resolves ``accumulate_p``. The first replica accumulates the gradients that are reduced already."""
+        start = 3 + (len(operands) - 3) // 2
+        gradients = operands[start:]
+        chosen = self._to_be_summed(replications[start:])
+        if len(chosen) < len(gradients) and self._num_replicas > 1:
+            is_first = jax.lax.axis_index(REPLICA_AXIS) == 0
+            gradients = [jnp.where(is_first, g, jnp.zeros_like(g)) for g in gradients]
+        for i, share in zip(chosen, self.of_no_rows([operands[start + i] for i in chosen]), strict=True):
+            gradients[i] = share
+
+        def total(values: Sequence[Any]) -> list[Any]:
+            with jax.named_scope("sum_gradients"):
+                return self._sum_gradients(values)
+
+        # Replicas with batches of other sizes have other conditions, and must meet.
+        return accumulated(*operands[:start], *gradients, total=total, is_conditional=not self._is_uneven)
+
+    def _to_be_summed(self, replications: Sequence[Replication]) -> list[int]:
+        """Returns the positions of the gradients that are not reduced already."""
+        start = len(self.sums)
+        self.sums.extend(replication is not Replication.REDUCED for replication in replications)
+        decided = self.sums if self._forced_sums is None else self._forced_sums
+        return [i for i in range(len(replications)) if decided[start + i]]
 
 
 def _atom_key(atom: Any) -> Any:
@@ -231,6 +256,8 @@ class _Body:
         replications = [self._replication(a) for a in eqn.invars]
         if name == "replicax_aggregate":
             return self.rewriter.aggregate(args, replications)
+        if name == "replicax_accumulate":
+            return self.rewriter.accumulate(args, replications)
         if any(has_any(inner, MARKS) for inner in inner_jaxprs(eqn)):
             return _evaluate_nested(self.rewriter, eqn, args, replications)
         return jax_compat.bind_equation(eqn, args)

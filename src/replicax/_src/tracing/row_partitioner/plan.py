@@ -5,7 +5,7 @@ The plan uses as few rounds of sums as the dependencies allow. Gradients, loss a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import jax
@@ -13,25 +13,42 @@ import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.tracing.equations import equations
 from replicax._src.tracing.flat import Atom, FlatProgram, Operation, read
 from replicax._src.tracing.row_partitioner.layout import Layout, Rows, RowSplit, Shared
 from replicax._src.tracing.row_partitioner.rules import Applied, Incomplete, NotByRowsError, apply, refused
 
 SumOverReplicas = Callable[[Sequence[Any]], Sequence[Any]]
 _ADDITIONS = frozenset(["add", "add_any"])
+_PLACING = frozenset(["shard_map", "sharding_constraint"])
 
 
-def split_by_rows(jaxpr: Any, has_rows: Sequence[bool], split: RowSplit) -> RowsPlan | str:
+def split_by_rows(
+    jaxpr: Any,
+    has_rows: Sequence[bool],
+    split: RowSplit,
+    parts: Collection[int] = (),
+    kept: Collection[int] = (),
+) -> RowsPlan | str:
     """Splits a program over a global batch into one for each replica's rows; returns the reason if that is impossible.
 
     Code outside of this folder needs only this function and ``RowSplit``.
 
     Args:
       has_rows: For each operand, True if replicas have its rows, False if they have all of it.
+      parts: The positions of operands that are the sums of the replicas' arrays.
+      kept: The positions of results that replicas get in this form.
     """
     layouts: list[Layout] = [Rows(0) if by_rows else Shared.WHOLE for by_rows in has_rows]
+    for i in parts:
+        layouts[i] = Shared.SUM
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name in _PLACING or any(eqn.params.get("devices", ())):
+            return (
+                f"{eqn.primitive.name} places values on devices of its own ({jax_compat.equation_line(eqn)})"
+            )
     try:
-        return RowsPlan(FlatProgram(jaxpr), layouts, split)
+        return RowsPlan(FlatProgram(jaxpr), layouts, split, kept=kept)
     except NotByRowsError as reason:
         return str(reason)
 
@@ -44,6 +61,7 @@ class RowsPlan:
       program: The program.
       layouts: The layouts of the operands.
       split: The rows of each replica.
+      kept: The positions of results that are parts of sums.
       is_body: True for the body of a loop. Its results keep their layouts, including parts of sums and extremes.
         Replicated values that it adds to parts of a sum become parts of the sum.
 
@@ -62,9 +80,10 @@ class RowsPlan:
         layouts: Sequence[Layout],
         split: RowSplit,
         *,
+        kept: Collection[int] = (),
         is_body: bool = False,
     ):
-        self._split, self._is_body = split, is_body
+        self._split, self._kept, self._is_body = split, kept, is_body
         self._program = program
         self._inputs = tuple(layouts)
         self._completed: set[int] = set()
@@ -98,8 +117,9 @@ class RowsPlan:
         if not self._is_body:
             if any(isinstance(layout, Rows) for layout in self.layouts):
                 raise NotByRowsError("a result of the step has a row for each row of the batch")
-            for atom in program.outputs:
-                self._complete(atom)
+            for i, atom in enumerate(program.outputs):
+                if i not in self._kept or self.layouts[i] is not Shared.SUM:
+                    self._complete(atom)
         return self._completed == known
 
     def _apply(self, operation: Operation) -> Applied:
@@ -110,7 +130,7 @@ class RowsPlan:
                 return _checked(operation.eqn, rule(operation.eqn, layouts, self._split))
             except Incomplete as wanted:
                 is_sum = all(layout in (Shared.WHOLE, Shared.SUM) for layout in layouts)
-                if self._is_body and is_sum and operation.eqn.primitive.name in _ADDITIONS:
+                if (self._is_body or self._kept) and is_sum and operation.eqn.primitive.name in _ADDITIONS:
                     return _added_up(operation.eqn, layouts, self._split)
                 for i in wanted.numbers:
                     self._complete(operation.operands[i])
@@ -155,7 +175,10 @@ class RowsPlan:
                 env.update(zip(operation.results, applied.evaluate(operands), strict=True))
                 upcoming = next(remaining, None)
             self._sum(env, number, sum_over_replicas)
-        return [read(env, atom) for atom in self._program.outputs]
+        results = [read(env, atom) for atom in self._program.outputs]
+        for i in self._kept:
+            results[i] = self._split.converted(results[i], self.layouts[i], Shared.SUM)
+        return results
 
     def _sum(self, env: dict[int, Any], number: int, sum_over_replicas: SumOverReplicas) -> None:
         """Completes the values of one round."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.tracing.markers import accumulated
 from replicax._src.tracing.primitives import ELEMENTWISE
 from replicax._src.tracing.row_partitioner.layout import Layout, Rows, RowSplit, Shared
 
@@ -572,8 +573,23 @@ def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSpli
     return _bound(eqn, [of_operand], prepare)
 
 
+def _accumulate(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    if _rows_of(layouts):
+        raise _mixed(eqn)
+    numbers = range(len(layouts))
+    _complete(layouts, [i for i in numbers if i < 3 or layouts[i] is not SUM])
+
+    def evaluate(args: Sequence[Any]) -> list[Any]:
+        parts = [split.converted(arg, layouts[i], SUM) for i, arg in enumerate(args) if i >= 3]
+        return accumulated(*args[:3], *parts, total=eqn.params["total"])
+
+    half = len(eqn.outvars) // 2
+    return Applied([SUM] * half + [WHOLE] * half, evaluate)
+
+
 _LINEAR = frozenset("add add_any sub neg copy real imag concatenate stack name stop_gradient".split())  # noqa: SIM905
 RULES: dict[str, Rule] = {
+    "replicax_accumulate": _accumulate,
     "optimization_barrier": _each_by_itself,
     "bitcast_convert_type": _bitcast,
     "reshape": _movement(_reshape),
