@@ -304,7 +304,7 @@ def test_variables_pass_from_one_micro_batch_to_the_next():
     assert float(twice.value) == pytest.approx(sums[-1], rel=1e-5)
 
 
-@pytest.mark.parametrize(("num_replicas", "number"), [(1, 4), (4, 2)])
+@pytest.mark.parametrize(("num_replicas", "number"), [(1, 4), pytest.param(4, 2, marks=pytest.mark.rest)])
 def test_statistics_seeds_and_metrics_of_keras(num_replicas, number):
     losses, mean, model, optimizer = trained_in_keras(
         rx.MirroredStrategy(CPUS[:num_replicas]), number, dropout=True

@@ -262,7 +262,7 @@ def test_lines_of_docstrings_have_at_most_120_characters():
     wide = []
     for file in PACKAGE.rglob("*.py"):
         lines = file.read_text().splitlines()
-        for node in ast.walk(ast.parse("\n".join(lines))):
+        for node in ast.walk(parsed(file)):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)

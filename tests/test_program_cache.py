@@ -194,7 +194,12 @@ def programs(folder):
 
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize(
-    ("name", "place"), [("REPLICAX_CACHE_DIR", ""), ("REPLICAX_CHECKPOINT_DIR", ".compiled")], ids=str
+    ("name", "place"),
+    [
+        pytest.param("REPLICAX_CACHE_DIR", "", marks=pytest.mark.rest),
+        ("REPLICAX_CHECKPOINT_DIR", ".compiled"),
+    ],
+    ids=str,
 )
 def test_second_start_compiles_nothing(tmp_path, name, place):
     first = run(tmp_path, **{name: str(tmp_path / "run")})
@@ -236,6 +241,7 @@ def test_folder_that_cannot_be_written_is_only_a_warning(tmp_path):
     assert "Compiled programs are not kept" in told["said"]
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(250)
 def test_tasks_of_a_launcher_keep_their_programs(tmp_path):
     """Each process keeps its own programs for CPUs, without any variable of ours."""

@@ -11,6 +11,7 @@ from checks import assert_close, tpu_strategy
 from replicax._src.tracing import gathers
 
 CPUS = [f"cpu:{i}" for i in range(4)]
+REST = pytest.mark.rest
 WIDTH, DEPTH = 64, 4
 RANDOM = np.random.default_rng(0)
 WEIGHTS = [RANDOM.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for _ in range(DEPTH)]
@@ -67,9 +68,10 @@ def trained(strategy, rows, *, remat, how="run", number=1, half=False, is_scanne
 
 
 @pytest.mark.parametrize("is_scanned", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("how", ["run", "function", "steps"])
+@pytest.mark.parametrize("how", ["run", *(pytest.param(how, marks=REST) for how in ("function", "steps"))])
 @pytest.mark.parametrize(("options", "number", "half", "rows"), [
-    ({}, 1, False, 26), ({"shard_state": "all"}, 3, False, 26), ({"shard_state": "all"}, 2, True, 24),
+    ({}, 1, False, 26), pytest.param({"shard_state": "all"}, 3, False, 26, marks=REST),
+    ({"shard_state": "all"}, 2, True, 24),
 ])  # fmt: skip
 def test_numbers_are_those_without_remat(is_scanned, how, options, number, half, rows, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
@@ -111,7 +113,10 @@ def test_on_logical_devices(number):
     assert_close(got[:2], expected[:2], 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize(("number", "half", "rows"), [(1, False, 26), (3, False, 26), (2, True, 24)])
+@pytest.mark.parametrize(
+    ("number", "half", "rows"),
+    [pytest.param(1, False, 26, marks=REST), pytest.param(3, False, 26, marks=REST), (2, True, 24)],
+)
 @pytest.mark.parametrize("is_scanned", [False, True], ids=["unrolled", "scanned"])
 def test_sharded_over_replicas_and_in_each_replica(number, half, rows, is_scanned, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
@@ -150,9 +155,13 @@ def fitted(strategy, *, remat, policy="float32", accumulation=None):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"shard_state": "all"}, TWO_DIMENSIONS], ids=["mirrored", "sharded", "two_dimensions"]
+    "options",
+    [{}, pytest.param({"shard_state": "all"}, marks=REST), TWO_DIMENSIONS],
+    ids=["mirrored", "sharded", "two_dimensions"],
 )
-@pytest.mark.parametrize(("policy", "accumulation"), [("float32", None), ("mixed_bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("policy", "accumulation"), [("float32", None), pytest.param("mixed_bfloat16", 2, marks=REST)]
+)
 def test_remat_scope_in_fit(options, policy, accumulation, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     expected = fitted(rx.OneDeviceStrategy("cpu:0"), remat=False, policy=policy, accumulation=accumulation)

@@ -112,7 +112,7 @@ def test_patterns_choose_arrays_and_labels_are_metadata(tmp_path, trained):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
-@pytest.mark.parametrize("file", ["model.weights.h5", "model.keras"])
+@pytest.mark.parametrize("file", [pytest.param("model.weights.h5", marks=pytest.mark.rest), "model.keras"])
 def test_keras_loads_it_in_a_fresh_process(trained, file, tmp_path, small_slabs):
     model, path = trained
     to = export(path, tmp_path / file, model=make_model)
@@ -237,7 +237,9 @@ def check_memory(folder, file, width, count, slab_bytes, cache_bytes, limit_byte
 FILES = ["large.safetensors", "large.weights.h5", "large.keras", "large"]
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", [FILES[0], *(pytest.param(file, marks=pytest.mark.rest) for file in FILES[1:])]
+)
 def test_an_export_takes_little_memory(tmp_path, file):
     """12 arrays of 16 MB, in slabs of 2 MB. The chunks that one array keeps are freed before the next."""
     check_memory(tmp_path, file, 2048, 12, 2 << 20, 16 << 20, 160 << 20)

@@ -382,7 +382,7 @@ def test_process_killed_while_writing_leaves_the_old_checkpoint(when, tmp_path, 
 
 def test_files_of_another_living_writer_are_not_removed(tmp_path, checkpoint):
     with subprocess.Popen(["sleep", "60"]) as other:
-        part = writing._beside(str(tmp_path / "ckpt-1"), "part").replace(f"-{os.getpid()}-", f"-{other.pid}-")
+        part = writing.beside(str(tmp_path / "ckpt-1"), "part").replace(f"-{os.getpid()}-", f"-{other.pid}-")
         os.mkdir(part)
         rx.CheckpointManager(checkpoint, tmp_path)
         assert os.path.exists(part)

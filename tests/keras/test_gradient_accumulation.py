@@ -1,6 +1,7 @@
 """Keras's ``gradient_accumulation_steps``: n micro-batches of unequal counts equal one large batch on one device."""
 
 import contextlib
+import copy
 import functools
 import re
 
@@ -12,6 +13,7 @@ import pytest
 
 import replicax as rx
 from checks import message
+from replicax._src.keras import accumulation
 
 CPUS = [f"cpu:{i}" for i in range(4)]
 ROWS, TOKENS = 29, 6
@@ -136,7 +138,6 @@ def test_ways_to_train(num_replicas, strategy_options, options):
 
 def test_without_the_weights_the_numbers_differ(monkeypatch):
     """The case is one that Keras alone gets wrong."""
-    from replicax._src.keras import accumulation
 
     monkeypatch.setattr(accumulation, "_factors", lambda optimizer: None)
     got = fitted(rx.MirroredStrategy(CPUS[:1]), 8, 4)
@@ -476,3 +477,79 @@ def test_values_of_other_shapes_are_refused():
         sums = next(v for v in model.optimizer.variables if v.shape == (TOKENS, 1))
         with pytest.raises(ValueError, match="shape"):
             sums.assign(np.zeros(shape, "f"))
+
+
+def test_a_copy_of_an_accumulator_has_its_sum():
+    model = half_trained(rx.MirroredStrategy(CPUS), stop=8)
+    (sums,) = [v for v in model.optimizer.variables if v.path.endswith("kernel_gradient_accumulator")]
+    np.testing.assert_allclose(copy.deepcopy(sums).value, sums.value, rtol=1e-6)
+
+
+# --- optimizers in programs of your own -----------------------------------------------------------------------
+
+
+def test_gradients_that_replace_their_variable_are_summed():
+    """Keras uses these for the scales of float8, and keeps the maximum of the small batches."""
+
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(1)])
+            model.trainable_variables[1].overwrite_with_gradient = True
+            optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
+            optimizer.build(model.trainable_variables)
+
+        def step(batch):
+            x, y = batch
+            with rx.GradientTape() as tape:
+                loss = rx.nn.compute_average_loss((model(x, training=True) - y)[:, 0] ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        data = rx.data.from_arrays((IDS[:16].astype("f"), Y[:16, 0])).batch(8)
+        for batch in strategy.experimental_distribute_dataset(data):
+            strategy.run(step, args=(batch,))
+        return [np.asarray(v.value) for v in model.weights]
+
+    assert_equal(trained(rx.MirroredStrategy(CPUS)), trained(rx.OneDeviceStrategy("cpu:0")))
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.jit], ids=["vmap", "jit"])
+def test_stateless_apply_can_be_transformed(transform):
+    model = half_trained(rx.MirroredStrategy(CPUS[:2]), stop=0)
+    state = [np.stack([v.value, v.value]) for v in model.optimizer.variables]
+    values = [np.stack([v.value, v.value]) for v in model.trainable_variables]
+    if transform is jax.jit:
+        state, values = [[one[0] for one in each] for each in (state, values)]
+    new, _ = transform(model.optimizer.stateless_apply)(state, values, values)
+    np.testing.assert_allclose(new[0], values[0])  # the first of four small batches changes nothing
+
+
+def test_sums_are_stored_in_all_optimizers_of_a_model():
+    """Otherwise a process of several cannot read them alone."""
+
+    class Two(keras.Sequential):
+        def compile(self, first, second):
+            super().compile(first, "mse")
+            self.others = [second]
+
+    first, second = (keras.optimizers.SGD(0.05, gradient_accumulation_steps=4) for _ in range(2))
+    strategy = rx.MirroredStrategy(CPUS)
+    with strategy.scope():
+        model = Two([keras.Input((TOKENS,)), keras.layers.Dense(1)])
+        model.compile(first, second)
+        for optimizer in (first, second):
+            optimizer.build(model.trainable_variables)
+
+    def step():
+        for optimizer in (first, second):
+            optimizer.apply_gradients([(v.value, v) for v in model.trainable_variables])
+
+    strategy.run(step)
+    sums = [v for v in [*first.variables, *second.variables] if v.path.endswith("accumulator")]
+    before = [np.asarray(v.value) for v in sums]
+    assert all(v._value.shape == (4, *v.shape) for v in sums)
+    accumulation.add_up(model)
+    assert all(v._value.shape == v.shape for v in sums)
+    for value, v in zip(before, sums, strict=True):
+        np.testing.assert_array_equal(value, v.value)

@@ -39,6 +39,7 @@ def steps_until(path):
             break
 
 
+@pytest.mark.rest
 def test_chief_shows_all_processes_and_who_is_slow(local_cluster, tmp_path):
     address = f"127.0.0.1:{free_ports(1)[0]}"
     environment = {"REPLICAX_STATUS_ADDRESS": address, "SLURM_RESTART_COUNT": "2"}

@@ -105,12 +105,12 @@ def on_one_device(optimizer, batches, look_up):
     ("optimizer", "batches", "look_up", "num_replicas", "size"),
     [
         ("sgd", "even", "lookup", 4, 4),
-        ("adam", "even", "embedding_lookup", 4, 4),
+        pytest.param("adam", "even", "embedding_lookup", 4, 4, marks=pytest.mark.rest),
         ("adagrad", "even", "index", 4, 2),
         ("adam", "uneven", "lookup", 4, 4),
-        ("sgd", "uneven", "embedding_lookup", 4, 2),
+        pytest.param("sgd", "uneven", "embedding_lookup", 4, 2, marks=pytest.mark.rest),
         ("sgd", "even", "bfloat16", 2, 2),
-        ("sgd", "uneven", "twice", 8, 8),
+        pytest.param("sgd", "uneven", "twice", 8, 8, marks=pytest.mark.rest),
     ],
 )
 def test_training_equals_one_device_and_moves_rows(optimizer, batches, look_up, num_replicas, size):

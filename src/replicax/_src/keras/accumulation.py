@@ -12,10 +12,12 @@ replica therefore adds up its own, and the replicas exchange them once, in the s
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
+import keras
 
 from replicax._src import context
 from replicax._src.collectives.in_replica import Packing, packed_sum
@@ -24,6 +26,7 @@ from replicax._src.keras.capture import accessor
 from replicax._src.keras.loss_counts import count_of_step
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.tracing.capture import TracedCapture, current_capture
+from replicax._src.tracing.loss_counts import loss_counts
 from replicax._src.tracing.markers import accumulate_p, accumulated
 
 NAME: Final = "gradient_accumulator"
@@ -43,12 +46,15 @@ def add_count(optimizer: Any, variables: Sequence[Any]) -> None:
         )
 
 
-def can_have_parts(optimizer: Any) -> bool:
-    """Returns True if the replicas of the current strategy can keep parts of the gradients that are accumulated.
+def can_have_parts(optimizer: Any, variable: Any) -> bool:
+    """Returns True if the replicas of the current strategy can keep parts of the gradients of a variable.
 
-    With sharded state, whole parts would take the memory that it saves.
+    With sharded state, whole parts would take the memory that it saves. Of gradients that replace their variable, Keras
+    keeps the maximum.
     """
     if not context.has_strategy() or optimizer.is_inner or servers.placement_of_scope() is not None:
+        return False
+    if getattr(variable, "overwrite_with_gradient", False):
         return False
     placement = context.strategy_for_new_variable().variable_placement
     is_sharded = placement.layouts is not None and placement.layouts.shards is not None
@@ -59,13 +65,17 @@ def can_have_parts(optimizer: Any) -> bool:
 
 def has_parts(optimizer: Any) -> bool:
     """Returns True if each replica keeps its own part of the gradients that the optimizer accumulates."""
-    accumulators = getattr(optimizer, "_accumulated_gradients", ())
-    return bool(accumulators) and all(each.has_parts for each in accumulators)
+    return any(each.has_parts for each in getattr(optimizer, "_accumulated_gradients", ()))
 
 
 def add_up(model: Any) -> None:
-    """Stores sums in place of the replicas' parts, so that each process can read them alone. All must call it."""
-    for variable in getattr(getattr(model, "optimizer", None), "variables", ()):
+    """Stores sums in place of the replicas' parts in all optimizers of a model, so that each process can read them alone.
+
+    All processes must call it.
+    """
+    attributes = keras.tree.flatten(list(vars(model).values()))
+    optimizers = {id(one): one for one in attributes if isinstance(one, keras.optimizers.Optimizer)}
+    for variable in itertools.chain.from_iterable(one.variables for one in optimizers.values()):
         if variable.has_parts:
             accessor.set([variable], [variable.value])
 
@@ -91,7 +101,8 @@ def apply(
     steps = optimizer.gradient_accumulation_steps
     is_last = optimizer._iterations.value % steps == steps - 1
     operands = [is_last, *(factors or (jnp.float32(1), jnp.float32(1))), *sums, *map(jnp.asarray, gradients)]
-    if capture is None or (capture.is_replica and isinstance(capture, TracedCapture)):
+    is_in_fit = capture is None and loss_counts() is not None
+    if is_in_fit or (isinstance(capture, TracedCapture) and capture.is_replica):
         packing = Packing.on(context.owners[id(accumulators[0])].topology)
         results = accumulate_p.bind(*operands, total=functools.partial(packed_sum, packing=packing))
     else:

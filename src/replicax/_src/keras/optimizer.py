@@ -56,7 +56,8 @@ class PlacedOptimizer(_Keras):
 
     @functools.wraps(keras.optimizers.Optimizer.add_variable_from_reference)
     def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        has_parts = kwargs.get("name") == accumulation.NAME and accumulation.can_have_parts(self)
+        is_accumulator = kwargs.get("name") == accumulation.NAME
+        has_parts = is_accumulator and accumulation.can_have_parts(self, reference_variable)
         of_optimizer = sharded_state.of_optimizer(reference_variable, has_parts=has_parts)
         with of_optimizer, servers.where(reference_variable):
             return super().add_variable_from_reference(reference_variable, *args, **kwargs)
@@ -70,10 +71,12 @@ class PlacedOptimizer(_Keras):
                 self.build(trainable_variables)
         if capture is not None and capture.is_replica:
             variables = self._trainable_variables if trainable_variables is None else trainable_variables
-            if not accumulation.has_parts(self):
+            if accumulation.has_parts(self):
+                if capture.on_aggregate is not None:
+                    aggregated(capture, grads, variables)  # only to observe them
+                grads = _with_replacements_summed(capture, grads, variables)
+            else:
                 grads = aggregated(capture, grads, variables)
-            elif capture.on_aggregate is not None:
-                aggregated(capture, grads, variables)  # only to observe them
         if capture is not None and isinstance(capture.observer, Events):
             return servers.apply(_own_apply, self, grads, trainable_variables, capture.observer)
         return super().apply(grads, trainable_variables)
@@ -85,6 +88,17 @@ class PlacedOptimizer(_Keras):
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         own = super().stateless_apply
         return sharded_state.apply_to_shards(own, optimizer_variables, grads, trainable_variables)
+
+
+def _with_replacements_summed(
+    capture: Capture, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    """Returns the gradients. Those that replace their variable, and are not accumulated, are summed over replicas."""
+    gradients = list(gradients)
+    pairs = enumerate(zip(gradients, variables, strict=False))
+    for i in [i for i, (_, v) in pairs if getattr(v, "overwrite_with_gradient", False)]:
+        gradients[i : i + 1] = aggregated(capture, gradients[i : i + 1], variables[i : i + 1])
+    return gradients
 
 
 def _own_apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.devices.topology import digest
 from replicax._src.keras.overriding import overridden
-from replicax._src.tracing.bindings import added_up, has_parts
+from replicax._src.tracing.bindings import added_up, has_parts, sum_of_parts
 from replicax._src.variables.layouts import VariableLayouts
 
 if TYPE_CHECKING:
@@ -151,8 +151,9 @@ def is_of_parts(variable: Any, value: Any) -> bool:
     """True for the parts that programs store for a variable whose value is their sum."""
     if not variable.has_parts or not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
         return False
-    topology = context.owners[id(variable)].topology
-    return has_parts(value, variable.shape) and value.sharding == topology.per_replica
+    owner = context.owners.get(id(variable))  # none of a copy
+    is_stored_by_program = owner is None or value.sharding == owner.topology.per_replica
+    return has_parts(value, variable.shape) and is_stored_by_program
 
 
 def in_shards(variable: Any, value: Any, stored: Any) -> Any:
@@ -178,7 +179,8 @@ def whole(variable: Any, held: Any) -> Any:
     if _here.takes_shards:
         return held
     if is_of_parts(variable, held):
-        return added_up(held, context.owners[id(variable)].topology)
+        owner = context.owners.get(id(variable))
+        return sum_of_parts(held) if owner is None else added_up(held, owner.topology)
     if not is_sharded(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))

@@ -38,7 +38,7 @@ class SyncPolicy(enum.Enum):
     SEED = "one value; each replica sees its own random stream derived from it"
     COMPONENTS = "one value per replica (synchronization ON_READ)"
     SUMMED = "one value per replica behind a variable that shows their sum (Keras metrics)"
-    PARTS = "the same; the sum is computed only when it is read (accumulated gradients)"
+    PARTS = "one value per replica; their sum is computed when the variable is read (accumulated gradients)"
 
     @property
     def is_per_replica(self) -> bool:
@@ -360,7 +360,8 @@ def as_parts(value: jax.Array, topology: Topology) -> jax.Array:
 
 def added_up(parts: jax.Array, topology: Topology) -> jax.Array:
     """Returns the replicated sum of parts. With several processes all must call it."""
-    return topology.compile(sum_of_parts, "adding up a sum", out_shardings=topology.replicated)(parts)
+    name = "reading accumulated gradients, which all processes must do"
+    return topology.compile(sum_of_parts, name, out_shardings=topology.replicated)(parts)
 
 
 @functools.cache
