@@ -69,9 +69,9 @@ def has_parts(optimizer: Any) -> bool:
 
 
 def add_up(model: Any) -> None:
-    """Stores sums in place of the replicas' parts in all optimizers of a model, so that each process can read them alone.
+    """Stores sums in place of the replicas' parts, in all optimizers of a model. All processes must call it.
 
-    All processes must call it.
+    Afterwards each process can read them alone.
     """
     attributes = keras.tree.flatten(list(vars(model).values()))
     optimizers = {id(one): one for one in attributes if isinstance(one, keras.optimizers.Optimizer)}
