@@ -16,7 +16,7 @@ from replicax._src import context, jax_compat
 from replicax._src.checkpoint.tracked import Leaf
 from replicax._src.framework import is_variable, make_binding
 from replicax._src.options import VariableAggregation
-from replicax._src.tracing.bindings import Binding, SyncPolicy, has_parts, note_unshared
+from replicax._src.tracing.bindings import Binding, SyncPolicy, is_stored_as_parts, note_unshared
 from replicax._src.variables.server_arrays import ServerArray
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
@@ -172,7 +172,7 @@ class VariableLeaf(ArrayLeaf):
             return None
         if self.binding.sync_policy is SyncPolicy.COMPONENTS:
             return Held(None, stored, self.of.aggregation.name)
-        if self.binding.sync_policy is SyncPolicy.PARTS and has_parts(stored, self.shape):
+        if self.binding.sync_policy is SyncPolicy.PARTS and is_stored_as_parts(stored, self.shape):
             return Held(None, stored, VariableAggregation.SUM.name)
         if self.binding.sync_policy is SyncPolicy.SUMMED and self.binding.placed is stored:
             return Held(stored, self.binding.components)

@@ -95,9 +95,9 @@ def _with_replacements_summed(
 ) -> list[Any]:
     """Returns the gradients. Those that replace their variable, and are not accumulated, are summed over replicas."""
     gradients = list(gradients)
-    pairs = enumerate(zip(gradients, variables, strict=False))
-    for i in [i for i, (_, v) in pairs if getattr(v, "overwrite_with_gradient", False)]:
-        gradients[i : i + 1] = aggregated(capture, gradients[i : i + 1], variables[i : i + 1])
+    for i, variable in enumerate(variables):
+        if getattr(variable, "overwrite_with_gradient", False):
+            gradients[i : i + 1] = aggregated(capture, gradients[i : i + 1], [variable])
     return gradients
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.devices.topology import digest
 from replicax._src.keras.overriding import overridden
-from replicax._src.tracing.bindings import added_up, has_parts, sum_of_parts
+from replicax._src.tracing.bindings import added_up, is_stored_as_parts, sum_of_parts
 from replicax._src.variables.layouts import VariableLayouts
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def is_of_parts(variable: Any, value: Any) -> bool:
         return False
     owner = context.owners.get(id(variable))  # none of a copy
     is_stored_by_program = owner is None or value.sharding == owner.topology.per_replica
-    return has_parts(value, variable.shape) and is_stored_by_program
+    return is_stored_as_parts(value, variable.shape) and is_stored_by_program
 
 
 def in_shards(variable: Any, value: Any, stored: Any) -> Any:

@@ -31,10 +31,10 @@ from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import in_flight, run_and_store
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
-from replicax._src.tracing.bindings import has_parts, parts_of, state_lock, sum_of_parts
+from replicax._src.tracing.bindings import is_stored_as_parts, parts_of, state_lock, sum_of_parts
 from replicax._src.tracing.equations import evaluated
 from replicax._src.tracing.gathers import evaluate_gathering
-from replicax._src.tracing.markers import accumulate_p, accumulated
+from replicax._src.tracing.markers import NUM_SCALARS, accumulate_p, accumulated
 from replicax._src.tracing.row_partitioner.layout import RowSplit
 from replicax._src.tracing.row_partitioner.plan import RowsPlan, split_by_rows
 
@@ -109,18 +109,20 @@ def _bind_with_parts(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
     The first replica accumulates gradients, which are summed already.
     """
-    are_parts = [has_parts(v, atom.aval.shape) for v, atom in zip(operands, eqn.invars, strict=True)]
+    are_parts = [is_stored_as_parts(v, atom.aval.shape) for v, atom in zip(operands, eqn.invars, strict=True)]
     if eqn.primitive is not accumulate_p or not any(are_parts):
         operands = [sum_of_parts(v) if is_part else v for v, is_part in zip(operands, are_parts, strict=True)]
         return jax_compat.bind_equation(eqn, operands)
     number = len(operands[are_parts.index(True)])
-    rows = [v if is_part else parts_of(v, number) for v, is_part in list(zip(operands, are_parts))[3:]]
+    rows = [
+        v if is_part else parts_of(v, number) for v, is_part in list(zip(operands, are_parts))[NUM_SCALARS:]
+    ]
 
     def total(sums: Sequence[Any]) -> list[Any]:
         zeros = [jnp.zeros_like(value[0]) for value in sums]
         return jax.lax.cond(operands[0], lambda: list(map(sum_of_parts, sums)), lambda: zeros)
 
-    return accumulated(*operands[:3], *rows, total=total, is_conditional=False)
+    return accumulated(*operands[:NUM_SCALARS], *rows, total=total, is_conditional=False)
 
 
 def _form(state: HeldState, batch: Batch, capacity: int) -> Hashable:
@@ -278,15 +280,16 @@ class _Program:
 
     def _evaluate(self, written: Any, read: Any, consts: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
         state: list[Any] = [None] * (len(self.written) + len(self._read))
+        has_own = self._plan is not None  # a replica has its own part only, [1, ...]
         for i, value in zip([*self.written, *self._read], [*written, *read], strict=True):
-            state[i] = value[0] if i in self._parts and self._plan is not None else value
+            state[i] = value[0] if has_own and i in self._parts else value
         outs = self._evaluate_whole([*consts, *state], leaves)
         for i in self._repeated:
             outs[i] = jnp.copy(outs[i])
         for n, i in enumerate(self.written):
-            if i in self._parts and self._plan is not None:
+            if has_own and i in self._parts:
                 outs[n] = outs[n][None]
-            elif i in self._parts and not has_parts(outs[n], self._jaxpr.outvars[n].aval.shape):
+            elif i in self._parts and not is_stored_as_parts(outs[n], self._jaxpr.outvars[n].aval.shape):
                 outs[n] = parts_of(outs[n], self._topology.num_replicas)
         return outs[: len(self.written)], outs[len(self.written) :]
 

@@ -91,7 +91,8 @@ class HeldState:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the arrays in ``values()``, and of those that replicas keep parts of."""
-        return [self.parts.get(i, tuple(value.shape)) for i, value in enumerate(self.values())]
+        parts = self.parts
+        return [parts.get(i, tuple(value.shape)) for i, value in enumerate(self.values())]
 
     @property
     def shardings(self) -> list[Any]:

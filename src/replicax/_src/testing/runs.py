@@ -27,7 +27,7 @@ from replicax._src.tracing.bindings import (
     BindingTable,
     SyncPolicy,
     check_no_tracer,
-    has_parts,
+    is_stored_as_parts,
     state_lock,
 )
 from replicax._src.tracing.cache import array_leaf
@@ -204,7 +204,7 @@ def _held(binding: Binding) -> Any:
         check_no_tracer(binding, value)
         if binding.sync_policy is SyncPolicy.COMPONENTS:
             value = _aggregate(binding.variable, on_host(value))[0]
-        elif binding.sync_policy is SyncPolicy.PARTS and has_parts(value, binding.shape):
+        elif binding.sync_policy is SyncPolicy.PARTS and is_stored_as_parts(value, binding.shape):
             value = on_host(value).sum(axis=0, dtype=value.dtype)
         return jnp.copy(value)
 

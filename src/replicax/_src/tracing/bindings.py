@@ -314,7 +314,9 @@ def adopt(binding: Binding, value: Any, topology: Topology) -> jax.Array:
     is_of_parts = binding.sync_policy is SyncPolicy.PARTS
     if _unshared.get(id(value)) is value and value.sharding == binding.placement_on(topology):
         placed = value
-    elif binding.sync_policy is SyncPolicy.COMPONENTS or (is_of_parts and has_parts(value, binding.shape)):
+    elif binding.sync_policy is SyncPolicy.COMPONENTS or (
+        is_of_parts and is_stored_as_parts(value, binding.shape)
+    ):
         placed = own_copy(value, topology.per_replica)
     elif topology.peers is not None and (here := made_by_each(value)) is not None:
         placed = topology.put_agreed([here], [binding.name])[0]
@@ -323,7 +325,7 @@ def adopt(binding: Binding, value: Any, topology: Topology) -> jax.Array:
         placed = own_copy_here(topology.put_by(value, binding.layout))
     else:
         placed = own_copy(value, binding.layout or topology.replicated)
-    if is_of_parts and not has_parts(placed, binding.shape):
+    if is_of_parts and not is_stored_as_parts(placed, binding.shape):
         placed = as_parts(placed, topology)
     binding.placed = placed
     if binding.sync_policy is SyncPolicy.SUMMED:
@@ -341,7 +343,7 @@ def spread_sum(value: jax.Array, topology: Topology) -> jax.Array:
 # --- parts of a sum ---------------------------------------------------------------------------------------
 
 
-def has_parts(stored: Any, shape: Sequence[int]) -> bool:
+def is_stored_as_parts(stored: Any, shape: Sequence[int]) -> bool:
     """Returns True for the parts [R, ...] of a sum of this shape, which a PARTS variable stores after a program."""
     return np.ndim(stored) > len(shape)
 

@@ -17,7 +17,14 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, TraceError, UnsupportedError
 from replicax._src.options import VariableAggregation
-from replicax._src.tracing.bindings import Binding, SyncPolicy, check_no_tracer, has_parts, state_lock
+from replicax._src.tracing.bindings import (
+    Binding,
+    SyncPolicy,
+    check_no_tracer,
+    is_stored_as_parts,
+    state_lock,
+    sum_of_parts,
+)
 from replicax._src.tracing.capture import Capture, TracedCapture, current_capture
 from replicax._src.tracing.equations import has_any, inner_jaxprs
 from replicax._src.tracing.markers import Question
@@ -245,8 +252,8 @@ def _value_before(binding: Binding) -> jax.Array:
         value = binding.value
         check_no_tracer(binding, value)
         value = on_no_device(value)
-    if binding.sync_policy is SyncPolicy.PARTS and has_parts(value, binding.shape):
-        return jnp.sum(value, axis=0, dtype=value.dtype)
+    if binding.sync_policy is SyncPolicy.PARTS and is_stored_as_parts(value, binding.shape):
+        return sum_of_parts(value)
     if binding.sync_policy is not SyncPolicy.COMPONENTS:
         return value
     aggregation = binding.variable.aggregation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,10 @@ aggregate_p = jax_compat.marker_primitive(
 )
 
 
+NUM_SCALARS: Final = 3
+"""The number of the operands of ``accumulate_p`` before the sums and the gradients."""
+
+
 def accumulated(
     *operands: Any, total: Callable[[Sequence[Any]], Sequence[Any]], is_conditional: bool = True
 ) -> list[Any]:
@@ -113,7 +117,7 @@ def accumulated(
     Returns:
       The sums to keep, which are zero after the last small batch; and their totals, which are valid in the last one.
     """
-    is_last, of_sums, of_gradients, *rest = operands
+    (is_last, of_sums, of_gradients), rest = operands[:NUM_SCALARS], operands[NUM_SCALARS:]
     half = len(rest) // 2
     sums = [
         of_sums.astype(s.dtype) * s + of_gradients.astype(s.dtype) * g.astype(s.dtype)
@@ -131,7 +135,8 @@ def accumulated(
 accumulate_p = jax_compat.marker_primitive(
     "replicax_accumulate",
     lambda *avals, **_: (
-        [jax_compat.shaped(a.shape, a.dtype) for a in avals[3 : 3 + (len(avals) - 3) // 2]] * 2
+        [jax_compat.shaped(a.shape, a.dtype) for a in avals[NUM_SCALARS : (len(avals) + NUM_SCALARS) // 2]]
+        * 2
     ),
     _refuse_aggregation,
     one_device=lambda *operands, **_: accumulated(*operands, total=list, is_conditional=False),

@@ -20,7 +20,7 @@ from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import ReplicaxError, UnsupportedError
 from replicax._src.tracing.equations import called, evaluated, has_any, inner_jaxprs
 from replicax._src.tracing.local_means import warn_of_local_means
-from replicax._src.tracing.markers import Question, accumulated
+from replicax._src.tracing.markers import NUM_SCALARS, Question, accumulated
 from replicax._src.tracing.primitives import MARKS, RECORDING_MARKS, REMATERIALISES
 from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
 
@@ -83,7 +83,7 @@ class Rewriter:
 
     def accumulate(self, operands: list[Any], replications: list[Replication]) -> list[Any]:
         """Resolves ``accumulate_p``. The first replica accumulates the gradients that are reduced already."""
-        start = 3 + (len(operands) - 3) // 2
+        start = (len(operands) + NUM_SCALARS) // 2
         gradients = operands[start:]
         chosen = self._to_be_summed(replications[start:])
         if len(chosen) < len(gradients) and self._num_replicas > 1:

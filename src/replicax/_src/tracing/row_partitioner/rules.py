@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.tracing.markers import accumulated
+from replicax._src.tracing.markers import NUM_SCALARS, accumulated
 from replicax._src.tracing.primitives import ELEMENTWISE
 from replicax._src.tracing.row_partitioner.layout import Layout, Rows, RowSplit, Shared
 
@@ -577,11 +577,11 @@ def _accumulate(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied
     if _rows_of(layouts):
         raise _mixed(eqn)
     numbers = range(len(layouts))
-    _complete(layouts, [i for i in numbers if i < 3 or layouts[i] is not SUM])
+    _complete(layouts, [i for i in numbers if i < NUM_SCALARS or layouts[i] is not SUM])
 
     def evaluate(args: Sequence[Any]) -> list[Any]:
-        parts = [split.converted(arg, layouts[i], SUM) for i, arg in enumerate(args) if i >= 3]
-        return accumulated(*args[:3], *parts, total=eqn.params["total"])
+        parts = [split.converted(arg, layouts[i], SUM) for i, arg in enumerate(args) if i >= NUM_SCALARS]
+        return accumulated(*args[:NUM_SCALARS], *parts, total=eqn.params["total"])
 
     half = len(eqn.outvars) // 2
     return Applied([SUM] * half + [WHOLE] * half, evaluate)
