@@ -74,10 +74,12 @@ def dies_at(moment, at_save):
         num_saves += 1
         pieces = list(pieces)
         die_at("made")
-        write_pieces(part, arrays, pieces[: len(pieces) // 2])
+        written = write_pieces(part, arrays, pieces[: len(pieces) // 2])
         die_at("half")
-        write_pieces(part, arrays, pieces[len(pieces) // 2 :])
+        for folder, files in write_pieces(part, arrays, pieces[len(pieces) // 2 :]).items():
+            written.setdefault(folder, []).extend(files)
         die_at("written")
+        return written
 
     def failing(path, action):
         if action.__name__ == "commit":

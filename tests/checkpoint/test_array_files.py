@@ -13,7 +13,7 @@ import pytest
 from replicax._src.checkpoint import array_files, chunks
 from replicax._src.checkpoint.array_files import ArrayReader, Piece, write_metadata, write_pieces
 from replicax._src.checkpoint.chunks import Cut, chunk_shapes, part_at, writers_of
-from replicax._src.checkpoint.contents import StoredArray
+from replicax._src.checkpoint.contents import StoredArray, WrittenFiles
 from replicax._src.checkpoint.errors import CorruptCheckpointError
 
 FEW = hypothesis.settings(
@@ -98,14 +98,14 @@ def save(part, cut, value, dtype):
         Piece("a", origin, np.array(value[(*part_at(origin, cut.file, cut.shape), ...)]))
         for origin in cut.files
     ]
-    for number in range(3):
-        write_pieces(str(part), {"a": stored}, pieces[number::3])
+    written = [write_pieces(str(part), {"a": stored}, pieces[number::3]).get("a", []) for number in range(3)]
+    files = WrittenFiles.of_rows(itertools.chain(*written), stored.num_files)
     checksums = write_metadata(str(part), {"a": stored}, "a save")
-    return reader_of(part, stored, checksums["a"])
+    return reader_of(part, stored, checksums["a"], files)
 
 
-def reader_of(part, stored, crc32):
-    return ArrayReader(str(part), "a", stored, crc32, "label", ("worker 0", "worker 1"))
+def reader_of(part, stored, crc32, files=None):
+    return ArrayReader(str(part), "a", stored, crc32, files, "label", ("worker 0", "worker 1"))
 
 
 @FEW
@@ -150,6 +150,12 @@ def test_zeros_are_stored_and_a_lost_file_is_not_read_as_zeros(tmp_path):
         assert text in str(caught.value)
 
 
+def num_read():
+    """The number of bytes that this process has read."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
 def test_devices_that_share_chunks_read_them_once(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 18)
     monkeypatch.setattr(chunks, "FILE_BYTES", 1 << 20)
@@ -157,15 +163,57 @@ def test_devices_that_share_chunks_read_them_once(tmp_path, monkeypatch):
     value = np.random.default_rng(0).random(cut.shape, np.float32)
     reader = save(tmp_path, cut, value, "float32")
 
-    def num_read():
-        with open("/proc/self/io") as file:
-            return int(file.readline().split()[1])  # rchar
-
     before = num_read()
     for column in range(0, 512, 32):  # each cuts through chunks
         index = (slice(None), slice(column, column + 32))
         assert reader.read(index).tobytes() == value[index].tobytes()
     assert num_read() - before < 1.1 * value.nbytes
+
+
+@FEW
+@hypothesis.given(cut=cuts(), data=st.data())
+def test_file_of_another_save_or_place_is_found_by_those_who_read_it(cut, data, tmp_path_factory):
+    hypothesis.assume(math.prod(cut.shape) > 0)
+    random = np.random.default_rng(0)
+    cut = Cut(cut.shape, 8, cut.block, cut.holders, *chunk_shapes(cut.shape, cut.block, 8))
+    one, other = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
+    value = random.random(cut.shape)
+    reader = save(one, cut, value, "float64")
+    save(other, cut, random.random(cut.shape), "float64")
+    names = sorted(path.name for path in (one / "a").glob("c*"))
+    replaced = data.draw(st.sampled_from(names))
+    source, name = data.draw(st.sampled_from([(here, name) for here in (one, other) for name in names]))
+    hypothesis.assume((source, name) != (one, replaced))
+    (one / "a" / replaced).write_bytes((source / "a" / name).read_bytes())
+    for position, origin in enumerate(cut.files):
+        index = part_at(origin, cut.file, cut.shape)
+        if ".".join(["c", *(str(at // by) for at, by in zip(origin, cut.file, strict=True))]) != replaced:
+            assert np.array_equal(reader.read(index), value[(*index, ...)]), position
+            continue
+        with pytest.raises(CorruptCheckpointError, match="label"):
+            reader.read(index)
+
+
+def test_reading_a_part_costs_what_the_part_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(chunks, "FILE_BYTES", 1 << 20)
+    cut = Cut((4096, 256), 4, (2048, 256), {}, *chunk_shapes((4096, 256), (2048, 256), 4))
+    assert cut.chunk != cut.file
+    value = np.random.default_rng(0).random(cut.shape, np.float32)
+    reader = save(tmp_path, cut, value, "float32")
+    for index in (
+        (slice(0, 1), slice(0, 1)),
+        (slice(0, 2048), slice(0, 128)),
+        (slice(2000, 2100), slice(0, 256)),
+        (slice(100, 4000), slice(200, 256)),
+    ):
+        rows, columns = (
+            -(-part.stop // by) * by - part.start // by * by
+            for part, by in zip(index, cut.chunk, strict=True)
+        )
+        before = num_read()
+        assert np.array_equal(reader.read(index), value[index])
+        assert num_read() - before < 1.1 * 4 * rows * columns
 
 
 def test_only_some_files_are_in_flight(tmp_path, monkeypatch):

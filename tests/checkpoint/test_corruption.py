@@ -1,6 +1,7 @@
 """Each file of a checkpoint is deleted, emptied, truncated, or gets one flipped bit: the damage is found and named,
 and an older checkpoint is used."""
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -35,13 +36,15 @@ def flip(at):
     return flip
 
 
+OF_FORMAT_4 = Path(__file__).parent / "of_format_4" / "ckpt-1"
+
 DAMAGES = {"deleted": delete, "emptied": empty, "cut": cut} | {
     f"flipped at {at}": flip(at) for at in (0, 0.5, 1)
 }
 
 
-def tracked(value):
-    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+def tracked(value, strategy=None):
+    with (strategy or rx.MirroredStrategy(["cpu:0", "cpu:1"])).scope():
         own = rx.Variable(value, synchronization="on_read", aggregation="sum", trainable=False)
     return rx.Checkpoint(w=rx.Variable(np.full(1000, value, np.float32)), own=own)
 
@@ -57,6 +60,10 @@ def two_checkpoints(tmp_path_factory):
         checkpoint.w.assign(np.full(1000, 2.0))
         manager.save()
     return directory
+
+
+def replica_id():
+    return rx.get_replica_context().replica_id_in_sync_group
 
 
 def files_of(directory):
@@ -109,6 +116,100 @@ def test_array_of_another_checkpoint_is_found(name, two_checkpoints, tmp_path):
     checkpoint = tracked(0.0)
     message(CorruptCheckpointError, lambda: checkpoint.restore(tmp_path / "mixed" / "ckpt-2"), name)
     assert float(checkpoint.w[0]) == 0.0
+
+
+@pytest.fixture(scope="module")
+def two_of_several_files(tmp_path_factory):
+    """Two saves of an array in two files of four chunks each, and of components in a file each."""
+    directory = tmp_path_factory.mktemp("several")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_BYTES", 500)
+        patch.setattr(chunks, "FILE_BYTES", 2000)
+        strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+        checkpoint = tracked(1.0, strategy)
+        manager = rx.CheckpointManager(checkpoint, directory, asynchronous=False)
+        for number in (1.0, 2.0):
+            checkpoint.w.assign(number * np.arange(1000))
+            strategy.run(lambda: checkpoint.own.assign_add(1.0 + replica_id()))
+            manager.save()
+    return directory
+
+
+def exchange(directory, file, other):
+    kept = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+
+
+def take_from_the_first_save(directory, file, other):
+    shutil.copy(directory / "ckpt-1" / file.relative_to(directory / "ckpt-2"), file)
+
+
+def take_a_chunk_from_the_first_save(directory, file, other):
+    """The codec's checksum of the chunk comes along."""
+    length = file.stat().st_size if file.stat().st_size < 500 else 504
+    of_first = (directory / "ckpt-1" / file.relative_to(directory / "ckpt-2")).read_bytes()
+    file.write_bytes(of_first[:length] + file.read_bytes()[length:])
+
+
+def append(directory, file, other):
+    with open(file, "ab") as opened:
+        opened.write(b"\0")
+
+
+REPLACEMENTS = (exchange, take_from_the_first_save, take_a_chunk_from_the_first_save, append)
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda replace: replace.__name__)
+@pytest.mark.parametrize(("folder", "name"), [("arrays/w", "'w'"), ("components/own", "'own'")])
+def test_part_of_another_save_or_place_is_found(
+    folder, name, replace, two_of_several_files, tmp_path, caplog
+):
+    """Each chunk has the right checksum, as after an interrupted copy, or a sync that compares sizes."""
+    directory = shutil.copytree(two_of_several_files, tmp_path / "copy")
+    file, other = (directory / "ckpt-2" / folder / part for part in ("c.0", "c.1"))
+    replace(directory, file, other)
+    checkpoint = tracked(0.0)
+    message(CorruptCheckpointError, lambda: checkpoint.restore(directory / "ckpt-2"), folder)
+    assert float(checkpoint.w[999]) == 0.0
+
+    restored = rx.CheckpointManager(checkpoint, directory).restore_or_initialize()
+    assert Path(restored).name == "ckpt-1"
+    assert float(checkpoint.w[999]) == 999.0
+    assert "ckpt-1 instead" in caplog.text
+
+    key = Path(folder).name
+    message(CorruptCheckpointError, lambda: rx.checkpoint.load_variable(directory / "ckpt-2", key), folder)
+    exported = tmp_path / "model.safetensors"
+    message(
+        CorruptCheckpointError,
+        lambda: rx.checkpoint.export(directory / "ckpt-2", exported, only=key),
+        folder,
+    )
+    assert not exported.exists()
+
+
+def test_checkpoint_of_an_earlier_version_restores():
+    """Its manifest does not describe the files of arrays; their chunks have checksums."""
+    checkpoint = rx.Checkpoint(
+        w=rx.Variable(np.zeros(1000, np.float32)),
+        small=rx.Variable(np.zeros(4, np.int32)),
+        own=tracked(0.0).own,
+        best=0.0,
+    )
+    checkpoint.restore(OF_FORMAT_4).assert_consumed()
+    assert np.array_equal(checkpoint.w, np.arange(1000))
+    assert np.array_equal(checkpoint.small, np.arange(4))
+    assert (float(checkpoint.own), checkpoint.best) == (6.0, 0.5)
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_damaged_file_of_an_earlier_version_is_found(damage, tmp_path):
+    path = shutil.copytree(OF_FORMAT_4, tmp_path / "ckpt-1")
+    for name in ("arrays/small/c.0", "arrays/w/c.1", "components/own/c.0"):
+        DAMAGES[damage](path / name)
+        load = functools.partial(rx.checkpoint.load_variable, path, Path(name).parent.name)
+        message(CorruptCheckpointError, load, name)
 
 
 def test_values_that_no_object_takes_are_verified_too(two_checkpoints, tmp_path):

@@ -98,6 +98,15 @@ def test_damaged_local_checkpoint_is_skipped(tmp_path, caplog):
     assert "ckpt-5" in caplog.text
 
 
+def test_part_of_another_local_save_is_found(tmp_path, caplog):
+    training = Training(tmp_path)
+    training.run(5)
+    older, newer = sorted(training.local.glob("*/0/ckpt-*/arrays/state/w/c.0"))
+    newer.write_bytes(older.read_bytes())
+    assert restored(tmp_path)[1] == "local/ckpt-3"
+    assert "ckpt-5" in caplog.text
+
+
 def test_emptied_shared_directory_begins_a_new_training(tmp_path):
     training = Training(tmp_path)
     training.run(5)
@@ -125,7 +134,7 @@ def test_training_continues_while_the_local_disk_is_full(tmp_path, caplog, monke
     def write(part, arrays, pieces):
         if full and str(training.local) in part:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write_pieces(part, arrays, pieces)
+        return write_pieces(part, arrays, pieces)
 
     monkeypatch.setattr(writing, "write_pieces", write)
     with caplog.at_level(logging.WARNING, "replicax"):
@@ -139,7 +148,7 @@ def test_training_continues_while_the_local_disk_is_full(tmp_path, caplog, monke
 
 def test_local_save_waits_for_no_running_save(tmp_path, monkeypatch):
     training, write_pieces, released = Training(tmp_path), writing.write_pieces, threading.Event()
-    monkeypatch.setattr(writing, "write_pieces", lambda *args: (released.wait(30), write_pieces(*args)))
+    monkeypatch.setattr(writing, "write_pieces", lambda *args: (released.wait(30), write_pieces(*args))[1])
     training.step.assign(1)
     training.manager.save()
     training.step.assign(3)

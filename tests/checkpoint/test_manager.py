@@ -189,7 +189,7 @@ def test_a_directory_that_is_deleted_is_made_again(checkpoint, tmp_path, monkeyp
     assert names(manager.checkpoints) == ["ckpt-1"]
     write_pieces = writing.write_pieces
     monkeypatch.setattr(
-        writing, "write_pieces", lambda *args: (write_pieces(*args), shutil.rmtree(tmp_path / "in it"))
+        writing, "write_pieces", lambda *args: (write_pieces(*args), shutil.rmtree(tmp_path / "in it"))[0]
     )
     manager.save()
     message(CheckpointWriteError, manager.wait, "deleted in the meantime")
@@ -280,7 +280,7 @@ def test_save_takes_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
 def slow_writer(monkeypatch):
     """Writing starts after the call that follows ``save``."""
     write_pieces = writing.write_pieces
-    monkeypatch.setattr(writing, "write_pieces", lambda *args: (time.sleep(0.2), write_pieces(*args)))
+    monkeypatch.setattr(writing, "write_pieces", lambda *args: (time.sleep(0.2), write_pieces(*args))[1])
 
 
 FINDERS = {

@@ -70,7 +70,7 @@ def training(folder, num_steps, restores):
     if strategy.num_replicas_in_sync > 1:
         waited = rx.CheckpointManager(checkpoint, f"{folder}-waited")
         write_pieces, index = writing.write_pieces, min(strategy.cluster_resolver.task_id, 1)
-        writing.write_pieces = lambda *args: (time.sleep(2), write_pieces(*args))
+        writing.write_pieces = lambda *args: (time.sleep(2), write_pieces(*args))[1]
         waited.save()
         try:
             waited.wait(timeout_s=0.1)
@@ -104,7 +104,7 @@ def training(folder, num_steps, restores):
         report(untouched=bool(optimizer.iterations.numpy() == before))
         processes._SHARED_WITHIN_S = 0.5
         if index == 0:
-            writing.write_pieces = lambda *args: (time.sleep(0.5), write_pieces(*args))
+            writing.write_pieces = lambda *args: (time.sleep(0.5), write_pieces(*args))[1]
         with rx.CheckpointManager(checkpoint, f"{folder}-closed") as closed:
             closed.save(1)
         report(after_close=os.path.basename(rx.checkpoint.latest_checkpoint(closed.directory) or "none"))

@@ -75,6 +75,19 @@ def test_lost_part_of_a_process_is_named(saved, tmp_path):
     assert checkpoint.state["number"] == 0
 
 
+def test_exchanged_parts_of_two_processes_are_found(saved, tmp_path):
+    path = shutil.copytree(saved[0], tmp_path / "copy") / "ckpt-1"
+    files = sorted((path / "arrays" / "state" / "rows").glob("c.*"))
+    first, last = files[0].read_bytes(), files[-1].read_bytes()
+    assert len(first) == len(last)
+    files[0].write_bytes(last)
+    files[-1].write_bytes(first)
+    checkpoint = rx.Checkpoint(state={"rows": np.zeros((NUM_BYTES // 2048, 512), np.float32)})
+    with pytest.raises(CorruptCheckpointError, match="arrays/state/rows"):
+        checkpoint.restore(path)
+    assert not checkpoint.state["rows"].any()
+
+
 def test_death_while_writing_is_told_and_leaves_the_previous_checkpoint(tmp_path):
     environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
     with LocalCluster(2, devices_per_worker=1, environment=environment, timeout_s=150) as cluster:

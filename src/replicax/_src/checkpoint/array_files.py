@@ -1,15 +1,18 @@
 """Arrays in files: zarr 3, with a CRC-32C of each chunk. Only this module uses tensorstore.
 
 Every process writes files of its own, which begin and end at the edges of chunks. So nobody reads or locks a file that
-another process writes. Reading a chunk verifies it.
+another process writes. Reading a chunk verifies it: the codec compares the values with the checksum after them, and
+the manifest knows the checksums of each file, so that a file of another save, or of another place, is found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
+import struct
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,8 +22,8 @@ from typing import Any, Final, cast, final
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.checkpoint.chunks import part_at
-from replicax._src.checkpoint.contents import StoredArray
+from replicax._src.checkpoint.chunks import origins_in, part_at, position_of
+from replicax._src.checkpoint.contents import StoredArray, WrittenFiles
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 from replicax._src.extras import missing_extra
 
@@ -30,6 +33,10 @@ _WINDOW_BYTES = 16 << 20
 # Devices that share a chunk read it once.
 _CACHE_BYTES = 64 << 20
 _LIMITS: Final = {"file_io_concurrency": {"limit": 4}, "data_copy_concurrency": {"limit": 2}}
+# The index of the chunks in a file: where each begins, and its number of bytes. Each checksum is a CRC-32C.
+_PLACE: Final = struct.Struct("<QQ")
+_NO_PLACE: Final = 2**64 - 1
+_CRC_BYTES: Final = 4
 _NOT_IN_ZARR: Final = ("uint2", "uint4", "float8_e4m3")
 
 
@@ -131,7 +138,11 @@ def _checksum(path: str) -> int:
         return zlib.crc32(file.read())
 
 
-def write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> None:
+Written = dict[str, list[tuple[int, int, int]]]
+"""The position, size and checksum of files, by the folder of their array."""
+
+
+def write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> Written:
     """Writes files of this process, and returns when they are on the disk. It waits for no other process.
 
     Args:
@@ -139,22 +150,22 @@ def write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[
       arrays: The arrays by their folders.
       pieces: The files, of which those that are being written are in memory at the same time.
 
+    Returns:
+      The position, size and checksum of each file, by the folder of its array.
+
     Raises:
       OSError: They cannot be written.
     """
     with _with_numbers():
-        written = _write_pieces(part, arrays, pieces)
-    for path in written:
-        os.stat(path)  # tensorstore makes folders that somebody has deleted in the meantime again
+        return _write_pieces(part, arrays, pieces)
 
 
-def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> list[str]:
-    """Returns the paths of the files."""
+def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable[Piece]) -> Written:
     ts = tensorstore()
     context = ts.Context(_LIMITS)
     flying: deque[tuple[int, Any]] = deque()
     num_bytes = 0
-    paths: list[str] = []
+    places: list[tuple[str, str, tuple[int, ...]]] = []
     folder, array = "", cast(Any, None)
     try:
         for piece in pieces:
@@ -172,15 +183,55 @@ def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable
             written = array[index].write(value, can_reference_source_data_indefinitely=True)
             flying.append((value.nbytes, written))
             num_bytes += value.nbytes
-            numbers = (at // by for at, by in zip(piece.origin, stored.file, strict=True))
-            paths.append(os.path.join(part, piece.folder, ".".join(["c", *map(str, numbers)])))
+            path = os.path.join(part, piece.folder, _name_of(stored, piece.origin))
+            places.append((path, piece.folder, piece.origin))
     finally:
         for _, written in flying:  # all have ended before the memory of the pieces is used again
             with contextlib.suppress(Exception):
                 written.result()
     for _, written in flying:
         written.result()
-    return paths
+    # Opening them also finds out if somebody has deleted the folder, which tensorstore then makes again.
+    found: Written = {}
+    for path, folder, origin in places:
+        stored = arrays[folder]
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            checksum = _checksum_of_chunks(file.fileno(), size, stored)
+        found.setdefault(folder, []).append((position_of(origin, stored.file, stored.shape), size, checksum))
+    return found
+
+
+def _name_of(stored: StoredArray, origin: tuple[int, ...]) -> str:
+    """Returns the name of the file that begins at ``origin``, "c.1.0" for example."""
+    numbers = (at // by for at, by in zip(origin, stored.file, strict=True))
+    return ".".join(["c", *map(str, numbers)])
+
+
+def _checksum_of_chunks(descriptor: int, size: int, stored: StoredArray) -> int:
+    """Returns a checksum of the checksums of the chunks in a file, and of their places. It reads a few bytes for each.
+
+    A chunk is followed by its CRC-32C. A file with several chunks ends with an index of their places and its CRC-32C.
+
+    Raises:
+      ValueError: The file has no such index.
+    """
+    if not stored.num_chunks:
+        return zlib.crc32(os.pread(descriptor, _CRC_BYTES, max(0, size - _CRC_BYTES)))
+    index_bytes = stored.num_chunks * _PLACE.size + _CRC_BYTES
+    if index_bytes > size:
+        raise ValueError(f"it has {size} bytes, fewer than its index of {stored.num_chunks} chunks")
+    index = os.pread(descriptor, index_bytes, size - index_bytes)
+    checksum = zlib.crc32(index)
+    for start, num_bytes in _PLACE.iter_unpack(index[:-_CRC_BYTES]):
+        if start == num_bytes == _NO_PLACE:  # a chunk beyond the edge of the array
+            continue
+        if not _CRC_BYTES <= num_bytes <= size - start:
+            raise ValueError(
+                f"its index has a chunk of {num_bytes} bytes at {start}, and it has {size} bytes"
+            )
+        checksum = zlib.crc32(os.pread(descriptor, _CRC_BYTES, start + num_bytes - _CRC_BYTES), checksum)
+    return checksum
 
 
 @contextlib.contextmanager
@@ -215,6 +266,7 @@ class ArrayReader:
       folder: The folder of the array in it.
       stored: The array.
       crc32: The CRC-32 of its ``zarr.json``.
+      files: Its files as they were written; None in a checkpoint of an earlier version.
       label: The program's name of it, for messages.
       names: The names of the processes that wrote it.
       part_of: The process that wrote all files that are there; None if all processes wrote some.
@@ -229,13 +281,15 @@ class ArrayReader:
         folder: str,
         stored: StoredArray,
         crc32: int,
+        files: WrittenFiles | None,
         label: str,
         names: Sequence[str],
         part_of: int | None = None,
     ):
         self.stored = stored
         self._path, self._folder, self._label, self._names = path, folder, label, names
-        self._part_of = part_of
+        self._part_of, self._files = part_of, files
+        self._verified: set[int] = set()
         ts = tensorstore()
         self._check_metadata(crc32)
         context = ts.Context({**_LIMITS, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -260,15 +314,58 @@ class ArrayReader:
           index: Slices of the first dims, without steps.
 
         Raises:
-          CorruptCheckpointError: A chunk is damaged or missing.
+          CorruptCheckpointError: A file is damaged or missing, or is of another save or place.
           CheckpointNotFoundError: This process did not hold it when it saved its own checkpoint.
         """
         shape = self.stored.shape
         padded = (*index, *[slice(None)] * (len(shape) - len(index)))
         bounds = tuple(slice(*one.indices(size)[:2]) for one, size in zip(padded, shape, strict=True))
+        for origin in origins_in(bounds, self.stored.file):
+            self._check_size(origin)  # before there is memory for it
         with self._translated():
             value = self._array[bounds].read().result()
+        for origin in origins_in(bounds, self.stored.file):
+            self._check_chunks(origin)  # now they are in the system's cache
         return value.view(jnp.dtype(self.stored.dtype))
+
+    def _check_size(self, origin: tuple[int, ...]) -> None:
+        """Checks that a file has as many bytes as were written, and as its part of the array needs."""
+        position = position_of(origin, self.stored.file, self.stored.shape)
+        if position in self._verified:
+            return
+        name = _name_of(self.stored, origin)
+        if self._files is not None and self._files.checksums[position] is None:
+            raise self._missing(name, position)
+        try:
+            size = os.stat(os.path.join(self._path, self._folder, name)).st_size
+        except FileNotFoundError as error:
+            raise self._missing(name, position) from error
+        except OSError as error:
+            raise self._corrupt(name, f"cannot be read ({error})") from error
+        if self._files is not None and size != self._files.size_of(position):
+            raise self._corrupt(name, f"has {size} bytes, and {self._files.size_of(position)} were written")
+        part = part_at(origin, self.stored.file, self.stored.shape)
+        num_values = max(math.prod(self.stored.chunk), math.prod(one.stop - one.start for one in part))
+        needed = num_values * _in_files(self.stored.dtype).itemsize
+        if size < needed:
+            raise self._corrupt(name, f"has {size} bytes, and its part of the array needs {needed}")
+
+    def _check_chunks(self, origin: tuple[int, ...]) -> None:
+        """Checks that a file is the one that was written there: its chunks have the checksums that they had."""
+        position = position_of(origin, self.stored.file, self.stored.shape)
+        if self._files is None or position in self._verified:
+            return
+        name = _name_of(self.stored, origin)
+        try:
+            with open(os.path.join(self._path, self._folder, name), "rb", buffering=0) as file:
+                checksum = _checksum_of_chunks(file.fileno(), self._files.size_of(position), self.stored)
+        except (OSError, ValueError) as error:
+            raise self._corrupt(name, f"is damaged ({error})") from error
+        if checksum != self._files.checksums[position]:
+            raise self._corrupt(
+                name, "has other chunks than were written: it is of another save or another place"
+            )
+        self._verified.add(position)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -277,24 +374,19 @@ class ArrayReader:
         except ValueError as error:
             text = str(error)
             found = re.search(r'local file "(?:.*/)?([^/"]+)"', text)
-            name = found[1] if found else ""
-            if not name or not text.startswith("NOT_FOUND"):
-                raise self._corrupt(name, f"is damaged ({text.partition(': ')[2]:.300})") from error
-            writer = self._writer_of(name)
-            if self._part_of not in (None, writer):
-                raise CheckpointNotFoundError(
-                    f"The checkpoint {self._path!r} has only what the devices of {self._names[self._part_of]} held, and "
-                    f"these did not hold all that is needed of {self._label!r}: it was saved with another layout."
-                ) from error
-            writer = f"; it is of the part that {self._names[writer]} wrote" if len(self._names) > 1 else ""
-            raise self._corrupt(name, f"is missing{writer}") from error
+            raise self._corrupt(
+                found[1] if found else "", f"is damaged ({text.partition(': ')[2]:.300})"
+            ) from error
 
-    def _writer_of(self, name: str) -> int:
-        """Returns the number of the process that wrote a file, "c.1.0" for example."""
-        numbers = [int(number) for number in name.split(".")[1:]]
-        grid = [-(-size // by) for size, by in zip(self.stored.shape, self.stored.file, strict=True)]
-        position = int(np.ravel_multi_index(numbers, grid)) if numbers else 0
-        return self.stored.writer_of(position)
+    def _missing(self, name: str, position: int) -> CheckpointNotFoundError | CorruptCheckpointError:
+        writer = self.stored.writer_of(position)
+        if self._part_of not in (None, writer):
+            return CheckpointNotFoundError(
+                f"The checkpoint {self._path!r} has only what the devices of {self._names[self._part_of]} held, and "
+                f"these did not hold all that is needed of {self._label!r}: it was saved with another layout."
+            )
+        whose = f"; it is of the part that {self._names[writer]} wrote" if len(self._names) > 1 else ""
+        return self._corrupt(name, f"is missing{whose}")
 
     def _corrupt(self, name: str, problem: str) -> CorruptCheckpointError:
         file = os.path.join(self._folder, name) if name else self._folder

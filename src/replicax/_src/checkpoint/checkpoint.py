@@ -231,7 +231,7 @@ class Checkpoint(Trackable, Growing):
             metrics=metrics,
             part_of=processes.process_number() if is_own else None,
         )
-        return Snapshot(part if is_own else chiefs, contents, copy.pieces)
+        return Snapshot(part if is_own else chiefs, contents, copy.pieces, copy.written)
 
     def _later_time(self, directory: str) -> float:
         """Returns the time, or a little more than that of the latest checkpoint if the clock was set back."""

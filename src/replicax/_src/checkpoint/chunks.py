@@ -7,7 +7,6 @@ the same turns, without a message.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,9 +63,41 @@ def _divisor(size: int, *, is_even: bool) -> int:
     return smallest or (1 if is_even or size == 1 else 2)
 
 
+def grid_of(shape: Sequence[int], step: Sequence[int]) -> Shape:
+    """Returns the number of files in each dim."""
+    return tuple(-(-size // by) for size, by in zip(shape, step, strict=True))
+
+
 def origins(shape: Sequence[int], step: Sequence[int]) -> Iterator[Shape]:
-    """Yields where each file begins, in C order."""
-    return itertools.product(*(range(0, size, by) for size, by in zip(shape, step, strict=True)))
+    """Yields where each file begins, in C order. It needs no memory, however many there are."""
+    return _within([range(0, size, by) for size, by in zip(shape, step, strict=True)])
+
+
+def origins_in(index: Sequence[slice], step: Sequence[int]) -> Iterator[Shape]:
+    """Yields where each file begins that has something of an index with bounds."""
+    return _within(
+        [
+            range(part.start - part.start % by, part.stop if part.start < part.stop else 0, by)
+            for part, by in zip(index, step, strict=True)
+        ]
+    )
+
+
+def _within(ranges: Sequence[range]) -> Iterator[Shape]:
+    if not ranges:
+        yield ()
+        return
+    for first in ranges[0]:
+        for rest in _within(ranges[1:]):
+            yield first, *rest
+
+
+def position_of(origin: Sequence[int], step: Sequence[int], shape: Sequence[int]) -> int:
+    """Returns the position in C order of the file that begins at ``origin``."""
+    position = 0
+    for at, by, count in zip(origin, step, grid_of(shape, step), strict=True):
+        position = position * count + at // by
+    return position
 
 
 def part_at(origin: Sequence[int], step: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

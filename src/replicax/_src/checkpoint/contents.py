@@ -14,17 +14,19 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self, final
 
 import jax.numpy as jnp
 
+from replicax._src.checkpoint.chunks import grid_of
 from replicax._src.checkpoint.errors import CorruptCheckpointError
 
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 COMPONENTS = "components"
-_FORMAT = 4
+_FORMAT = 5
+_READABLE = (4, _FORMAT)  # format 4 does not describe the files of arrays
 
 
 @final
@@ -50,6 +52,15 @@ class StoredArray:
         return self.writers[position if len(self.writers) > 1 else 0]
 
     @property
+    def num_files(self) -> int:
+        return math.prod(grid_of(self.shape, self.file))
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks in the index of a file; 0 if a file is one chunk, without an index."""
+        return 0 if self.chunk == self.file else math.prod(grid_of(self.file, self.chunk))
+
+    @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
@@ -60,6 +71,35 @@ class StoredArray:
             return None
         shapes = {name: tuple(held[name]) for name in ("shape", "chunk", "file", "writers")}
         return cls(**{**held, **shapes})
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class WrittenFiles:
+    """The files of an array as they were written, in C order.
+
+    Attributes:
+      sizes: The number of bytes of each file; one number if all are equal.
+      checksums: The CRC-32 of the checksums of each file's chunks. None for a file that is not in this checkpoint,
+        because another process has it in its own.
+    """
+
+    sizes: tuple[int, ...]
+    checksums: tuple[int | None, ...]
+
+    def size_of(self, position: int) -> int:
+        """Returns the number of bytes of a file."""
+        return self.sizes[position if len(self.sizes) > 1 else 0]
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[tuple[int, int, int]], num_files: int) -> Self:
+        """Combines the position, size and checksum of each file."""
+        known = {position: (size, checksum) for position, size, checksum in rows}
+        sizes = {size for size, _ in known.values()}
+        return cls(
+            tuple(sizes) if len(sizes) < 2 else tuple(known.get(n, (0, 0))[0] for n in range(num_files)),
+            tuple(known[n][1] if n in known else None for n in range(num_files)),
+        )
 
 
 @final
@@ -129,6 +169,7 @@ class Contents:
       part_of: The number of the process whose own checkpoint it is: it has only what that process's devices held, and
         files of other writers are not in it. None for a checkpoint that has everything.
       checksums: The CRC-32 of each ``zarr.json``, by its folder.
+      files: The files of each array, by its folder. Empty for a checkpoint of an earlier version.
     """
 
     objects: tuple[SavedObject, ...]
@@ -141,6 +182,7 @@ class Contents:
     metrics: Any = None
     part_of: int | None = None
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, WrittenFiles] = dataclasses.field(default_factory=dict)
 
     def folders(self) -> Iterator[tuple[str, str, StoredArray]]:
         """Yields the folder in the checkpoint, the key, and the description of all that is in files."""
@@ -173,7 +215,7 @@ class Contents:
                 f"{where!r} is damaged: its checksum is wrong, so the checkpoint cannot be verified. Restore "
                 "another checkpoint."
             )
-        if held.pop("format") != _FORMAT:
+        if held.pop("format") not in _READABLE:
             raise CorruptCheckpointError(f"{where!r} was written by another version of replicax.")
         return cls(
             objects=tuple(SavedObject(**each) for each in held.pop("objects")),
@@ -187,6 +229,10 @@ class Contents:
                 for key, each in held.pop("arrays").items()
             },
             processes=tuple(held.pop("processes")),
+            files={
+                folder: WrittenFiles(tuple(each["sizes"]), tuple(each["checksums"]))
+                for folder, each in held.pop("files", {}).items()
+            },
             **held,
         )
 

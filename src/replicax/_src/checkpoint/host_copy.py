@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.checkpoint.array_files import Piece, write_pieces
+from replicax._src.checkpoint.array_files import Piece, Written, write_pieces
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held
 from replicax._src.checkpoint.chunks import Cut, chunk_shapes, part_at, writers_of
 from replicax._src.checkpoint.contents import ARRAYS, COMPONENTS, SavedArray, StoredArray
@@ -77,12 +77,14 @@ class HostCopy:
       pieces: The files that this process will write.
       num_bytes: The size of all that the processes will write.
       turns: A checksum of who writes what in a shared checkpoint. It must be equal in all processes.
+      written: The files of tables, which are written already.
     """
 
     arrays: Mapping[str, SavedArray]
     pieces: list[Piece]
     num_bytes: int
     turns: int
+    written: Written
 
 
 def copy_to_host(
@@ -138,13 +140,13 @@ def copy_to_host(
         pieces = _copied(own, cuts, stored, buffers, number)
         buffers.keep_only(is_own, ((piece.folder, piece.origin) for piece in pieces))
         tables: dict[str, Any] = {folder: value for folder, value in own.items() if _is_table(value)}
-        write_pieces(part, stored, _pieces_of_tables(tables, cuts))
+        written = write_pieces(part, stored, _pieces_of_tables(tables, cuts))
     who = repr([(folder, cuts[folder].shape, cuts[folder].file, turns[folder]) for folder in sorted(shared)])
     if is_own:
         num_bytes = sum(piece.value.nbytes for piece in pieces)
     else:
         num_bytes = sum(one.num_bytes for folder, one in stored.items() if folder not in tables)
-    return HostCopy(arrays, pieces, num_bytes, zlib.crc32(who.encode()))
+    return HostCopy(arrays, pieces, num_bytes, zlib.crc32(who.encode()), written)
 
 
 def _check_there(held: Mapping[str, Held], leaves: Mapping[str, ArrayLeaf]) -> None:

@@ -56,7 +56,10 @@ class SavedCheckpoint:
         """Opens what a folder of the checkpoint has."""
         contents = self.contents
         crc32, label = contents.checksums[folder], contents.arrays[key].label
-        return ArrayReader(self.path, folder, stored, crc32, label, contents.processes, contents.part_of)
+        files = contents.files.get(folder)
+        return ArrayReader(
+            self.path, folder, stored, crc32, files, label, contents.processes, contents.part_of
+        )
 
     def verify(self, without: Iterable[str] = (), share: tuple[int, int] = (0, 1)) -> None:
         """Reads and verifies all files.

@@ -14,12 +14,13 @@ import shutil
 import socket
 import tempfile
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
 from replicax._src.checkpoint import processes
-from replicax._src.checkpoint.array_files import Piece, write_metadata, write_pieces
-from replicax._src.checkpoint.contents import ARRAYS, MANIFEST, Contents
+from replicax._src.checkpoint.array_files import Piece, Written, write_metadata, write_pieces
+from replicax._src.checkpoint.contents import ARRAYS, MANIFEST, Contents, WrittenFiles
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.cluster.failures import ClusterFailureError
 
@@ -37,11 +38,13 @@ class Snapshot:
       part: The directory in which it is written.
       contents: What it will contain, without the checksums.
       pieces: The files that this process writes.
+      written: The files that it has written already.
     """
 
     part: str
     contents: Contents
     pieces: list[Piece]
+    written: Written
 
 
 def new_part(path: str) -> str:
@@ -82,20 +85,25 @@ def write(path: str, snapshot: Snapshot) -> int:
     leads = is_own or processes.is_chief()
     committed: list[bool] = []
 
-    def write_own() -> dict[str, int]:
+    def write_own() -> tuple[dict[str, int], Written]:
         folders = {folder: stored for folder, _, stored in contents.folders()}
         checksums = write_metadata(snapshot.part, folders, contents.save) if leads else {}
-        write_pieces(snapshot.part, folders, snapshot.pieces)
-        return checksums
+        return checksums, snapshot.written | write_pieces(snapshot.part, folders, snapshot.pieces)
 
     try:
-        checksums = processes.together(
-            f"writing {name}", lambda: _failing_as(path, write_own), once=f"{contents.save} written"
+        (checksums, own), told = processes.told_together(
+            f"writing {name}",
+            lambda: _failing_as(path, write_own),
+            lambda result: {} if is_own else result[1],
+            once=f"{contents.save} written",
         )
 
         def commit() -> None:
             if leads:
-                _write_manifest(snapshot.part, dataclasses.replace(contents, checksums=checksums))
+                files = _files_of(contents, [own] if is_own else told)
+                _write_manifest(
+                    snapshot.part, dataclasses.replace(contents, checksums=checksums, files=files)
+                )
                 _take_place(snapshot.part, path)
                 committed.append(True)
 
@@ -110,6 +118,18 @@ def write(path: str, snapshot: Snapshot) -> int:
         if leads:
             shutil.rmtree(snapshot.part, ignore_errors=True)
     return sum(piece.value.nbytes for piece in snapshot.pieces)
+
+
+def _files_of(contents: Contents, written: Iterable[Written]) -> dict[str, WrittenFiles]:
+    """Combines the files that processes have written, by the folder of their array."""
+    rows: Written = {}
+    for of_one in written:
+        for folder, files in of_one.items():
+            rows.setdefault(folder, []).extend(files)
+    return {
+        folder: WrittenFiles.of_rows(rows.get(folder, ()), stored.num_files)
+        for folder, _, stored in contents.folders()
+    }
 
 
 def _failing_as(path: str, action: Any) -> Any:
