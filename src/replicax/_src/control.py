@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.framework import is_variable
+from replicax._src.framework import AssignableState, frameworks_in_use, is_variable, use_imported
 from replicax._src.tracing.capture import TracedCapture, current_capture
 from replicax._src.tracing.markers import assert_same_p
 
@@ -20,8 +21,9 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
     """Calls one of two functions; only the one that is called assigns its variables.
 
     It is ``jax.lax.cond`` for code with variables: optimizer updates, metrics, ``rx.Variable.assign`` in a branch.
-    Call it in ``run``, in ``rx.function``, or elsewhere. In a replica function the condition must be the same on all
-    replicas if a branch assigns mirrored variables or communicates (optimizers do); this is checked.
+    Call it in ``run``, in ``rx.function``, in a layer that ``fit`` trains, or elsewhere. In a replica function the
+    condition must be the same on all replicas if a branch assigns mirrored variables or communicates (optimizers do);
+    this is checked.
 
     Args:
       pred: A scalar, true or false.
@@ -43,42 +45,60 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
     >>> count_positive(2.0), count_positive(-2.0), int(count.value)
     (None, None, 1)
     """
-    capture = current_capture()
     if not isinstance(pred, jax_compat.Tracer):
         return true_fn(*operands) if pred else false_fn(*operands)
-    if not isinstance(capture, TracedCapture):
-        return jax.lax.cond(pred, true_fn, false_fn, *operands)
-    written: dict[int, tuple[Any, str]] = {}
-    results = [_find_writes(capture, fn, operands, written) for fn in (true_fn, false_fn)]
+    states = _assignable_states()
+    written: list[dict[int, tuple[Any, str]]] = [{} for _ in states]
+    results = [_find_writes(states, fn, operands, written) for fn in (true_fn, false_fn)]
     is_for_effect = any(not jax.tree_util.tree_leaves(result) for result in results)
-    variables = [variable for variable, _ in written.values()]
 
     def threaded(fn: BranchFunction) -> BranchFunction:
-        def branch_function(*values: Any) -> tuple[Any, list[Any]]:
-            with capture.branch():
+        def branch_function(*values: Any) -> tuple[Any, list[list[Any]]]:
+            with contextlib.ExitStack() as stack:
+                for state in states:
+                    stack.enter_context(state.branch())
                 result = _arrays(fn(*values))
                 result = None if is_for_effect else result
-                return result, [capture.read(v) for v in variables]
+                return result, [
+                    [state.read(variable) for variable, _ in found.values()]
+                    for state, found in zip(states, written, strict=True)
+                ]
 
         return branch_function
 
     is_true = jnp.asarray(pred).astype(bool)
     result, values = jax.lax.cond(is_true, threaded(true_fn), threaded(false_fn), *operands)
-    for (variable, line), value in zip(written.values(), values, strict=True):
-        capture.write(variable, value, line)
+    for state, found, new in zip(states, written, values, strict=True):
+        for (variable, line), value in zip(found.values(), new, strict=True):
+            state.write(variable, value, line)
     return result
 
 
+def _assignable_states() -> list[AssignableState]:
+    """Returns the state that branches may assign: that of the trace of ours, and that of a framework."""
+    use_imported()
+    capture = current_capture()
+    states: list[AssignableState | None] = [framework.assignable() for framework in frameworks_in_use()]
+    if isinstance(capture, TracedCapture):
+        states.append(capture)
+    return [state for state in states if state is not None]
+
+
 def _find_writes(
-    capture: TracedCapture, fn: BranchFunction, operands: tuple[Any, ...], written: dict[int, tuple[Any, str]]
+    states: Sequence[AssignableState],
+    fn: BranchFunction,
+    operands: tuple[Any, ...],
+    written: Sequence[dict[int, tuple[Any, str]]],
 ) -> Any:
     """Traces a branch abstractly to find the variables that it assigns; returns the shapes of its result."""
 
     def probe(*values: Any) -> Any:
-        with capture.branch() as branch:
+        with contextlib.ExitStack() as stack:
+            branches = [stack.enter_context(state.branch()) for state in states]
             result = _arrays(fn(*values))
-            for key, (variable, _, line) in branch.writes.items():
-                written.setdefault(key, (variable, line))
+            for branch, found in zip(branches, written, strict=True):
+                for key, (variable, _, line) in branch.writes.items():
+                    found.setdefault(key, (variable, line))
             return result
 
     return jax.eval_shape(probe, *operands)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 Close = Callable[[Any], Any]
 
@@ -33,6 +33,31 @@ class Modules:
 
     open: Callable[[Any], tuple[Any, Close] | None]
     enter: Callable[[Any], tuple[Any, Close]]
+
+
+class Writes(Protocol):
+    """The assignments of one branch of ``rx.cond``."""
+
+    @property
+    def writes(self) -> dict[int, tuple[Any, Any, str]]:
+        """The variable, its value and the user's line, by ``id`` of the variable."""
+        ...
+
+
+class AssignableState(Protocol):
+    """Values of variables that a traced function assigns; ``rx.cond`` passes them through its branches."""
+
+    def branch(self) -> AbstractContextManager[Writes]:
+        """Context that keeps assignments separate, for one branch."""
+        ...
+
+    def read(self, variable: Any, /) -> Any:
+        """Returns the value that a variable has now."""
+        ...
+
+    def write(self, variable: Any, value: Any, line: str, /) -> None:
+        """Assigns a variable. ``line`` is the user's."""
+        ...
 
 
 @final
@@ -73,6 +98,8 @@ class Framework:
       tracking: The tracking of objects in checkpoints; None if there is none.
       lowering_of: Returns the lowering of a bound method or function for ``Strategy.plan``; None if it is not the
         framework's.
+      assignable: Returns the state that the framework's variables are assigned in now; None if that is the capture, or
+        the variables themselves.
     """
 
     name: str
@@ -82,6 +109,7 @@ class Framework:
     modules: Modules | None = None
     tracking: Tracking | None = None
     lowering_of: Callable[[Any], Any] = lambda fn: None
+    assignable: Callable[[], AssignableState | None] = lambda: None
 
 
 # The module of each framework. If two frameworks know an object, the first one handles it: with nnx-backed Keras

@@ -705,6 +705,20 @@ def is_staging() -> bool:
     return current is not None
 
 
+def leaves(value: Any, home: Any) -> bool:
+    """Returns True if an inner function that JAX traces now would leak a value to the trace ``home`` around it.
+
+    A value that jax.vmap does not batch and that jax.grad does not differentiate belongs to the outer trace already.
+    """
+    trace, inner = current_trace(), []
+    while trace is not home and trace is not _EVALUATING:
+        if trace is None or isinstance(trace, _staging_trace()):
+            return True
+        inner.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return any(getattr(value, "_trace", None) is one for one in inner)  # no public name (jax 0.10 to 0.12)
+
+
 @functools.cache
 def _staging_trace() -> type:
     """Returns the class of traces that build jaxprs, which has no public name (jax 0.10 to 0.12)."""

@@ -73,6 +73,10 @@ _REPLACED: Final = (
     # These two regularizers turn their factors into arrays and keep them (Keras 3.12 to 3.15).
     (keras.regularizers.L1, "__init__", _outside_functions),
     (keras.regularizers.OrthogonalRegularizer, "__init__", _outside_functions),
+    # A step of `fit` has its state in these scopes, and a value that leaves a scan or condition would be JAX's raw error.
+    (keras.StatelessScope, "__enter__", keras_capture.wrapped_enter),
+    (keras.StatelessScope, "add_update", keras_capture.wrapped_add_update),
+    (keras.StatelessScope, "add_loss", keras_capture.wrapped_add_loss),
     # `load_model` and `model.save` hold the full file in memory if the host has twice as much (Keras 3.12 to 3.15).
     (saving_lib, "is_memory_sufficient", _reads_from_disk),
 )
@@ -159,4 +163,5 @@ KERAS: Final = Framework(
     trace_scope=_scope,
     tracking=checkpointing.TRACKING,
     lowering_of=planned_steps.placer(models.PHASES),
+    assignable=keras_capture.assignable_state,
 )

@@ -5,18 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import jax.numpy as jnp
 import keras
 import numpy as np
 from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from replicax._src import context, jax_compat
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
+from replicax._src.errors import TraceError
+from replicax._src.framework import AssignableState
 from replicax._src.keras.losses import note_added
+from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.bindings import Binding, SyncPolicy
-from replicax._src.tracing.capture import Capture, current_capture, planning, replaced_capture
+from replicax._src.tracing.capture import (
+    Capture,
+    assigned_in_inner_trace,
+    current_capture,
+    planning,
+    replaced_capture,
+)
+from replicax._src.tracing.loss_counts import loss_counts
+from replicax._src.user_code import user_line
 
 
 class _KerasAccessor:
@@ -135,6 +147,101 @@ def _give_value(variable: Any) -> None:
             variable._deferred_initialize()
 
 
+# --- scopes of Keras and of users: the state of a step of ``fit`` ---------------------------------------
+
+
+def wrapped_enter(original: Any) -> Any:
+    """Makes a ``keras.StatelessScope`` in a step remember the trace in which it is entered."""
+
+    def __enter__(self: Any) -> Any:
+        self.replicax_trace = (
+            None if loss_counts() is None else jax_compat.current_trace()
+        )  # None outside of steps
+        return original(self)
+
+    return __enter__
+
+
+def wrapped_add_update(original: Any) -> Any:
+    """Makes a ``keras.StatelessScope`` refuse a value that an inner function of JAX would leak."""
+
+    def add_update(self: Any, update: tuple[Any, Any]) -> None:
+        if _leaves(self, update[1]):
+            raise assigned_in_inner_trace(update[0].path)
+        original(self, update)
+
+    return add_update
+
+
+def wrapped_add_loss(original: Any) -> Any:
+    """Makes a ``keras.StatelessScope`` refuse a loss that an inner function of JAX would leak."""
+
+    def add_loss(self: Any, loss: Any) -> None:
+        if _leaves(self, loss):
+            raise _loss_in_inner_trace()
+        original(self, loss)
+
+    return add_loss
+
+
+def _leaves(scope: Any, value: Any) -> bool:
+    home = getattr(scope, "replicax_trace", None)
+    # Keras computes the shapes of a layer's outputs in a symbolic scope, and drops all values.
+    return home is not None and not in_symbolic_scope() and jax_compat.leaves(value, home)
+
+
+def _loss_in_inner_trace() -> TraceError:
+    return TraceError(
+        f"A layer adds a loss at {user_line()} inside a function that JAX traces on its own (a scan, loop, "
+        f"condition or jax.checkpoint, or a branch of rx.cond), and the loss cannot leave it. Return the loss and add it "
+        f"outside."
+    )
+
+
+@final
+class _BranchScope(keras.StatelessScope):
+    """A copy of a scope, for one branch of ``rx.cond``."""
+
+    def __init__(self, scope: Any):
+        super().__init__(collect_losses=scope.collect_losses, initialize_variables=scope.initialize_variables)
+        self.state_mapping = dict(scope.state_mapping)
+        self.losses = list(scope.losses)
+        self.writes: dict[int, tuple[Any, Any, str]] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        super().add_update(update)
+        self.writes[id(update[0])] = (*update, user_line())
+
+    def add_loss(self, loss: Any) -> None:
+        raise _loss_in_inner_trace()
+
+
+@final
+class _StateOfScope:
+    """The innermost ``keras.StatelessScope`` as state that ``rx.cond`` passes through its branches."""
+
+    def branch(self) -> _BranchScope:
+        return _BranchScope(stateless_scope())
+
+    def read(self, variable: Any) -> Any:
+        value = stateless_scope().get_current_value(variable)
+        if value is None:  # the other branch assigns it, and the scope does not have it yet
+            with overridden(variable, _autocast=False):
+                value = variable.value
+        return value
+
+    def write(self, variable: Any, value: Any, line: str) -> None:
+        del line
+        stateless_scope().add_update((variable, value))
+
+
+def assignable_state() -> AssignableState | None:
+    """Returns the innermost scope of Keras or of the user; None without one, or if a capture has the values."""
+    scope = stateless_scope()
+    is_capture = scope is None or (isinstance(scope, CaptureScope) and current_capture() is not None)
+    return None if is_capture else _StateOfScope()
+
+
 class CaptureScope(keras.StatelessScope):
     """Sends reads and writes of Keras variables to the current capture, and collects ``model.losses``."""
 
@@ -147,7 +254,7 @@ class CaptureScope(keras.StatelessScope):
 
     def add_loss(self, loss: Any) -> None:
         note_added(loss, sys._getframe(1))
-        super().add_loss(loss)
+        self.losses.append(loss)  # the function that jax.grad differentiates may use it
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         capture = current_capture()

@@ -217,12 +217,7 @@ class Capture(abc.ABC):
         entry = self._entry(variable)
         binding = entry.binding
         if self.is_in_inner_trace():
-            raise TraceError(
-                f"Variable {binding.name!r} is assigned at {user_line()} inside a function that JAX traces on its "
-                f"own (a scan, loop, condition, jax.grad, jax.vmap or jax.jit), and the value cannot leave it. "
-                f"Return the value and assign it outside; for a condition use rx.cond, which threads "
-                f"assignments through."
-            )
+            raise assigned_in_inner_trace(binding.name)
         value = jnp.asarray(value)
         expected = tuple(entry.current.shape)
         if tuple(value.shape) != expected:
@@ -428,6 +423,15 @@ def note_created(name: str) -> None:
     outermost = next((capture for capture in _stack() if capture is not None), None)
     if outermost is not None:
         outermost.created.append(f"{name!r} at {user_line()}")
+
+
+def assigned_in_inner_trace(variable: str) -> TraceError:
+    """Returns the error for an assignment whose value would leak from a scan, a condition or another inner trace."""
+    return TraceError(
+        f"Variable {variable!r} is assigned at {user_line()} inside a function that JAX traces on its own (a scan, "
+        f"loop, condition, jax.checkpoint, jax.grad, jax.vmap or jax.jit), and the value cannot leave it. Return the "
+        f"value and assign it outside; for a condition use rx.cond, which threads assignments through."
+    )
 
 
 def created_again(variable: str) -> VariableError:
