@@ -215,8 +215,8 @@ class Supervisor:
         )
 
     def _is_held(self) -> bool:
-        """Returns True if tasks have to wait until somebody reads their output. Tasks that are ending never wait: they may
-        have to save.
+        """Returns True if tasks have to wait until somebody reads their output. Tasks that are ending never wait,
+        because they may have to save.
         """
         return self._display.is_full and not (self._is_ending or self._signals)
 
