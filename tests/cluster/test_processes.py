@@ -318,6 +318,43 @@ def test_end_is_noticed_while_its_children_write(num_forks):
     assert process.ending.code == 0
 
 
+def test_end_is_noticed_while_a_child_writes_faster_than_its_lines_are_taken():
+    program = f"""
+    import subprocess, time
+    subprocess.Popen(["yes", {"x" * 1000!r}]); time.sleep(0.1)
+    """
+    with python(program, on_line=lambda line: time.sleep(0.002)) as process:
+        assert process.wait(LIMIT_S).code == 0
+
+
+def test_command_waits_while_its_output_is_held_and_nothing_is_lost():
+    is_held, has_written = threading.Event(), threading.Event()
+    is_held.set()
+
+    def take(line):
+        if line == "all":
+            has_written.set()
+
+    program = "for i in range(50_000): print(i)\nprint('all')"
+    with python(program, num_lines_kept=60_000, on_line=take, is_held=is_held.is_set) as process:
+        assert not has_written.wait(0.3)
+        assert process.is_running
+        assert process.lines == ()
+        is_held.clear()
+        assert process.wait(LIMIT_S).code == 0
+        assert process.lines == (*map(str, range(50_000)), "all")
+
+
+def test_end_is_noticed_while_output_is_held_and_what_the_pipe_held_is_read():
+    program = """
+    import os
+    print("last"); os._exit(3)
+    """
+    with python(program, is_held=lambda: True) as process:
+        assert process.wait(LIMIT_S).code == 3
+        assert process.lines == ("last",)
+
+
 @ON_LINUX
 def test_pid_is_not_reused_before_close():
     with python("") as process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO, final
 
-from replicax._src.cli.terminal import coloured, is_terminal, live_table, write_line
+from replicax._src.cli.backlog import Backlog, Entry
+from replicax._src.cli.terminal import DirectOutput, coloured, is_terminal, live_table, write_line
 from replicax._src.cluster.spec import Task
 
 # ANSI codes: cyan, yellow, magenta, green, blue, and three bright colours.
@@ -18,6 +20,8 @@ _COLOURS: Final = ("36", "33", "35", "32", "34", "96", "93", "95")
 _BOLD: Final = "1"
 _COLUMNS: Final = ("task", "state", "pid", "step", "steps/s", "memory", "restarts")
 _NUM_TEXT_COLUMNS: Final = 2
+# The time for which ``close`` waits until the last lines are shown.
+_DRAIN_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Row:
 @final
 class Display:
     """Shows lines with the name of their task, above a live table if rich is installed and the output is a terminal.
-    Any thread may call it.
+
+    Any thread may call it, and no call waits, except ``close``: a thread of its own shows what the others add.
 
     Args:
       tasks: All tasks that will have lines.
@@ -70,7 +75,7 @@ class Display:
         reported once.
 
     Attributes:
-      is_broken: True once the reader has closed the pipe behind standard output.
+      is_broken: True once the reader has closed the pipe behind standard output. Lines are then only logged.
 
     Raises:
       OSError: A file in ``log_dir`` cannot be opened.
@@ -87,64 +92,110 @@ class Display:
         log_dir: Path | None = None,
     ):
         self.is_broken = False
-        self._output, self._notes, self._lock = output, notes, threading.Lock()
+        self._output, self._notes = DirectOutput(output), DirectOutput(notes)
         self._has_log_failed = False
         self._logs: dict[Task, TextIO] = {}
         if log_dir is not None:
             for task in tasks:
                 path = log_dir / f"{task.type}-{task.index}.log"
                 self._logs[task] = path.open("a", encoding="utf-8")
-        self._table = None if is_plain else live_table(output, environment)
+        self._table = None if is_plain else live_table(self._output, environment)
         has_colours = is_terminal(output, environment) and not environment.get("NO_COLOR")
         is_coloured = has_colours or self._table is not None
         self._codes = {
             task: _COLOURS[number % len(_COLOURS)] if is_coloured else "" for number, task in enumerate(tasks)
         }
         self._width = max(len(str(task)) for task in tasks)
+        self._backlog, self._num_in_hand = Backlog(), 0
+        self._rows: Sequence[Row] | None = None
+        self._thread = threading.Thread(target=self._run, name="replicax-display", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """True if many lines wait to be shown, because nobody reads them or they are too many."""
+        return self._backlog.is_full
 
     def line(self, task: Task, text: str) -> None:
         """Shows one line of a task's output."""
-        prefix = coloured(f"{task!s:{self._width}} | ", self._codes[task])
-        self._show(self._output, prefix + text)
-        self._log(task, text)
+        self._backlog.add(Entry(text, task))
 
     def started(self, task: Task, number: int) -> None:
         """Logs the start of a task: 0 is the first start, other numbers are restarts."""
-        self._log(task, f"--- {task}, start {number + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
+        heading = f"--- {task}, start {number + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---"
+        self._backlog.add(Entry(heading, task, is_heading=True))
 
     def note(self, text: str) -> None:
         """Shows a message of the launcher."""
-        self._show(self._notes, text if self._table is None else coloured(text, _BOLD))
+        self._backlog.add(Entry(text))
 
     def update(self, rows: Sequence[Row]) -> None:
         """Shows the states of the tasks in the table; does nothing without a table."""
         if self._table is not None:
-            cells = [(coloured(str(row.task), self._codes[row.task]), *row.cells) for row in rows]
-            with contextlib.suppress(OSError):
-                self._table.draw((), _COLUMNS, cells, _NUM_TEXT_COLUMNS)
+            self._rows = rows
+            self._backlog.wake()
 
     def close(self) -> None:
-        """Ends the display. Its last content stays visible."""
-        if self._table is not None:
-            self._table.close()
+        """Ends the display, once all lines are shown, at the latest after 5 s. Its last content stays visible."""
+        self._backlog.close()
+        self._thread.join(_DRAIN_S)
+        unread = self._backlog.rest()
+        if self._thread.is_alive():
+            self._log(unread)
+            self._note_unread(len(unread) + self._num_in_hand)
         for file in self._logs.values():
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _show(self, stream: TextIO, text: str) -> None:
-        try:
-            if self._table is not None:
-                self._table.print(text)
-            else:
-                with self._lock:
-                    write_line(stream, text)
-        except OSError:
-            self.is_broken = True
+    def _note_unread(self, num_lines: int) -> None:
+        """Says that lines are lost, if somebody reads that."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._notes.may_write():
+                self._notes.write(
+                    f"Nobody has read the output for {_DRAIN_S:g} s. Up to {num_lines} of its last lines are not shown.\n"
+                )
 
-    def _log(self, task: Task, text: str) -> None:
-        file = self._logs.get(task)
-        if file is None:
-            return
+    # --- in the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (entries := self._backlog.take()) is not None:
+            self._num_in_hand = len(entries)
+            self._log(entries)
+            if not self.is_broken:
+                try:
+                    self._show(entries)
+                except OSError:
+                    self.is_broken = True
+            self._num_in_hand = 0
+        if self._table is not None:
+            with contextlib.suppress(OSError):
+                self._table.close()
+
+    def _show(self, entries: Sequence[Entry]) -> None:
+        shown = [entry for entry in entries if not entry.is_heading]
+        for is_note, group in itertools.groupby(shown, key=lambda entry: entry.task is None):
+            lines = [self._shown(entry) for entry in group]
+            if self._table is not None:
+                self._table.print("\n".join(lines))
+            else:
+                (self._notes if is_note else self._output).write("".join(f"{line}\n" for line in lines))
+        rows, self._rows = self._rows, None
+        if self._table is not None and rows is not None:
+            cells = [(coloured(str(row.task), self._codes[row.task]), *row.cells) for row in rows]
+            self._table.draw((), _COLUMNS, cells, _NUM_TEXT_COLUMNS)
+
+    def _shown(self, entry: Entry) -> str:
+        if entry.task is None:
+            return entry.text if self._table is None else coloured(entry.text, _BOLD)
+        return coloured(f"{entry.task!s:{self._width}} | ", self._codes[entry.task]) + entry.text
+
+    def _log(self, entries: Sequence[Entry]) -> None:
+        for entry in entries if self._logs else ():
+            file = None if entry.task is None else self._logs[entry.task]
+            if file is not None:
+                self._log_line(file, entry.text)
+
+    def _log_line(self, file: TextIO, text: str) -> None:
         try:
             write_line(file, text)
         except (OSError, ValueError) as error:

@@ -39,7 +39,8 @@ from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 _DESCRIPTION: Final = """\
 Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG with free ports, and its output is printed
-with the name of the task in front. All tasks end when the launcher ends, for whatever reason.
+with the name of the task in front. All tasks end when the launcher ends, for whatever reason. While nobody reads the output,
+running tasks wait, and those that are ending do not. After the end of the job the last lines have 5 s to be read.
 
 The exit code is that of the first task that fails, 0 if none does, 130 after Ctrl-C and 143 after SIGTERM. When a task fails,
 the others have the grace time to end by themselves. Then they get SIGTERM, and after the grace time again SIGKILL. The job is

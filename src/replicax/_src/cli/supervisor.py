@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import queue
 import re
 import signal
 import tempfile
@@ -98,7 +99,9 @@ class Supervisor:
         self._starts, self._display, self._options = starts, display, options
         self._status_files: dict[Task, Path] = {}
         self._signals: list[int] = []
-        self._wake = threading.Event()
+        # Unlike an event it may be used in a signal handler, which may interrupt the thread that waits.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_ending = False
         self._processes: dict[Task, Process] = {}
         self._speeds: dict[Task, Speed] = {}
         self._restarts = Restarts(options.max_restarts, options.checkpoint_dir)
@@ -135,14 +138,16 @@ class Supervisor:
             for start in self._starts
             if start.max_restarts
         }
+        self._is_ending = False
         for start in self._starts:
-            if start.task not in self._processes:
+            if start.task not in self._processes and not self._signals:
                 self._start(start)
         self._wait(lambda: self._is_decided(restarts))
         if not self._signals and self._failed() is None:
             self._await_evaluator()
-        failed = self._failed()
-        if failed is not None and not self._signals:
+        self._is_ending = True
+        failed = self._failed() if not self._signals else None
+        if failed is not None:
             self._await_others(failed)
             failed = self._failed()
         kept = self._servers_that_stay(failed)
@@ -205,8 +210,15 @@ class Supervisor:
             own_folder=folder,
             num_lines_kept=_NUM_LAST_LINES,
             on_line=functools.partial(self._line, start.task),
-            on_end=self._wake.set,
+            is_held=self._is_held,
+            on_end=functools.partial(self._wake.put, None),
         )
+
+    def _is_held(self) -> bool:
+        """Returns True if tasks have to wait until somebody reads their output. Tasks that are ending never wait,
+        because they may have to save.
+        """
+        return self._display.is_full and not (self._is_ending or self._signals)
 
     def _line(self, task: Task, text: str) -> None:
         if not NOISE.fullmatch(text):
@@ -343,17 +355,17 @@ class Supervisor:
     ) -> None:
         """Waits until ``is_over`` returns True, the time is up, or more than ``num_signals`` signals arrived."""
         deadline = time.monotonic() + timeout_s
-        while not is_over() and len(self._signals) <= num_signals:
+        while len(self._signals) <= num_signals and not is_over():
             now = time.monotonic()
             if now >= deadline:
                 return
-            if self._display.is_broken and signal.SIGPIPE not in self._signals:
+            if self._display.is_broken and not self._signals:  # otherwise the tasks are ending already
                 self._signals.append(signal.SIGPIPE)
                 return
             if now >= self._next_refresh:
                 self._refresh(now)
-            self._wake.wait(_TICK_S)
-            self._wake.clear()
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=_TICK_S)
 
     @contextlib.contextmanager
     def _signals_noticed(self) -> Iterator[None]:
@@ -369,7 +381,7 @@ class Supervisor:
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
-        self._wake.set()
+        self._wake.put(None)
 
     # --- the table ----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import functools
 import os
 import re
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,9 @@ _GUARD: Final = str(Path(__file__).with_name("process_guard.py"))
 _START_TIMEOUT_S: Final = 60.0  # a process guard takes 30 ms on an idle machine
 _CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_LINE_BYTES: Final = 1 << 16
+# The pauses between two questions whether output that is held may be read again.
+_SHORTEST_HOLD_S: Final = 0.001
+_LONGEST_HOLD_S: Final = 0.1
 _LINE_END: Final = re.compile(rb"(\r\n|\n|\r(?!\Z))")
 
 
@@ -84,7 +89,9 @@ class Process:
       own_folder: A folder with files only for this command. It is removed at ``close``, or when this process ends.
       num_lines_kept: The number of its last lines in ``lines``.
       on_line: Called in a separate thread with each line of its output, standard error included. If it raises, it is
-        not called again, and ``wait`` or ``close`` raises the error.
+        not called again, and ``wait`` or ``close`` raises the error. While it runs, no end is noticed.
+      is_held: Called in that thread. While it returns True, no output is read, so that the command has to wait once
+        its pipe is full. The end of the command is noticed at once, and what the pipe held then is read.
       on_end: Called in that thread when the command has ended and ``ending`` is set.
 
     Raises:
@@ -101,10 +108,11 @@ class Process:
         own_folder: str | os.PathLike[str] = "",
         num_lines_kept: int = 1000,
         on_line: Callable[[str], None] | None = None,
+        is_held: Callable[[], bool] = lambda: False,
         on_end: Callable[[], None] = lambda: None,
     ):
         self.name = name
-        self._on_line, self._on_end = on_line, on_end
+        self._on_line, self._is_held, self._on_end = on_line, is_held, on_end
         self._own_folder = os.fspath(own_folder)
         self._error: BaseException | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=num_lines_kept)
@@ -239,13 +247,22 @@ class Process:
         output, cutter, reports = self._guard.stdout, _Cutter(), b""
         assert output is not None
         os.set_blocking(output.fileno(), False)
+        hold_s = _SHORTEST_HOLD_S
         with selectors.DefaultSelector() as selector, output, self._control as control:
-            selector.register(output, selectors.EVENT_READ)
             selector.register(control, selectors.EVENT_READ)
+            is_open, is_read = True, False
             while True:
-                ready = [key.fileobj for key, _ in selector.select()]
-                if output in ready and self._take(output, cutter) == b"":
-                    selector.unregister(output)
+                if is_read != (is_open and not self._is_held()):
+                    is_read = not is_read
+                    selector.register(output, selectors.EVENT_READ) if is_read else selector.unregister(
+                        output
+                    )
+                hold_s = _SHORTEST_HOLD_S if is_read else min(2 * hold_s, _LONGEST_HOLD_S)
+                ready = [
+                    key.fileobj for key, _ in selector.select(hold_s if is_open and not is_read else None)
+                ]
+                if output in ready:
+                    is_open = self._take(output, cutter, _MAX_LINE_BYTES) != b""
                 if control in ready:
                     received = control.recv(4096)
                     *lines, reports = (reports + received).split(b"\n")
@@ -266,8 +283,7 @@ class Process:
             self.pid = int(rest)
             self._has_started.set()
         else:
-            while self._take(output, cutter):
-                pass
+            self._take_held(output, cutter)
             self._deliver(cutter.rest())
             number, ended_at = rest.split()
             code, killer = (int(number), None) if word == "exited" else (None, int(number))
@@ -276,12 +292,18 @@ class Process:
             self._has_ended.set()
             self._on_end()
 
-    def _take(self, output: IO[bytes], cutter: _Cutter) -> bytes | None:
+    def _take(self, output: IO[bytes], cutter: _Cutter, most_bytes: int) -> bytes | None:
         """Reads some output. Returns b"" at its end, and None if there is none now."""
-        read = output.read(_MAX_LINE_BYTES)
+        read = output.read(most_bytes)
         if read is not None:
             self._deliver(cutter.cut(read) if read else cutter.rest())
         return read
+
+    def _take_held(self, output: IO[bytes], cutter: _Cutter) -> None:
+        """Reads what the pipe holds now, and not what a process that outlives the command goes on to write."""
+        left = int.from_bytes(fcntl.ioctl(output, termios.FIONREAD, bytes(4)), sys.byteorder)
+        while left > 0 and (read := self._take(output, cutter, min(left, _MAX_LINE_BYTES))):
+            left -= len(read)
 
     def _deliver(self, lines: Sequence[str]) -> None:
         for line in lines:
