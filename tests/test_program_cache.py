@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
 import replicax as rx
 from replicax._src.cluster.layout import free_ports
-from replicax._src.devices import program_cache
+from replicax._src.devices import program_cache, program_files
 from replicax._src.devices.program_files import ProgramFiles
 
 OTHERS = ("JAX_", "XLA_", "PJRT_", "REPLICAX_", "TF_CONFIG", "SLURM_", "OMPI_")
@@ -239,6 +240,78 @@ def test_folder_that_cannot_be_written_is_only_a_warning(tmp_path):
     told = run(tmp_path, REPLICAX_CACHE_DIR=str(tmp_path / "file" / "run"))
     assert told["folder"] is None
     assert "Compiled programs are not kept" in told["said"]
+
+
+def opened_by_all(folder):
+    folder.chmod(0o777)
+
+
+def of_another_user(folder):
+    os.chown(folder, 65534, -1)
+
+
+def below_an_open_folder(folder):
+    folder.parent.chmod(0o777)
+
+
+def tell(monkeypatch, root):
+    """Returns the folder that JAX would get, without a backend."""
+    set_to = []
+    config = types.SimpleNamespace(
+        jax_compilation_cache_dir=None, update=lambda name, value: set_to.append(value)
+    )
+    monkeypatch.setattr(program_cache, "_ours", {})
+    monkeypatch.setattr(program_cache, "jax", types.SimpleNamespace(config=config))
+    monkeypatch.setattr(program_cache.jax_compat, "keep_programs", lambda open_files: None)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("REPLICAX_CACHE_DIR", str(root))
+    for _ in range(2):
+        program_cache.keep_programs(is_task=True)
+    return set_to[0] if set_to else None
+
+
+@pytest.mark.parametrize(
+    "open_it",
+    [
+        opened_by_all,
+        pytest.param(
+            of_another_user, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+        ),
+        below_an_open_folder,
+    ],
+)
+def test_folder_that_others_may_write_is_not_used_and_one_warning_says_so(
+    tmp_path, monkeypatch, caplog, open_it
+):
+    """Who may write there runs code in this process."""
+    root = tmp_path / "above" / "programs"
+    root.mkdir(parents=True)
+    assert tell(monkeypatch, root) == str(root / program_cache.host_folder())
+    (root / program_cache.host_folder()).rmdir()
+    open_it(root)
+    assert tell(monkeypatch, root) is None
+    (text,) = [record.getMessage() for record in caplog.records if str(root) in record.getMessage()]
+    assert "may write" in text or "another user" in text
+    assert list(root.iterdir()) == []
+
+
+def test_folder_below_a_sticky_one_is_used(tmp_path, monkeypatch):
+    """Such as /tmp, where users cannot replace each other's folders."""
+    (tmp_path / "above").mkdir()
+    (tmp_path / "above").chmod(0o1777)
+    root = tmp_path / "above" / "programs"
+    assert tell(monkeypatch, root) == str(root / program_cache.host_folder())
+
+
+def test_program_of_another_user_is_not_loaded(tmp_path, monkeypatch):
+    """The folder may have been open before, or be replaced while this process runs."""
+    files = ProgramFiles(tmp_path, is_private=True)
+    files.put("f", b"program")
+    assert files.get("f") == b"program"
+    assert (tmp_path / "f-cache").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(program_files, "is_own", lambda about: False)
+    assert files.get("f") is None
+    assert ProgramFiles(tmp_path).get("f") == b"program", "the user's own folder of JAX"
 
 
 @pytest.mark.rest

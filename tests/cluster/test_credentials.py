@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from checks import message
+from replicax._src import file_access
 from replicax._src.cluster.credentials import Credentials, is_loopback, random_token
 from replicax.errors import ClusterEnvironmentError, InvalidArgumentError
 
@@ -13,6 +14,7 @@ from replicax.errors import ClusterEnvironmentError, InvalidArgumentError
 def pem(tmp_path):
     path = tmp_path / "some.pem"
     path.write_text("-----BEGIN CERTIFICATE-----\n")
+    path.chmod(0o600)
     return str(path)
 
 
@@ -53,6 +55,50 @@ def test_invalid_environments(tmp_path, pem):
     refused_environment({"REPLICAX_TLS_CA": str(tmp_path / "none")}, "cannot be read", "REPLICAX_TLS_CA")
     (tmp_path / "der").write_bytes(b"0\x82")
     refused_environment({"REPLICAX_TLS_CA": str(tmp_path / "der")}, "not a PEM file", "REPLICAX_TLS_CA")
+
+
+OPEN = ["REPLICAX_TOKEN_FILE", "REPLICAX_TLS_CA", "REPLICAX_TLS_CERTIFICATE", "REPLICAX_TLS_KEY"]
+
+
+def environment_with(name, path, pem):
+    """An environment in which one of the files is ``path``."""
+    other = {"REPLICAX_TLS_CERTIFICATE": "REPLICAX_TLS_KEY", "REPLICAX_TLS_KEY": "REPLICAX_TLS_CERTIFICATE"}
+    return {name: str(path)} | ({other[name]: pem} if name in other else {})
+
+
+@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize("mode", [0o666, 0o602, 0o777])
+def test_file_that_all_users_may_write_is_refused(tmp_path, pem, name, mode):
+    """Also behind a link, as Kubernetes mounts secrets."""
+    (tmp_path / "file").write_text("-----BEGIN CERTIFICATE-----\n")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "file").chmod(mode)
+    for path in (tmp_path / "file", tmp_path / "link"):
+        refused_environment(
+            environment_with(name, path, pem), f"all users may write it (mode {mode:04o})", "chmod 600"
+        )
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_file_of_another_user_is_refused(tmp_path, pem, name, monkeypatch):
+    (tmp_path / "file").write_text("-----BEGIN CERTIFICATE-----\n")
+    monkeypatch.setattr(file_access, "is_own", lambda about: False)
+    refused_environment(environment_with(name, tmp_path / "file", pem), "belongs to another user")
+
+
+def test_secret_that_all_users_may_read_is_one_warning(tmp_path, pem, caplog):
+    """Kubernetes mounts secrets with mode 0644. Certificates are no secrets."""
+    for name in OPEN:
+        path = tmp_path / name
+        path.write_text("-----BEGIN CERTIFICATE-----\n")
+        path.chmod(0o644)
+        for _ in range(2):
+            Credentials.of_environment(environment_with(name, path, pem))
+    warnings = [
+        record.getMessage() for record in caplog.records if str(tmp_path / "REPL") in record.getMessage()
+    ]
+    assert [text.partition(" ")[0] for text in warnings] == ["The", "key_file:"]
+    assert all("all users may read it (mode 0644)" in text for text in warnings)
 
 
 def test_the_error_does_not_tell_the_token():

@@ -108,6 +108,72 @@ def training(folder, num_steps, layout="", moment="", victim="", at_save="0"):
     time.sleep(600)
 
 
+def sharded_training(folder, num_steps):
+    """Restores variables with sharded state, then saves after each step: first shared, then locally."""
+    import os
+
+    os.environ["KERAS_BACKEND"] = "jax"
+    import jax
+    import jax.numpy as jnp
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    index = jax.process_index
+    strategy = rx.MultiWorkerMirroredStrategy(shard_state="all")
+    with strategy.scope():
+        step = rx.Variable(0)
+        own = [
+            rx.Variable(np.full((64, 3), 1.0 + index(), np.float32)),  # all take the first worker's
+            rx.Variable(lambda: jnp.ones((8, 2))),
+            rx.Variable(np.ones(3, np.float32)),
+            rx.Variable(jnp.zeros(4), synchronization="ON_READ", aggregation="SUM"),
+            keras.Variable(np.full((8, 2), 1.0 + index(), np.float32)),
+        ]
+        model = keras.Sequential(
+            [keras.Input((16,)), keras.layers.Dense(64), keras.layers.BatchNormalization()]
+        )
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    variables = [*own, *model.variables, *model.optimizer.variables]
+
+    def layouts():
+        bindings = map(strategy.bindings.binding_of, variables)
+        return [str(binding.value.sharding.spec) for binding in bindings]
+
+    new = layouts()
+    manager = rx.CheckpointManager(
+        rx.Checkpoint(step=step, own=own, model=model),
+        f"{folder}/shared",
+        step_counter=step,
+        checkpoint_interval=10,
+        local_directory=f"{folder}/host-{index()}",
+        local_every=1,
+    )
+    if not int(num_steps):  # as weights that are loaded before
+        for variable in (*own[:3], *own[4:], *model.variables):
+            variable.assign(np.zeros(variable.shape, variable.dtype))
+    path = manager.restore_or_initialize()
+
+    def add():
+        step.assign_add(1)
+        for variable in own:
+            variable.assign(variable + 1)
+
+    report(restored=path and os.path.relpath(path, folder), new=new, after_restore=layouts())
+    for _ in range(int(num_steps)):
+        strategy.run(add)
+        model.fit(np.ones((8, 16)), np.ones((8, 64)), batch_size=4, verbose=0)
+        manager.save()
+        manager.wait()
+    report(values=[np.asarray(variable.value).ravel().tolist() for variable in variables], step=int(step))
+    strategy.run(add)
+    report(after_step=layouts())
+    manager.close()
+
+
 def run(local_cluster, folder, num_steps, *args, workers=2, is_ending=False):
     """What the processes report; they are killed when they have done their steps, unless they end before."""
     cluster = local_cluster(workers, environment={"PYTHONPATH": PROGRAMS}, timeout_s=LIMIT_S)
@@ -208,6 +274,29 @@ def test_another_layout_restores_the_shared_checkpoint(local_cluster, folder):
     reports = run(local_cluster, folder, 0, "other")
     expect(reports, SHARED, 11)
     assert "layout" in reports[0]["warnings"][0]
+
+
+def test_sharded_variables_have_one_layout_and_are_restored_from_the_hosts(local_cluster, tmp_path):
+    """The layout is that of new variables, also if values were assigned before the restore."""
+    reports = []
+    for num_steps in (3, 0):
+        cluster = local_cluster(2, environment={"PYTHONPATH": PROGRAMS}, timeout_s=LIMIT_S)
+        cluster.start(sharded_training, [str(tmp_path), str(num_steps)])
+        results = cluster.wait()
+        results.raise_if_failed()
+        reports.append([result.report for result in results.values()])
+        cluster.close()
+    saved, restored = reports
+    assert tiers_of(restored) == HOSTS
+    for before, after in zip(saved, restored, strict=True):
+        assert after["step"] == before["step"] == 3
+        assert after["values"] == before["values"] == saved[0]["values"]
+        assert set(before["values"][0]) == {4.0}
+        layouts = {
+            str(each[name]) for each in (before, after) for name in ("new", "after_restore", "after_step")
+        }
+        assert layouts == {str(before["new"])}
+        assert sum("shard" in layout for layout in before["new"]) >= 9
 
 
 @pytest.mark.parametrize(("moment", "victim"), [("half", "1"), ("named", "0")])

@@ -775,6 +775,16 @@ def put(value: Any, sharding: Any) -> jax.Array:
         return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
+def put_shards(value: np.ndarray, sharding: Any) -> jax.Array:
+    """Puts a host array in shards. Each device of this process gets a copy of its shard, and none the full array.
+
+    With devices of other processes, all must put the same value.
+    """
+    places = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(np.array(value[index]), device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+
+
 def local_number(device: Any) -> int:
     """Returns the number of a device among those of its kind in its process, which traces use as its name."""
     number = device.local_hardware_id

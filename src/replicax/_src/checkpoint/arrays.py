@@ -194,7 +194,16 @@ class VariableLeaf(ArrayLeaf):
         if self.binding.sync_policy is SyncPolicy.PARTS:
             topology = context.owner_of(self.of).topology
             return components or HostParts(self.shape, topology.replicated, source.read), None
-        return HostParts.like(stored, source.read), components
+        return self._host_parts(stored, source.read), components
+
+    def _host_parts(self, stored: Any, read: Callable[[tuple[Any, ...]], np.ndarray]) -> HostParts:
+        """Reads what the variable stores in its layout. A value that was assigned since the last program may still be
+        replicated.
+        """
+        strategy = context.owner_of(self.of)
+        if strategy is None or strategy.variable_placement.layouts is None:
+            return HostParts.like(stored, read)
+        return HostParts(self.shape, self.binding.layout or strategy.topology.replicated, read)
 
     def _fetched_components(self, source: Source) -> HostParts | None:
         """Returns the components behind a variable that shows a sum, if their number fits."""

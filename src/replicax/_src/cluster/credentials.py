@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
+import logging
 import os
 import secrets
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self, final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.file_access import readers_of, writers_of
 from replicax._src.wire.security import CHECKSUMS_VARIABLE, Security
+
+log = logging.getLogger("replicax")
 
 TOKEN_VARIABLE = "REPLICAX_TOKEN"
 TOKEN_FILE_VARIABLE = "REPLICAX_TOKEN_FILE"
@@ -169,7 +173,7 @@ class Credentials:
 
 def _check_file(name: str, path: str) -> None:
     try:
-        data = Path(path).read_bytes()
+        data = _read_trusted(f"{name}:", path, is_secret=name == "key_file")
     except OSError as error:
         raise InvalidArgumentError(
             f"{name}={path!r} cannot be read: {error.strerror}. Give the path of a PEM file ({_FILES[name]})."
@@ -200,6 +204,36 @@ def _token_of(environ: Mapping[str, str]) -> str | None:
     if path is None:
         return environ.get(TOKEN_VARIABLE)
     try:
-        return Path(path).read_text().strip()
+        return _read_trusted("The token's file", path, is_secret=True).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"The token's file {path!r} cannot be read: {error}.") from error
+
+
+def _read_trusted(what: str, path: str, *, is_secret: bool) -> bytes:
+    """Reads a file of credentials. The permissions are those of the file behind links.
+
+    Raises:
+      OSError: It cannot be read.
+      InvalidArgumentError: Other users may write it.
+    """
+    with open(path, "rb") as file:
+        about = os.fstat(file.fileno())
+        if writers := writers_of(about):
+            raise InvalidArgumentError(
+                f"{what} {path!r} cannot be trusted: {writers}. Make it yours, and only yours to write: chmod 600."
+            )
+        if is_secret and (readers := readers_of(about)):
+            _warn_of_readers(what, path, readers)
+        return file.read()
+
+
+@functools.cache
+def _warn_of_readers(what: str, path: str, readers: str) -> None:
+    """Warns once for each file. It is no error, because Kubernetes mounts secrets with mode 0644."""
+    log.warning(
+        "%s %r is no secret: %s. Give it the mode 0600; in Kubernetes, give its volume defaultMode: 0400 and the pod an "
+        "fsGroup.",
+        what,
+        path,
+        readers,
+    )

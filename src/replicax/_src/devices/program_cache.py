@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -19,6 +20,7 @@ from replicax._src import jax_compat
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.layout import CHECKPOINT_DIR_VARIABLE
 from replicax._src.devices.program_files import ProgramFiles
+from replicax._src.file_access import writers_above, writers_of
 
 log = logging.getLogger("replicax")
 
@@ -54,6 +56,9 @@ def keep_programs(*, is_task: bool) -> None:
     try:
         for each in (root, folder):  # programs of others could run as this user
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if writers := writers_of(each.stat()) or writers_above(each):
+                _warn_of_writers(each, writers)
+                return
         tempfile.TemporaryFile(dir=folder).close()  # it may exist and be read-only
     except OSError as error:
         log.warning(
@@ -64,6 +69,18 @@ def keep_programs(*, is_task: bool) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if _JAX_SECONDS.upper() not in os.environ:
         jax.config.update(_JAX_SECONDS, 0.0)
+
+
+@functools.cache
+def _warn_of_writers(folder: Path, writers: str) -> None:
+    """Warns once for each folder."""
+    log.warning(
+        "Compiled programs are not kept in %s: %s. Who may write there can run code in this process: make the folder "
+        "yours alone (chmod 700), or set %s to another one.",
+        folder,
+        writers,
+        CACHE_DIR_VARIABLE,
+    )
 
 
 def cache_root(environ: Mapping[str, str], *, is_task: bool) -> Path | None:
@@ -139,4 +156,6 @@ def _open(path: str) -> ProgramFiles:
     root, max_bytes = _ours[path]
     device = jax.local_devices()[0]
     told = f"{device.device_kind} {device.client.platform_version}"
-    return ProgramFiles(Path(path) / re.sub(r"[^A-Za-z0-9.]+", "-", told)[:80].strip("-"), root, max_bytes)
+    return ProgramFiles(
+        Path(path) / re.sub(r"[^A-Za-z0-9.]+", "-", told)[:80].strip("-"), root, max_bytes, is_private=True
+    )

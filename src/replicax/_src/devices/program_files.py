@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, final
 
+from replicax._src.file_access import is_own
+
 _SUFFIX: Final = "-cache"  # as JAX names them
 _PART_LIVES_S: Final = 3600.0
 # A full scan may be slow on a network disk, so a process writes this share of the limit before the next one.
@@ -31,11 +33,18 @@ class ProgramFiles:
       root: The folder whose size is bounded; ``folder`` or a parent, also with programs of other versions.
       max_bytes: The largest size of all programs in ``root``. Those not used for longest are removed. Each process that
         writes may exceed it by 1 %. None is no limit.
+      is_private: True to ignore the files of other users, which could run code in this process.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], root: Path | None = None, max_bytes: int | None = None
+        self,
+        folder: str | os.PathLike[str],
+        root: Path | None = None,
+        max_bytes: int | None = None,
+        *,
+        is_private: bool = False,
     ):
+        self._is_private = is_private
         self._path = Path(folder)  # JAX prints it
         self._root, self._max_bytes = root or self._path, max_bytes
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +59,10 @@ class ProgramFiles:
         """Returns a program, or None."""
         path = self._path / f"{key}{_SUFFIX}"
         try:
-            value = path.read_bytes()
+            with path.open("rb") as file:
+                if self._is_private and not is_own(os.fstat(file.fileno())):
+                    return None
+                value = file.read()
         except OSError:  # missing; or on a network disk, removed by another process meanwhile
             return None
         if self._max_bytes is not None:
@@ -64,6 +76,7 @@ class ProgramFiles:
             return
         part = self._path / f"{key}.part-{uuid.uuid4().hex}"
         try:
+            part.touch(mode=0o600)
             part.write_bytes(value)
             part.replace(self._path / f"{key}{_SUFFIX}")
         except OSError:

@@ -314,14 +314,23 @@ class Topology:
         parts = [jax.device_put(value[:, i : i + 1], device) for i, device in self._placed_parts]
         return jax.make_array_from_single_device_arrays(shape, self.stacked, parts)
 
-    def put_leaders(self, value: Any) -> jax.Array:
-        """Replicates the first process's value on every device. The other processes give a value of the same shape and
-        dtype.
+    def put_leaders(self, value: Any, layout: NamedSharding | None = None) -> jax.Array:
+        """Replicates the first process's value on every device, or puts it in shards. The other processes give a value
+        of the same shape and dtype.
+
+        Args:
+          layout: The sharding of the result. If all values are equal, no device gets the full array.
         """
         if self.peers is None:
-            return self.put_whole(value)
-        rows = self.join_rows([value[None]] * len(self.local_replicas), value.shape)
-        return self._take_first(rows)
+            return self.put_by(value, layout or self.replicated)
+        if layout is not None and not jax_compat.is_typed_key(value.dtype):
+            of_all = self.peers.gather_before_program("making variables in shards", digest(value))
+            if len(set(of_all)) == 1:
+                return jax_compat.put_shards(np.asarray(value), layout)
+        here = jax_compat.copied(value) if isinstance(value, np.ndarray) else value
+        rows = self.join_rows([here[None]] * len(self.local_replicas), here.shape)
+        first = self._take_first(rows)
+        return first if layout is None else self.put_by(first, layout)
 
     def put_agreed(self, values: Sequence[jax.Array], names: Sequence[str]) -> list[jax.Array]:
         """Replicates values of variables or state, which each process has set itself, on every device.

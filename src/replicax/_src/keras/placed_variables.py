@@ -23,11 +23,9 @@ _HOST_VALUES = (np.ndarray, np.generic, bool, int, float, list, tuple)
 def place(variable: Any) -> None:
     """Moves the first value of a variable, if it has one yet, to the devices of its strategy."""
     placement = _placement_of(variable)
-    if (
-        placement is None
-        or not accessor.is_built(variable)
-        or (placement.layouts and placement.layouts.has_rule)
-    ):
+    if placement is None or not accessor.is_built(variable):
+        return
+    if context.owners[id(variable)].bindings.layout_of(variable) is not None:  # Keras made it in its layout
         return
     (value,) = accessor.get([variable])
     if isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer):

@@ -120,7 +120,7 @@ def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
         if not is_agreed:
             yield initializer
             return
-    with _Layouts(layouts).scope():
+    with _Layouts(strategy).scope():
         yield initializer
 
 
@@ -147,14 +147,14 @@ def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
 class _Layouts(keras.distribution.DataParallel):
     """The object that Keras asks for the layout of a new variable."""
 
-    def __init__(self, layouts: VariableLayouts):
-        devices = np.array(layouts.topology.devices)
+    def __init__(self, strategy: Strategy):
+        devices = np.array(strategy.topology.devices)
         mesh = keras.distribution.DeviceMesh(devices.shape, ["replica"], devices)
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
-        self._layouts = layouts
+        self._bindings = strategy.bindings
 
     def get_variable_layout(self, variable: Any) -> Any:
-        return self._layouts.of(variable)
+        return self._bindings.layout_of(variable)
 
 
 # --- how steps read and update them -----------------------------------------------------------------------

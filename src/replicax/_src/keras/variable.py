@@ -141,7 +141,8 @@ def _take_leaders_value(variable: Any) -> None:
     with jax_compat.outside_traces():
         (value,) = accessor.get([variable])
         if is_local(value):
-            accessor.set([variable], [strategy.topology.put_leaders(value)])
+            layout = strategy.bindings.layout_of(variable)
+            accessor.set([variable], [strategy.topology.put_leaders(value, layout)])
 
 
 def _placement_of(variable: Any) -> Any:

@@ -176,7 +176,7 @@ class BindingTable:
             binding = make_binding(variable, self._num_replicas)
             assert isinstance(binding, Binding)
             binding.num_replicas = self._num_replicas
-            binding.layout = None if binding.sync_policy.is_per_replica else self.layout_of(variable)
+            binding.layout = self._layout(binding)
             placed, components = self._components.get(id(variable), (None, None))
             if (
                 components is not None and not components.is_deleted()
@@ -197,8 +197,15 @@ class BindingTable:
         self._components[id(variable)] = placed, components
 
     def layout_of(self, variable: Any) -> Any:
-        """Returns the layout of a variable; None if it is replicated."""
-        return None if self._layouts is None else self._layouts.of(variable)
+        """Returns the layout of a variable, from its creation on; None if it is replicated or each replica has its own
+        value.
+        """
+        return None if self._layouts is None else self._layout(make_binding(variable, self._num_replicas))
+
+    def _layout(self, binding: Binding) -> Any:
+        if self._layouts is None or binding.sync_policy.is_per_replica:
+            return None
+        return self._layouts.of(binding.variable)
 
     def lay_out(self, variable: Any, axes: Axes, topology: Topology) -> None:
         """Makes the logical devices shard a variable and its optimizer slots by ``axes``. Programs keep that layout.
@@ -239,6 +246,8 @@ def own_copy(value: Any, sharding: Any) -> jax.Array:
 
     ``jax.device_put`` alone may share the buffer of its argument, and programs donate what they are given.
     """
+    if isinstance(value, np.ndarray) and not sharding.is_fully_replicated:
+        return jax_compat.put_shards(value, sharding)
     return jax_compat.put(own_copy_here(value), sharding)
 
 

@@ -78,7 +78,9 @@ class VariableLayouts:
         return self.shards is not None or self.mapped is not None
 
     def of(self, variable: Any) -> NamedSharding | None:
-        """Returns the layout in which a variable is stored; None if it is replicated."""
+        """Returns the layout in which a variable is stored; None if it is replicated. ``BindingTable.layout_of`` also
+        knows the variables that have one value per replica.
+        """
         return self._of(variable, self._logical_axes(variable))
 
     def of_given(self, variable: Any, axes: Axes) -> NamedSharding | None:
@@ -88,12 +90,6 @@ class VariableLayouts:
     def of_update(self, variable: Any) -> NamedSharding | None:
         """Returns the layout in which optimizers update a variable: that of its slots."""
         return self._composed(self._logical_axes(variable), variable.shape)
-
-    def of_new(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
-        """Returns the layout of the layout map for a variable that is not made yet; None if it is replicated."""
-        return (
-            self._composed(self.mapped.of_path(path, shape), shape, is_shared=True) if self.mapped else None
-        )
 
     def give(self, variable: Any, axes: Axes) -> None:
         """Makes the logical devices shard a variable by ``axes``, whatever the layout map says."""

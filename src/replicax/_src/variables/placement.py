@@ -51,13 +51,13 @@ class VariablePlacement:
             return own_copy(value, jax.sharding.SingleDeviceSharding(self.parameter_device))
         return placed_by_each(value, self.topology)
 
-    def place_initial(self, value: Any, components: Any | None, name: str) -> jax.Array:
-        """Places the value of a new variable, as ``place`` does. All processes take the value of the first one."""
-        layout = None
-        if components is None and self.layouts is not None:
-            layout = self.layouts.of_new(name, value.shape)
+    def place_initial(self, value: Any, components: Any | None, name: str, layout: Any) -> jax.Array:
+        """Places the value of a new variable: in its layout, or as ``place`` does. All processes take the value of the
+        first one.
+        """
+        del name
         if components is None and self.topology.peers is not None:
-            return self.topology.put_leaders(value)  # it is sharded when a program first uses it
+            return self.topology.put_leaders(value, layout)
         return self.place(value, components) if layout is None else own_copy(value, layout)
 
     def replaced(self, stored: jax.Array, value: Any, components: Any | None) -> jax.Array:

@@ -65,9 +65,9 @@ class ServerPlacement:
             return variable
         return ShardedVariable(ShardsOfOne([variable], len(stored.row_ranges)), variable.name)
 
-    def place_initial(self, value: Any, components: Any | None, name: str) -> ServerArray:
+    def place_initial(self, value: Any, components: Any | None, name: str, layout: Any) -> ServerArray:
         """Returns the array that a new variable stores. Its first use makes the value on the servers."""
-        del components
+        del components, layout
         held = np.array(value)
         return self.new_array(name, held.shape, held.dtype, lambda: held)
 

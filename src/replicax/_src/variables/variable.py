@@ -96,7 +96,7 @@ class Variable(ArrayLike):
                 "`NONE` variable synchronization mode is not supported with tf.distribute strategy: leave "
                 "synchronization out (ON_WRITE), or use ON_READ for one component per replica."
             )
-        value = _initial_array(initial_value, dtype, self.name)
+        value = _first_value(initial_value, dtype, self.name)
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(value.dtype, jnp.inexact):
             raise VariableError(
                 f"creating variable {self.name!r} with aggregation=MEAN and a non-floating dtype {value.dtype} is "
@@ -116,9 +116,11 @@ class Variable(ArrayLike):
             and not self._has_components
             and self._placement.topology.num_replicas > 1
         )
+        self._stored = _Stored(None)  # the binding, which has the layout, refers to it
         with jax_compat.outside_traces():
             parts = self._initial_components(value) if self._has_components else None
-            self._stored = _Stored(self._placement.place_initial(value, parts, self.name))
+            layout = self._strategy.bindings.layout_of(self)
+            self._stored.array = self._placement.place_initial(value, parts, self.name, layout)
         note_created(self.name)
 
     @property
@@ -508,11 +510,17 @@ _ON_SERVERS = {
 }
 
 
-def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
+def _first_value(initial_value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
+    """Returns the value of a new variable, or the caller's NumPy array if no device needs to convert it: a variable in
+    shards may be larger than the memory of one device.
+    """
     with jax_compat.outside_traces():
         value = initial_value() if callable(initial_value) else initial_value
         dtype = None if dtype is None else as_dtype(dtype)
-        array = as_array(value, f"The initial value of variable {name!r}", dtype)
+        what = f"The initial value of variable {name!r}"
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and dtype in (None, value.dtype):
+            return narrowed_pytree(value, what)
+        array = as_array(value, what, dtype)
         if isinstance(array, jax_compat.Tracer):
             raise VariableError(
                 f"The initial value of variable {name!r} is computed in a function that is being traced. A variable "
