@@ -195,12 +195,13 @@ class Peers:
         )
 
     @contextlib.contextmanager
-    def running(self, label: str, *, is_new: bool) -> Iterator[None]:
+    def running(self, label: str, *, is_new: bool, agrees: bool = False) -> Iterator[None]:
         """Wraps the start of a program, and the wait for its results.
 
         Args:
           label: The label that ``agree`` returned.
           is_new: True in its first run. Connections that are opened then belong to its collectives.
+          agrees: True to agree on it even if it followed the previous program before.
 
         Raises:
           ClusterFailureError: A task is gone, and had not run this program before. Replaces the error that the devices
@@ -208,7 +209,7 @@ class Peers:
         """
         with self._lock:
             self._channel.check(self._position + 1)
-            if (self._last, label) not in self._orders:
+            if agrees or (self._last, label) not in self._orders:
                 self._agree_now(self._digests[label], label.partition(" ")[2])
             self._last = label
             self._position += 1

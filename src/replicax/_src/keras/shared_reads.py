@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 from replicax._src import context, jax_compat
-from replicax._src.devices.topology import digest
+from replicax._src.devices.topology import Topology, digest
 from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.bindings import added_up, is_stored_as_parts, sum_of_parts
 from replicax._src.variables.layouts import VariableLayouts
@@ -180,7 +180,9 @@ def whole(variable: Any, held: Any) -> Any:
         return held
     if is_of_parts(variable, held):
         owner = context.owners.get(id(variable))
-        return sum_of_parts(held) if owner is None else added_up(held, owner.topology)
+        if owner is None and held.is_fully_addressable:
+            return sum_of_parts(held)
+        return added_up(held, Topology.of_mesh(held.sharding.mesh) if owner is None else owner.topology)
     if not is_sharded(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))
