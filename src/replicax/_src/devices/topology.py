@@ -344,9 +344,10 @@ class Topology:
         """
         if self.peers is None:
             return [self.put_whole(value) for value in values]
-        of_all = self.peers.gather_before_program(
-            "comparing values that were set outside of programs",
+        of_all = self.peers.gather(
+            "values",
             [[name, digest(value)] for name, value in zip(names, values, strict=True)],
+            "to compare values that were set outside of programs",
         )
         if any([name for name, _ in their] != list(names) for their in of_all):
             have = "\n".join(

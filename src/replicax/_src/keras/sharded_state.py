@@ -127,8 +127,8 @@ def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
 
 
 def _in_layout(layouts: _Layouts, initializer: Any, shape: Any, dtype: Any = None) -> Any:
-    """Returns a first value in the layout of its variable. Keras would call ``jax.device_put``, which compares the values
-    of all processes by a collective; see ``jax_compat.put``.
+    """Returns a first value in the layout of its variable. Keras would call ``jax.device_put``, which compares the
+    values of all processes by a collective; see ``jax_compat.put``.
     """
     value = initializer(shape, dtype=dtype)
     if layouts.newest is None or isinstance(value, jax_compat.Tracer):
@@ -143,7 +143,7 @@ def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
     if isinstance(initializer, keras.Initializer) and (seed is None or isinstance(seed, int)):
         with contextlib.suppress(TypeError):  # the configuration lacks a seed that Keras chose
             here = json.loads(json.dumps([keras.saving.serialize_keras_object(initializer), seed]))
-    of_all = peers.gather_before_program("making divided variables", here)
+    of_all = peers.gather("making divided variables", here, "to make a divided variable")
     if any(theirs is None for theirs in of_all):
         return initializer, False
     if all(theirs == here for theirs in of_all):

@@ -81,7 +81,9 @@ class SharedReads:
         assert peers is not None
         if self._is_open:  # other processes may answer reads now
             return None
-        of_all = peers.gather_before_program("assigning divided variables", [path, digest(value)])
+        of_all = peers.gather(
+            "assigning divided variables", [path, digest(value)], "to assign a divided variable"
+        )
         if any(theirs != of_all[0] for theirs in of_all):
             return None
         return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
@@ -111,7 +113,7 @@ class SharedReads:
     def _gather_together(self, number: int) -> tuple[int, jax.Array | None]:
         peers = self._layouts.topology.peers
         assert peers is not None
-        asked = peers.gather_before_program("reading divided variables", number)
+        asked = peers.gather("reading divided variables", number, "to read divided variables")
         chosen = next((n for n in asked if n != _DONE), _DONE)
         if chosen == _DONE:
             return _DONE, None
