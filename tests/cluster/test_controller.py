@@ -18,7 +18,12 @@ def controller_with(*present, **options):
 
 
 def offer(key, value, position=None):
-    return {"kind": "offer", "key": key, "value": value, "position": position}
+    """An offer; with a position also the member's status, as if it had run this program until now."""
+    if position is None:
+        return {"kind": "offer", "key": key, "value": value}
+    status = heartbeat(position - 1, "#0 f" if position else None, "between")["status"]
+    purpose = {"program": value[1]} if isinstance(value, list) else {"what": f"to agree on {value}"}
+    return {**offer(key, value), "position": position, "purpose": purpose, "status": status}
 
 
 def heartbeat(position, program, doing="in", **more):
@@ -180,17 +185,17 @@ def test_new_program_of_one_member_against_a_known_one_is_a_mismatch(is_past_fir
         assert controller.receive(0, agreement, now=0.0) == []
         outbox = controller.receive(1, heartbeat(5, "#0 f"), now=0.0)
     assert kinds(outbox) == [(0, "mismatch"), (1, "mismatch")]
-    assert dict(outbox[0][1]["statuses"][0][1])["next"] == [5, "g"]
+    assert dict(outbox[0][1]["statuses"][0][1])["next"] == [5, {"program": "g"}]
 
 
 def test_members_that_wait_at_different_positions_before_one_program():
     controller = controller_with(0, 1, 2)
-    assert controller.receive(0, offer("comparing 0", ["x", "comparing"], position=4), now=0.0) == []
+    assert controller.receive(0, offer("comparing 0", "x", position=4), now=0.0) == []
     assert controller.receive(1, offer("other", "y"), now=0.0) == []  # of another thread
     outbox = controller.receive(2, offer("program 3", ["d", "step"], position=4), now=0.0)
     assert kinds(outbox) == [(n, "mismatch") for n in range(3)]
     told = dict(outbox[0][1]["statuses"])
-    assert [told[n]["next"][1] for n in (0, 2)] == ["comparing", "step"]
+    assert [told[n]["next"][1] for n in (0, 2)] == [{"what": "to agree on x"}, {"program": "step"}]
 
 
 def test_member_that_has_not_reached_the_agreement_is_no_mismatch():

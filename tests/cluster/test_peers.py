@@ -67,8 +67,14 @@ def test_programs_that_followed_each_other_before_cost_no_message(channel, peers
 def test_process_that_is_ahead_is_a_mismatch(channel, peers):
     run(peers, "f", "f")
     digest = peers._digests["#0 f"]
-    channel.other = [digest, "f", 7]
-    says = ["worker 0: g, as program number 2", "worker 1: f, as program number 7", "in the same order"]
+    channel.other = [digest, "f", 7, "train.py:3 in loop"]
+    says = [
+        "worker 0: g, as program number 2",
+        f"at {__file__}:",
+        "worker 1: f, as program number 7",
+        "at train.py:3 in loop",
+        "in the same order",
+    ]
     message(ProgramMismatchError, lambda: run(peers, "g"), *says)
 
 

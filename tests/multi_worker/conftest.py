@@ -1,12 +1,14 @@
 """Clusters of real processes, each run once for all tests that read its reports."""
 
 import functools
+import inspect
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+FOLDER = str(Path(__file__).parent)
+sys.path.insert(0, FOLDER)
 
 from checks import path_of_programs
 from replicax._src.testing.fixtures import is_there
@@ -17,7 +19,8 @@ from replicax.testing import LocalCluster, report  # noqa: F401
 def reports_of():
     """``reports_of(program, *args, workers=2, devices=1)``: the reports of each worker, as one dict.
 
-    ``chief=True`` is one more task, the first.
+    ``chief=True`` is one more task, the first. A program on an array that spans processes fails the test if the processes
+    did not agree on its order.
     """
 
     environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
@@ -27,14 +30,26 @@ def reports_of():
         with LocalCluster(
             workers, chief=chief, devices_per_worker=devices, environment=environment, timeout_s=170
         ) as cluster:
-            cluster.start(program, args)
+            cluster.start(watched(program), args)
             results = cluster.wait()
             results.raise_if_failed()
         left = [pid for pid in cluster.pids if is_there(pid)]
         assert not left, f"processes of the cluster are left: {left}"
-        return [result.report for result in results.values()]
+        reports = [result.report for result in results.values()]
+        without_an_order = [line for one in reports for line in one.pop("programs_without_an_order", [])]
+        if without_an_order:
+            pytest.fail("\n".join(without_an_order))
+        return reports
 
     # Calls with equal arguments, after defaults, are one run.
     return lambda program, *args, workers=2, devices=1, chief=False: run(
         program, args, workers, devices, chief
+    )
+
+
+def watched(program):
+    """The source of a program that reports programs without an order; see ``ordered_programs.py``."""
+    return (
+        f"import sys\n\nsys.path.append({FOLDER!r})\nimport ordered_programs\n\n\n"
+        f"{inspect.getsource(program)}\n\n{program.__name__}(*sys.argv[1:])\n"
     )

@@ -25,6 +25,8 @@ def promises():
         initial = rx.Variable(5.0 + worker)
         total = rx.Variable(0.0)
         on_read = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        mean = rx.Variable(0.0, synchronization="ON_READ", aggregation="MEAN")
+        first = rx.Variable(0.0, synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA")
     report(initial=float(initial))
 
     numbers = strategy.experimental_distribute_values_from_function(
@@ -39,6 +41,8 @@ def promises():
         everyone = context.all_reduce("SUM", x)
         total.assign_add(everyone)
         on_read.assign_add(x)
+        mean.assign(x)
+        first.assign(x)
         merged = context.merge_call(lambda s, y: s.reduce("MEAN", y, axis=None), args=(x,))
         ids = jnp.asarray(context.replica_id_in_sync_group)
         return x * 10, everyone, merged, context.all_gather(x[None], axis=0), ids
@@ -53,6 +57,9 @@ def promises():
         gathered=np.asarray(local(gathered)[0]).tolist(),
         total=float(total),
         on_read=float(on_read.read_value()),
+        on_read_mean=float(mean),
+        on_read_first=float(first),
+        on_read_reduced=[float(strategy.reduce(op, on_read, axis=None)) for op in ("SUM", "MEAN")],
         reduced=float(strategy.reduce("SUM", tens, axis=None)),
         mean=float(strategy.reduce("MEAN", tens, axis=None)),
         rows=np.asarray(strategy.gather(rows, axis=0)).tolist(),
@@ -67,6 +74,10 @@ def promises():
         return strategy.reduce("SUM", strategy.run(step, args=(first,))[0], axis=None)
 
     report(function=float(twice(numbers)), total_after=float(total))
+    on_read.assign(8.0)
+    mean.assign(2.0)
+    mean.assign_add(first.value)
+    report(assigned_on_read=float(on_read), added_on_read=float(mean), own=[float(v) for v in mean.values])
     total.assign(3.0)
     report(assigned=float(total), plain=float(total + 1))
     try:

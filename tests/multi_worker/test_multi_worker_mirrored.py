@@ -78,6 +78,13 @@ def test_values_of_replicas(size, workers):
         assert worker["merged"] == pytest.approx(total / num_replicas)
         assert worker["gathered"] == numbers
         assert worker["total"] == worker["on_read"] == total
+        assert worker["on_read_mean"] == pytest.approx(total / num_replicas)
+        assert worker["on_read_first"] == numbers[0]
+        assert worker["on_read_reduced"] == pytest.approx([total, total / num_replicas])
+        first_of_last_run = 10 * numbers[0]
+        assert worker["assigned_on_read"] == pytest.approx(8.0)
+        assert worker["added_on_read"] == 2.0 + first_of_last_run
+        assert worker["own"] == [2.0 + first_of_last_run] * size[1]
         assert worker["reduced"] == 10 * total
         assert worker["mean"] == pytest.approx(10 * total / num_replicas)
         assert worker["rows"] == rows

@@ -52,7 +52,7 @@ def gather(topic: str, value: Any, *, once: str | None = None) -> list[Any]:
         return [value]
     if once is not None:
         return peers.gather_once(f"checkpoint {once}", value, what=f"for {topic}")
-    return peers.gather(f"checkpoint {topic}", value, what=f"to agree on {topic}")
+    return peers.gather(f"checkpoint {topic}", value, what=f"to agree on {topic} (checkpoint)")
 
 
 def names() -> tuple[str, ...]:

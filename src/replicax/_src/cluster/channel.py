@@ -27,7 +27,7 @@ from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.status.figures import figures
-from replicax._src.user_code import user_line_of_callback, user_line_of_main_thread
+from replicax._src.user_code import user_line, user_line_of_callback, user_line_of_main_thread
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
@@ -86,6 +86,8 @@ class Channel:
         self._is_closed = False
         self.is_lost = False
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
+        self._reads = 0
+        self._reading: tuple[int, int, str] | None = None
         self._left_at: float | None = None
         self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
         self._last_status: dict[str, Any] | None = None
@@ -247,6 +249,7 @@ class Channel:
         *,
         what: str,
         position: int | None = None,
+        program: str | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
         every_s: float | None = None,
     ) -> list[Any]:
@@ -258,7 +261,9 @@ class Channel:
           value: A value that JSON can hold.
           timeout_s: The longest wait for the other processes.
           what: The purpose, for messages: "to start".
-          position: The position of the program that is about to run, if the value is about a program.
+          position: The position of the next program, if no process may run it before this all-gather. None in a thread
+            that runs no programs.
+          program: The name of the program that is about to run, if the value is about it.
           is_cancelled: Polled; the wait ends with an error if it returns True.
           every_s: The interval of log lines that name the missing tasks; by default ``stall_s``, doubled after each
             line.
@@ -267,7 +272,12 @@ class Channel:
           PeerFailureError: A task is gone, or has not called it in time.
         """
         self.check()
-        self._send({"kind": "offer", "key": key, "value": value, "position": position})
+        offer: dict[str, Any] = {"kind": "offer", "key": key, "value": value}
+        if position is not None:
+            status = {**self._status, "reads": self._reads, "at": user_line()}
+            purpose = {"what": what} if program is None else {"program": program}
+            offer |= {"position": position, "purpose": purpose, "status": status}
+        self._send(offer)
         started = time.monotonic()
         says_at = started + (every_s or self._stall_s)
         with self._changed:
@@ -318,7 +328,8 @@ class Channel:
         before = self._status.get("program")
         self._status = {"position": position, "program": program, "doing": "in"}
         if program != before:
-            self._send({"kind": "heartbeat", "status": self._status})
+            status = {**self._status, "reads": self._reads, "at": user_line()}
+            self._send({"kind": "heartbeat", "status": status})
         self.check(position)  # a failure may have arrived while this process was between programs
 
     def end(self, is_done: bool = False) -> None:
@@ -331,6 +342,23 @@ class Channel:
         self._status = {**self._status, "doing": "between"}
         if is_done:
             self._done = self._status["position"]
+
+    def begin_reading(self, position: int, topic: str) -> None:
+        """Notes that the thread that runs programs waits for a batch that all processes read together.
+
+        Args:
+          position: The position of the last program.
+          topic: The dataset.
+        """
+        self._reading = (position, self._reads, topic)
+
+    def end_reading(self) -> None:
+        """Notes that the wait has ended."""
+        self._reading = None
+
+    def note_reads(self, num_reads: int) -> None:
+        """Counts batches that the thread that runs programs has taken, or the end of the data."""
+        self._reads += num_reads
 
     def wait_for_failure(self, timeout_s: float) -> ClusterFailureError | None:
         """Waits up to ``timeout_s`` for a failure that affects this process's last program, and returns it; None if
@@ -404,16 +432,16 @@ class Channel:
         return of_gone(self._names, number, how, message["text"], theirs)
 
     def _heartbeat(self) -> None:
-        """Sends the figures of this process, and its position, with its line of code if it has not moved since the last
-        heartbeat.
+        """Sends the figures of this process, its position and its line of code, and the line of a callback if it has not
+        moved since the last heartbeat.
         """
-        status, at = self._status, {}
-        if status is self._last_status:
-            at["at"] = user_line_of_main_thread()
-            if status["doing"] == "in" and (callback := user_line_of_callback()) is not None:
-                at["callback"] = callback
-        self._last_status = status
-        self._send({"kind": "heartbeat", "status": {**status, **at}, "figures": figures()})
+        status, more = self._status, {"at": user_line_of_main_thread()}
+        has_moved, self._last_status = status is not self._last_status, status
+        if not has_moved and status["doing"] == "in" and (callback := user_line_of_callback()) is not None:
+            more["callback"] = callback
+        # The reads come last: they are at least those before the program at this position.
+        read = {"reading": self._reading, "reads": self._reads}
+        self._send({"kind": "heartbeat", "status": {**status, **more, **read}, "figures": figures()})
 
     def _write_status(self) -> None:
         """Tells the launcher how many programs this process has run."""

@@ -15,7 +15,14 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
   every position. All members must run the same programs in the same order. It is a *mismatch* if two members ran
   different programs at one position, or if one waits to agree on a program at a position that another has passed. All
   are told.
-- Before a program all members wait in the same all-gathers. A member that waits in a different one is a mismatch too.
+- Programs and the all-gathers that block a member's program thread are one sequence. Such an all-gather has the position
+  of the next program: between two programs all members wait in the same all-gathers, in the same order. It is a mismatch
+  if a member waits in one, and another one waits in a different one at that position or has begun the program there. An
+  all-gather of another thread (a thread that reads ahead, an asynchronous save) has no position, and is not in the
+  sequence. A member that is late is no mismatch.
+- Batches that members read together are in the sequence too. A member that waits for a batch says after how many reads,
+  and after which program. It is a mismatch if another member has gone on to the next program, or waits in an all-gather
+  before it, without this read, or if it makes this read elsewhere.
 - Each tick tells the members in an all-gather which members are missing.
 - A member is *stalled* if it has been in one program for ``stall_s`` while others have not reached that position. It is
   told which members it waits for; the interval doubles each time. After ``timeout_s`` the step fails, and all are told.
@@ -29,7 +36,7 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -65,7 +72,10 @@ class _Member:
       since: The time at which it reached its position.
       behind_at: The last time at which others had not reached its position.
       warned_s: The time that it had waited there when it was last told for which members.
-      next: The position and name of the program that it waits to agree on, if any.
+      next: If it waits in an all-gather of the sequence: the position, and the purpose or the name of the program to agree
+        on; see ``failures.describe_status``.
+      reads: The number of batches that it has read together with others, at least.
+      reading: If it waits for a batch: the position before, the number of reads before, and the dataset.
       runs: Pairs of a program and the position from which it has run. Pairs that were compared with all members are
         dropped.
       gone: The way in which it ended; None while it is present.
@@ -80,7 +90,9 @@ class _Member:
     since: float = 0.0
     behind_at: float = 0.0
     warned_s: float = 0.0
-    next: tuple[int, str] | None = None
+    next: tuple[int, dict[str, str]] | None = None
+    reads: int = 0
+    reading: tuple[int, int, str] | None = None
     runs: Runs = field(default_factory=list)
     gone: str | None = None
     text: str = ""
@@ -98,11 +110,19 @@ class _Member:
     def position(self) -> int:
         return self.status.get("position", -1)
 
+    @property
+    def reached(self) -> int:
+        """The position of the last program that it has begun, or before which it waits."""
+        return self.position if self.next is None else max(self.position, self.next[0])
+
     def heartbeat(self, status: dict[str, Any], now: float) -> None:
         """Takes a status. An earlier position than the known one is stale and ignored."""
         position, program = status["position"], status["program"]
         if position < self.position:
             return
+        self.reads = max(self.reads, status.pop("reads", 0))
+        reading = status.get("reading")
+        self.reading = None if reading is None else (reading[0], reading[1], reading[2])
         if (position, status["doing"]) != (self.position, self.status.get("doing")):
             self.since, self.warned_s = now, 0.0
         self.status = status
@@ -115,7 +135,7 @@ class _Member:
         if now - self.heard_at > _QUIET_S:
             more["silent_s"] = int(now - self.heard_at)
         if self.next is not None and self.next[0] > self.position:
-            more["next"] = list(self.next)
+            more["next"] = [self.next[0], self.next[1]]
         return {**self.status, **more}
 
 
@@ -219,7 +239,7 @@ class Controller:
             case "watch":
                 self._watcher = number
             case "offer":
-                return self._offered(number, message["key"], message["value"], message.get("position"), now)
+                return self._offered(number, message, now)
             case "raised" | "left" as how:
                 member.heartbeat(dict(message["status"]), now)
                 return self._compared(number, now) + self._go(number, how, message.get("text", ""), now)
@@ -273,12 +293,13 @@ class Controller:
         function = program and program.partition(" ")[2]  # without its number
         return {**member.figures, "task": member.name, "state": state, "function": function}
 
-    def _offered(self, number: int, key: str, value: Any, position: int | None, now: float) -> Outbox:
+    def _offered(self, number: int, message: Message, now: float) -> Outbox:
+        key, position, member = message["key"], message.get("position"), self._members[number]
         if position is not None:
-            # For messages to people only: the member has not started this program.
-            self._members[number].next = (position, value[1])
+            member.heartbeat(dict(message["status"]), now)
+            member.next = (position, message["purpose"])
         gather = self._all_gathers.setdefault(key, _AllGather({}, position))
-        gather.values[number] = value
+        gather.values[number] = message["value"]
         if len(gather.values) < len(self._members):
             return self._apart(now)
         del self._all_gathers[key]
@@ -355,18 +376,31 @@ class Controller:
                 member.runs.pop(0)
 
     def _apart(self, now: float) -> Outbox:
-        """Returns a mismatch if members wait to agree on a program that another member has passed or agrees on
-        elsewhere.
-        """
+        """Returns a mismatch if a member waits where another member has passed, or waits elsewhere."""
+        for one, other in (*self._waiting_apart(), *self._reading_apart()):
+            return self._mismatch({n: self._members[n].told(now) for n in (one, other)})
+        return []
+
+    def _waiting_apart(self) -> Iterator[tuple[int, int]]:
+        """Yields members in an all-gather, with members that have reached its position without it."""
         for gather in self._all_gathers.values():
             for number, member in enumerate(self._members):
-                if number in gather.values or not member.is_present or gather.position is None:
-                    continue
-                is_elsewhere = member.next is not None and member.next[0] == gather.position
-                if is_elsewhere or member.position >= gather.position:
-                    pair = next(iter(gather.values)), number
-                    return self._mismatch({n: self._members[n].told(now) for n in pair})
-        return []
+                is_late = gather.position is None or member.reached < gather.position
+                if member.is_present and number not in gather.values and not is_late:
+                    yield next(iter(gather.values)), number
+
+    def _reading_apart(self) -> Iterator[tuple[int, int]]:
+        """Yields members that read a batch, with members that go on without this read or make it elsewhere."""
+        present = [(number, member) for number, member in enumerate(self._members) if member.is_present]
+        for number, member in present:
+            if member.reading is None:
+                continue
+            position, num_reads, _ = member.reading
+            for n, other in present:
+                goes_on = other.reached > position and other.reads <= num_reads
+                is_same_read = other.reading is not None and other.reading[1] == num_reads
+                if goes_on or (is_same_read and other.reading != member.reading):
+                    yield number, n
 
     def _mismatch(self, statuses: Mapping[int, Any]) -> Outbox:
         if self._is_failed:

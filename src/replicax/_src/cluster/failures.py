@@ -70,10 +70,11 @@ def of_mismatch(
     """Returns the error for two tasks that run different programs."""
     lines = "\n".join(f"  {names[number]}: {describe_status(status)}" for number, status in statuses)
     return ProgramMismatchError(
-        "The tasks do not run the same programs in the same order, and would wait for each other forever:\n"
+        "The tasks do not make the same calls in the same order, and would wait for each other forever:\n"
         f"{lines}\n"
-        "Every task must make the same calls of replicax (run, reduce, gather, fit, reading distributed datasets, making "
-        "variables) in the same order. Look for an `if` on the task, the chief or local data around one of them."
+        "Every task must make the same calls of replicax (run, reduce, gather, fit, evaluate, predict, reading distributed "
+        "datasets and ON_READ variables, saving and restoring checkpoints, making variables) in the same order. Look for an "
+        "`if` on the task, the chief or local data around one of them."
     )
 
 
@@ -127,7 +128,12 @@ def describe_status(status: Mapping[str, Any]) -> str:
 def _place(status: Mapping[str, Any]) -> str:
     position, program = status.get("position"), status.get("program")
     if "next" in status:
-        return f"about to run its program number {status['next'][0]}, {status['next'][1]}"
+        number, purpose = status["next"]
+        if "program" in purpose:
+            return f"about to run its program number {number}, {purpose['program']}"
+        return f"waiting {purpose['what']}, before its program number {number}"
+    if status.get("reading") is not None and status["reading"][0] == position:
+        return f"waiting to read the next batch of a dataset, before its program number {position + 1}"
     if program is None or position is None or position < 0:
         return "before its first program"
     where = "in" if status.get("doing") == "in" else "after"

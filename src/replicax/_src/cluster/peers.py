@@ -18,6 +18,7 @@ from replicax._src.cluster.failures import ClusterFailureError, ProgramMismatchE
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.watchdog import Watchdog
 from replicax._src.status.counters import counters
+from replicax._src.user_code import user_line
 
 # The time that an error of the devices waits for its cause, the failure of another task.
 _REASON_S = 5.0
@@ -49,6 +50,8 @@ class Peers:
         self._orders: set[tuple[str | None, str]] = set()  # pairs of programs that followed each other
         self._last: str | None = None
         self._position = -1
+        # Its calls are in the sequence of the programs: the thread that ran the last one, at first the one that joined.
+        self._program_thread = threading.get_ident()
         self._lock = threading.RLock()
         self._is_running = False
         self.waits = True
@@ -78,6 +81,9 @@ class Peers:
         """All-gathers ``value``: returns the values of all processes, by number. All call it, in the same order for
         each topic.
 
+        In the thread that runs programs, all processes call it before the same program. A process that skips it, or waits
+        in a different one, is a mismatch. Other threads may call it at any time.
+
         Args:
           topic: The subject of the value. Each thread that gathers needs its own topics.
           value: A value that JSON can hold.
@@ -85,9 +91,40 @@ class Peers:
           is_cancelled: Polled; the wait ends with an error if it returns True.
 
         Raises:
-          ClusterFailureError: A task is gone, or has not called it in time.
+          ClusterFailureError: A task is gone, has not called it in time, or does something else.
         """
-        return self._gathered(topic, value, what, is_cancelled=is_cancelled)
+        if not self._runs_programs:
+            return self._gathered(topic, value, what, is_cancelled=is_cancelled)
+        with self._lock:
+            return self._gathered(topic, value, what, position=self._position + 1, is_cancelled=is_cancelled)
+
+    @property
+    def _runs_programs(self) -> bool:
+        return threading.get_ident() == self._program_thread
+
+    @contextlib.contextmanager
+    def reading(self, topic: str) -> Iterator[None]:
+        """Wraps a wait for the next batch of a dataset that all processes read together.
+
+        Args:
+          topic: The topic of the dataset.
+        """
+        if not self._runs_programs:
+            yield
+            return
+        self._channel.begin_reading(self._position, topic)
+        try:
+            yield
+        except BaseException:
+            self._channel.note_reads(1)  # the end, or an error in place of a batch
+            raise
+        finally:
+            self._channel.end_reading()
+
+    def note_reads(self, num_batches: int) -> None:
+        """Counts batches of such datasets that the caller has taken."""
+        if self._runs_programs:
+            self._channel.note_reads(num_batches)
 
     def gather_once(self, key: str, value: Any, what: str) -> list[Any]:
         """Like ``gather``, with a key that no other call uses, so that any thread may call it.
@@ -105,21 +142,6 @@ class Peers:
     def _gathered(self, topic: str, value: Any, what: str, **how: Any) -> list[Any]:
         count = self._num_gathered[topic] = self._num_gathered.get(topic, -1) + 1
         return self._channel.gather(f"{topic} {count}", value, self._timeout_s, what=what, **how)
-
-    def gather_before_program(self, name: str, value: Any) -> list[Any]:
-        """Like ``gather``, for something that all processes do before the next program. A process that skips it is a
-        mismatch.
-
-        Args:
-          name: The purpose, for messages.
-          value: A value that JSON can hold.
-
-        Raises:
-          ClusterFailureError: A task is gone, or has not called it in time, or runs the program without it.
-        """
-        with self._lock:
-            offers = self._gathered(name, [value, name], f"for {name}", position=self._position + 1)
-            return [offer[0] for offer in offers]
 
     def check(self) -> None:
         """Raises the failure of another task, if there is one."""
@@ -174,7 +196,8 @@ class Peers:
     def _agree_now(self, digest: str, name: str) -> str:
         """Raises unless all processes are about to run this program next."""
         position = self._position + 1
-        offers = self._gathered("program", [digest, name, position], f"to run {name}", position=position)
+        offer = [digest, name, position, user_line()]
+        offers = self._gathered("program", offer, f"to run {name}", position=position, program=name)
         if any(offer[0] != digest or offer[2] != position for offer in offers):
             raise self._mismatch(offers)
         label = self._labels.setdefault(digest, f"#{len(self._labels)} {offers[0][1]}")
@@ -184,8 +207,8 @@ class Peers:
 
     def _mismatch(self, offers: Sequence[Sequence[Any]]) -> ProgramMismatchError:
         lines = "\n".join(
-            f"  {name}: {program}, as program number {position}, code {digest[:12]}"
-            for name, (digest, program, position) in zip(self.names, offers, strict=True)
+            f"  {name}: {program}, as program number {position}, code {digest[:12]}, at {at}"
+            for name, (digest, program, position, at) in zip(self.names, offers, strict=True)
         )
         return ProgramMismatchError(
             f"The tasks are about to run different programs, which would wait for each other or mix up their values:\n{lines}\n"
@@ -195,12 +218,13 @@ class Peers:
         )
 
     @contextlib.contextmanager
-    def running(self, label: str, *, is_new: bool) -> Iterator[None]:
+    def running(self, label: str, *, is_new: bool, agrees: bool = False) -> Iterator[None]:
         """Wraps the start of a program, and the wait for its results.
 
         Args:
           label: The label that ``agree`` returned.
           is_new: True in its first run. Connections that are opened then belong to its collectives.
+          agrees: True to agree on it even if it followed the previous program before.
 
         Raises:
           ClusterFailureError: A task is gone, and had not run this program before. Replaces the error that the devices
@@ -208,9 +232,10 @@ class Peers:
         """
         with self._lock:
             self._channel.check(self._position + 1)
-            if (self._last, label) not in self._orders:
+            if agrees or (self._last, label) not in self._orders:
                 self._agree_now(self._digests[label], label.partition(" ")[2])
             self._last = label
+            self._program_thread = threading.get_ident()
             self._position += 1
             self._is_running, is_done = True, False
             counters.programs.begin()

@@ -18,11 +18,15 @@ class SharedProgram:
       name: The name in messages.
       peers: The processes.
       has_one_form: True if all calls have arrays of the same shapes and dtypes.
+      is_read: True if one process may call it alone by mistake, as one may read a variable. The processes then agree
+        before each call, also on the name, so that it never meets another program. That costs one message and its answer.
     """
 
-    def __init__(self, compiled: Any, name: str, peers: Peers, *, has_one_form: bool = False):
+    def __init__(
+        self, compiled: Any, name: str, peers: Peers, *, has_one_form: bool = False, is_read: bool = False
+    ):
         self._compiled, self._name, self._peers = compiled, name, peers
-        self._has_one_form = has_one_form
+        self._has_one_form, self._is_read = has_one_form, is_read
         self._labels: dict[Any, str] = {}
 
     def lower(self, *args: Any) -> Any:
@@ -43,8 +47,9 @@ class SharedProgram:
         if label is None:
             # The text is the same in all processes: a Python callback appears as its number in the program.
             text = self._compiled.lower(*args).as_text()
+            text = f"{self._name}\n{text}" if self._is_read else text
             label = self._labels[form] = self._peers.agree(self._name, text)
-        with self._peers.running(label, is_new=is_new):
+        with self._peers.running(label, is_new=is_new, agrees=self._is_read):
             results = self._compiled(*args)
             if self._peers.waits:
                 _wait_for(results)

@@ -293,6 +293,16 @@ class Topology:
         parts = [jax.device_put(rows[i], device) for i, device in self._placed_parts]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *shape), self.per_replica, parts)
 
+    def map_rows(self, function: Callable[[Any], Any], array: jax.Array) -> jax.Array:
+        """Applies a function to each row of this process of an array [R, ...]. It does not communicate.
+
+        Args:
+          function: Takes and returns [1, ...].
+        """
+        shards = array.addressable_shards
+        parts = [jax.device_put(function(shard.data), shard.device) for shard in shards]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
     def put_parts(
         self, shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: NamedSharding
     ) -> jax.Array:
@@ -343,9 +353,10 @@ class Topology:
         """
         if self.peers is None:
             return [self.put_whole(value) for value in values]
-        of_all = self.peers.gather_before_program(
-            "comparing values that were set outside of programs",
+        of_all = self.peers.gather(
+            "values",
             [[name, digest(value)] for name, value in zip(names, values, strict=True)],
+            "to compare values that were set outside of programs",
         )
         if any([name for name, _ in their] != list(names) for their in of_all):
             have = "\n".join(
@@ -414,7 +425,13 @@ class Topology:
         )(value)
 
     def compile(
-        self, function: Callable[..., Any], name: str, *, has_one_form: bool = False, **options: Any
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        has_one_form: bool = False,
+        is_read: bool = False,
+        **options: Any,
     ) -> Any:
         """Returns ``jax.jit`` of a function for the devices. All processes must call the result in the same order.
 
@@ -422,6 +439,7 @@ class Topology:
           function: A pure function.
           name: The display name.
           has_one_form: True if the result is always called with arrays of the same shapes and dtypes.
+          is_read: True if one process may call the result alone by mistake; see ``SharedProgram``.
           **options: The options of ``jax.jit``.
 
         Raises:
@@ -437,7 +455,7 @@ class Topology:
         compiled = jax.jit(function, **options)
         if self.peers is None:
             return compiled
-        return SharedProgram(compiled, name, self.peers, has_one_form=has_one_form)
+        return SharedProgram(compiled, name, self.peers, has_one_form=has_one_form, is_read=is_read)
 
 
 def digest(value: jax.Array | np.ndarray) -> str:

@@ -6,6 +6,7 @@ For each step the prefetching thread exchanges this on the control channel, so t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,6 +102,14 @@ class AgreedPass(Pass):
             nothing = _offer_of(_without_rows(step))
             offers = [offer or nothing for offer in offers]
         return _joined(step, offers)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Wraps the wait of a consumer for the next step."""
+        return self._peers.reading(self._topic)
+
+    def note_taken(self, num_steps: int) -> None:
+        """Counts steps that the consumer takes."""
+        self._peers.note_reads(num_steps)
 
     def _gather(self, offer: Any) -> list[Any]:
         counters.agreements.begin()

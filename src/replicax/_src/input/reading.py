@@ -240,6 +240,8 @@ class Reader:
     def _go_on(self, num_taken: int) -> None:
         """Records the number of steps taken from the item."""
         assert self._item is not None
+        if isinstance(self._elements, AgreedPass):
+            self._elements.note_taken(num_taken - self._num_taken)
         self._num_taken, self._state = num_taken, self._item.steps[num_taken - 1].state
         if num_taken == len(self._item.steps):
             self._item = None
@@ -268,6 +270,9 @@ class Reader:
                 # The prefetching thread inherits this thread's JAX options (64-bit mode).
                 jax_compat.with_thread_options(jax_compat.thread_options()),
             )
+        if isinstance(self._elements, AgreedPass):
+            with self._elements.waiting():
+                return next(self._prefetcher)
         return next(self._prefetcher)
 
 

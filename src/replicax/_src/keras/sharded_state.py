@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import keras
 import numpy as np
 
-from replicax._src import context
+from replicax._src import context, jax_compat
 from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.optimizer_slots import note_optimizer_slot
 from replicax._src.variables.layouts import VariableLayouts, note_of_optimizer, sharded
@@ -120,8 +120,20 @@ def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
         if not is_agreed:
             yield initializer
             return
-    with _Layouts(strategy).scope():
-        yield initializer
+    keras_layouts = _Layouts(strategy)
+    with keras_layouts.scope():
+        is_shared = layouts.topology.peers is not None
+        yield functools.partial(_in_layout, keras_layouts, initializer) if is_shared else initializer
+
+
+def _in_layout(layouts: _Layouts, initializer: Any, shape: Any, dtype: Any = None) -> Any:
+    """Returns a first value in the layout of its variable. Keras would call ``jax.device_put``, which compares the
+    values of all processes by a collective; see ``jax_compat.put``.
+    """
+    value = initializer(shape, dtype=dtype)
+    if layouts.newest is None or isinstance(value, jax_compat.Tracer):
+        return value
+    return jax_compat.put(value, layouts.newest)
 
 
 def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
@@ -131,7 +143,7 @@ def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
     if isinstance(initializer, keras.Initializer) and (seed is None or isinstance(seed, int)):
         with contextlib.suppress(TypeError):  # the configuration lacks a seed that Keras chose
             here = json.loads(json.dumps([keras.saving.serialize_keras_object(initializer), seed]))
-    of_all = peers.gather_before_program("making divided variables", here)
+    of_all = peers.gather("making divided variables", here, "to make a divided variable")
     if any(theirs is None for theirs in of_all):
         return initializer, False
     if all(theirs == here for theirs in of_all):
@@ -145,16 +157,22 @@ def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
 
 @final
 class _Layouts(keras.distribution.DataParallel):
-    """The object that Keras asks for the layout of a new variable."""
+    """The object that Keras asks for the layout of a new variable.
+
+    Attributes:
+      newest: The layout of the variable that it was last asked for.
+    """
 
     def __init__(self, strategy: Strategy):
         devices = np.array(strategy.topology.devices)
         mesh = keras.distribution.DeviceMesh(devices.shape, ["replica"], devices)
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)
         self._bindings = strategy.bindings
+        self.newest: Any = None
 
     def get_variable_layout(self, variable: Any) -> Any:
-        return self._bindings.layout_of(variable)
+        self.newest = self._bindings.layout_of(variable)
+        return self.newest
 
 
 # --- how steps read and update them -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 from replicax._src import context, jax_compat
-from replicax._src.devices.topology import digest
+from replicax._src.devices.topology import Topology, digest
 from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.bindings import added_up, is_stored_as_parts, sum_of_parts
 from replicax._src.variables.layouts import VariableLayouts
@@ -81,7 +81,9 @@ class SharedReads:
         assert peers is not None
         if self._is_open:  # other processes may answer reads now
             return None
-        of_all = peers.gather_before_program("assigning divided variables", [path, digest(value)])
+        of_all = peers.gather(
+            "assigning divided variables", [path, digest(value)], "to assign a divided variable"
+        )
         if any(theirs != of_all[0] for theirs in of_all):
             return None
         return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
@@ -111,7 +113,7 @@ class SharedReads:
     def _gather_together(self, number: int) -> tuple[int, jax.Array | None]:
         peers = self._layouts.topology.peers
         assert peers is not None
-        asked = peers.gather_before_program("reading divided variables", number)
+        asked = peers.gather("reading divided variables", number, "to read divided variables")
         chosen = next((n for n in asked if n != _DONE), _DONE)
         if chosen == _DONE:
             return _DONE, None
@@ -180,7 +182,9 @@ def whole(variable: Any, held: Any) -> Any:
         return held
     if is_of_parts(variable, held):
         owner = context.owners.get(id(variable))
-        return sum_of_parts(held) if owner is None else added_up(held, owner.topology)
+        if owner is None and held.is_fully_addressable:
+            return sum_of_parts(held)
+        return added_up(held, Topology.of_mesh(held.sharding.mesh) if owner is None else owner.topology)
     if not is_sharded(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))

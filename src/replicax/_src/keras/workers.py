@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 
+from replicax._src.cluster.failures import ProgramMismatchError
 from replicax._src.cluster.peers import Peers
 from replicax._src.input.agreed import WorkersDifferError
 from replicax._src.lowering.batch import Batch
+from replicax._src.user_code import user_line
 
 _NUM_COMPARED_ROWS = 32
 _OF_DATA = (
@@ -42,21 +44,36 @@ def start_together(peers: Peers, method: str, model: Any, given: Mapping[str, An
       given: Its arguments, by name.
 
     Raises:
+      ProgramMismatchError: The processes call different methods.
       WorkersDifferError: The data of the processes differ, or the numbers of steps.
     """
     settings = {name: repr(given[name]) for name in _SETTINGS if name in given}
     settings |= {name: _form_of(given.get(name)) for name in _DATA}
     settings["steps_per_execution of the model"] = repr(model.steps_per_execution)
-    of_all = peers.gather("keras data", settings, f"to start {method}")
+    offer = {"method": method, "at": user_line(), "settings": settings}
+    offers = peers.gather("keras data", offer, f"to start {method}")
+    if any(their["method"] != method for their in offers):
+        calls = [f"  {task}: {their['method']}, at {their['at']}" for task, their in _named(peers, offers)]
+        raise ProgramMismatchError(
+            "The workers call different methods of Keras, which would wait for each other or mix up their values:\n"
+            + "\n".join(calls)
+            + "\nAll workers must call fit, evaluate and predict in the same order. Look for an `if` on the task, the chief or "
+            "local data around one of them."
+        )
+    of_all = [their["settings"] for their in offers]
     for name in sorted({name for theirs in of_all for name in theirs}):
         found = [theirs.get(name, "its default") for theirs in of_all]
         if len(set(found)) > 1:
-            have = ", ".join(f"{task} {value}" for task, value in zip(peers.names, found, strict=True))
+            have = ", ".join(f"{task} {value}" for task, value in _named(peers, found))
             raise WorkersDifferError(
                 f"{method}(): the workers were given different values of `{name}`: {have}. All workers run the same "
                 f"steps, so give all of them the same value.{_OF_DATA if name in _DATA else ''}"
             )
     _share_random_state(peers, method)
+
+
+def _named(peers: Peers, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    return list(zip(peers.names, values, strict=True))
 
 
 def _form_of(data: Any) -> str:

@@ -102,7 +102,10 @@ def _plain_text(what: str, value: Any, op: ReduceOp) -> str:
 
 def _reduce_variable(topology: Topology, op: ReduceOp, variable: Any, axes: tuple[int, ...] | None) -> Any:
     if isinstance(variable, Variable) and variable.has_components:
-        value = PerReplica(jnp.stack(_on_one_device(variable.values)), topology.num_replicas)
+        stored = variable.components_array
+        if topology.peers is None or isinstance(stored, jax_compat.Tracer):
+            stored = jnp.stack(_on_one_device(variable.values))
+        value = PerReplica(stored, topology.num_replicas)
         return _reduce_per_replica(topology, None, op, value, axes)
     if op is ReduceOp.SUM and topology.num_replicas > 1:
         raise ReductionError(

@@ -372,7 +372,7 @@ def as_parts(value: jax.Array, topology: Topology) -> jax.Array:
 def added_up(parts: jax.Array, topology: Topology) -> jax.Array:
     """Returns the replicated sum of parts. With several processes all must call it."""
     name = "reading accumulated gradients, which all processes must do"
-    return topology.compile(sum_of_parts, name, out_shardings=topology.replicated)(parts)
+    return topology.compile(sum_of_parts, name, is_read=True, out_shardings=topology.replicated)(parts)
 
 
 @functools.cache

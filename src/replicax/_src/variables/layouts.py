@@ -143,7 +143,10 @@ class VariableLayouts:
     @functools.cached_property
     def _gathering(self) -> Any:
         return self.topology.compile(
-            lambda value: value, "reading a divided variable", out_shardings=self.topology.replicated
+            lambda value: value,
+            "reading a divided variable",
+            is_read=True,
+            out_shardings=self.topology.replicated,
         )
 
     def gathered(self, layout: NamedSharding) -> NamedSharding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -149,9 +150,13 @@ class Variable(ArrayLike):
     def value(self) -> jax.Array:
         """The value: this replica's in a replica function, and aggregated over replicas elsewhere.
 
+        With several processes, a read of an ON_READ variable outside of ``run`` communicates and blocks. All processes
+        must make it, in the same order relative to programs.
+
         Raises:
           VariableError: An ON_READ variable with aggregation NONE is read outside a replica function.
           MixedStrategiesError: It is read under another strategy.
+          ProgramMismatchError: Only some processes read it.
         """
         return self.read_value()
 
@@ -184,6 +189,11 @@ class Variable(ArrayLike):
     def has_components(self) -> bool:
         """True if each replica has its own value (ON_READ, with several replicas)."""
         return self._has_components
+
+    @property
+    def components_array(self) -> jax.Array:
+        """The array [R, ...] of the components, of which each process has its own rows."""
+        return self._raw()
 
     @property
     def path(self) -> str:
@@ -263,12 +273,22 @@ class Variable(ArrayLike):
             if op is None:
                 return in_replica.first_replicas(communicator, [raw])[0]
             return in_replica.all_reduce(communicator, op, raw)
-        if op is None:
-            return raw[0]
-        total = jnp.sum(raw, axis=0, dtype=self.dtype)
-        if not isinstance(total, jax_compat.Tracer) and self._placement.topology.is_cpu:
+        topology = self._placement.topology
+        if not isinstance(raw, jax_compat.Tracer) and topology.peers is not None:
+            with jax_compat.outside_traces():
+                return self._aggregation_of_processes(raw)
+        total = _aggregated(raw, op)
+        if not isinstance(total, jax_compat.Tracer) and topology.is_cpu:
             total.block_until_ready()  # too many collectives in flight would abort the process
-        return total if op is ReduceOp.SUM else in_replica.mean_of_sum(total, raw.shape[0])
+        return total
+
+    @functools.cached_property
+    def _aggregation_of_processes(self) -> Callable[[Any], jax.Array]:
+        """The program of a read that needs all processes."""
+        topology = self._placement.topology
+        aggregated = functools.partial(_aggregated, op=self._aggregation_op("read"))
+        name = f"reading variable {self.name!r}"
+        return topology.compile(aggregated, name, is_read=True, out_shardings=topology.replicated)
 
     def _aggregation_op(self, what: str) -> ReduceOp | None:
         """Returns the reduction of the aggregation; None for the first replica's value."""
@@ -409,6 +429,12 @@ class Variable(ArrayLike):
             raise VariableError(_SUMMED_ASSIGN_ADD.format(method=method, name=self.name))
         if is_sum:
             value = in_replica.mean_of_sum(value, self._placement.num_replicas).astype(self.dtype)
+        topology = self._placement.topology
+        is_traced = isinstance(value, jax_compat.Tracer)
+        if current_capture() is None and topology.peers is not None and not is_traced:
+            here = np.asarray(value)  # no process needs the components of another one
+            self._write(topology.map_rows(lambda row: combine(row, jnp.broadcast_to(here, row.shape)), raw))
+            return
         if context.merge_communicator() is None:
             value = jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
         self._write(combine(raw, value))
@@ -555,6 +581,14 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
             f"{what} must be an array or a number (or, when it is made, a function that returns one); got "
             f"{type(value).__name__}."
         ) from error
+
+
+def _aggregated(components: Any, op: ReduceOp | None) -> Any:
+    """Returns the sum or mean of components [R, ...], or the first one if ``op`` is None."""
+    if op is None:
+        return components[0]
+    total = jnp.sum(components, axis=0, dtype=components.dtype)
+    return total if op is ReduceOp.SUM else in_replica.mean_of_sum(total, components.shape[0])
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
