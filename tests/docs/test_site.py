@@ -200,3 +200,30 @@ def test_lines_have_at_most_120_characters():
         if len(line) > 120
     ]
     assert wide == []
+
+
+# The words that the page of the module tf.distribute defines.
+WORDS_OF_THE_MODULE = [
+    "data parallelism",
+    "model parallelism",
+    "device",
+    "replica",
+    "host",
+    "worker",
+    "synchronous training",
+    "asynchronous training",
+    "parameter server",
+    "mirrored",
+    "reduction",
+    "all-reduce",
+]
+
+
+def test_glossary_has_the_words_of_tensorflows_module_page_in_order():
+    text = (DOCS / "reference" / "glossary.md").read_text()
+    sections = text.split("\n## ")[1:]
+    entries = [re.findall(r"^- \*\*([^*]+)\*\*", section, re.MULTILINE) for section in sections]
+    everywhere = [word for words in entries for word in words]
+    assert set(WORDS_OF_THE_MODULE) <= set(entries[0])
+    assert entries[0] == sorted(entries[0], key=str.lower)
+    assert len(set(everywhere)) == len(everywhere)

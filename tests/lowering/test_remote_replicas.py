@@ -297,6 +297,20 @@ def test_parameter_devices_are_the_parameter_servers(on_servers):
     assert extended.non_slot_devices([]) == extended.parameter_devices
 
 
+def test_worker_devices_of_a_coordinator_are_the_names_of_a_workers_devices(on_servers):
+    """As in TensorFlow. They belong to another process."""
+    strategy, coordinator = on_servers
+    names = ("/device:CPU:0", "/device:CPU:1")
+    assert strategy.extended.worker_devices == names
+    seen = []
+
+    def step():
+        strategy.run(lambda: seen.append(rx.get_replica_context().devices))
+
+    coordinator.schedule(step).fetch()
+    assert seen == [names]
+
+
 # --- what workers have ------------------------------------------------------------------------------------
 
 

@@ -457,15 +457,18 @@ def test_used_port(started):
 
 
 def test_a_script_that_makes_its_server_itself(tmp_path):
-    """TensorFlow's form. JAX is set up for the task that TF_CONFIG names; SIGTERM ends join."""
+    """TensorFlow's form. JAX is set up for the task that TF_CONFIG names; SIGTERM ends the process in order, and the
+    coordinator's part of the script does not run in it.
+    """
     ports = free_ports(2)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     config = {"cluster": {"worker": addresses[:1], "ps": addresses[1:]}, "task": {"type": "ps", "index": 0}}
     program = """
-    import json, os
+    import atexit, json, os
     import jax
     import replicax as rx
 
+    atexit.register(print, "atexit")
     resolver = rx.cluster_resolver.TFConfigClusterResolver()
     server = rx.Server(
         resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id,
@@ -473,8 +476,11 @@ def test_a_script_that_makes_its_server_itself(tmp_path):
     )
     told = [os.environ["PJRT_NPROC"], jax.default_backend(), jax.config.jax_compilation_cache_dir]
     print(json.dumps(told), flush=True)
-    server.join()
-    print("joined", flush=True)
+    try:
+        server.join()
+    finally:
+        print("finally")
+    print("the coordinator's part", flush=True)
     """
     environment = {
         "TF_CONFIG": json.dumps(config),
@@ -501,11 +507,80 @@ def test_a_script_that_makes_its_server_itself(tmp_path):
             with client.open():
                 until(lambda: catches(process.pid, signal.SIGTERM), "joining: it serves before")
                 process.send_signal(signal.SIGTERM)
-                assert process.communicate(timeout=60)[0] == "joined\n"
-        assert process.returncode == 0
+                assert process.communicate(timeout=60)[0] == "finally\natexit\n"
+        assert process.returncode == 143
     finally:
         process.kill()
         process.communicate()
+
+
+def test_join_in_the_main_thread_does_not_return_when_the_server_ends_by_itself():
+    """Its options say so, because no coordinator has come."""
+    printed = in_a_process_of_its_own("""
+    import replicax as rx
+    server = rx.Server.create_local_server(rx.ServerOptions(wait_timeout_s=0.2))
+    print("joins", flush=True)
+    server.join()
+    print("the coordinator's part")
+    """)
+    assert printed == "joins\n"
+
+
+def test_join_in_the_main_thread_returns_after_stop(started):
+    server, _ = started("worker")
+    threading.Timer(0.2, server.stop).start()
+    server.join()
+
+
+SCRIPT_WITHOUT_ELSE = """
+import atexit, sys, time
+import jax, jax.numpy as jnp
+import replicax as rx
+
+resolver = rx.cluster_resolver.TFConfigClusterResolver()
+if resolver.task_type in ("worker", "ps"):
+    server = rx.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id)
+    atexit.register(print, "atexit")
+    server.join()
+print("the coordinator's part", flush=True)
+strategy = rx.ParameterServerStrategy(resolver)
+with strategy.scope():
+    scale = rx.Variable(0.1)
+
+def long_step():
+    scaled = lambda _, x: jnp.sin(x * scale.value)
+    return jax.lax.fori_loop(0, 1_000_000_000, scaled, jnp.ones((64, 64))).sum()
+
+coordinator = rx.coordinator.ClusterCoordinator(strategy)
+coordinator.schedule(long_step)
+while not any(worker["in_flight"] for worker in coordinator.statistics()["workers"].values()):
+    time.sleep(0.05)
+time.sleep(1)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.rest
+def test_launcher_ends_the_servers_of_a_script_in_order(tmp_path):
+    """Also a worker that runs a long program, which nothing can interrupt."""
+    (tmp_path / "train.py").write_text(SCRIPT_WITHOUT_ELSE)
+    command = ["launch", "--plain", "--workers", "1", "--ps", "1", "--script-in", "all"]
+    done = subprocess.run(
+        [sys.executable, "-m", "replicax", *command, str(tmp_path / "train.py")],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "WARNING" not in line]
+    assert lines.pop(0) == "chief 0  | the coordinator's part"
+    assert sorted(line for line in lines if "did not end within" not in line) == [
+        "ps 0     | atexit",
+        "worker 0 | atexit",
+    ]
+    assert "first to fail" not in done.stderr
 
 
 def test_importing_does_not_need_the_extra():

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -30,6 +31,24 @@ def test_strategies_are_not_subclassed(strategy):
     message(
         UnsupportedError, lambda: type("Extended", (rx.StrategyExtended,), {}), "Extended: strategies cannot"
     )
+
+
+def test_subclass_of_a_named_strategy_may_choose_its_arguments():
+    """TensorFlow's way of changing what a strategy does, with a StrategyExtended, is what is refused."""
+
+    class Mine(rx.MirroredStrategy):  # type: ignore[misc]  # it is final for type checkers
+        def __init__(self):
+            super().__init__(["cpu:0", "cpu:1"])
+
+    strategy = Mine()
+    assert strategy.num_replicas_in_sync == 2
+    assert strategy.reduce("SUM", strategy.run(lambda: jnp.float32(1)), axis=None) == 2
+
+
+@pytest.mark.parametrize("make", [rx.coordinator.PerWorkerValue, rx.experimental.coordinator.PerWorkerValues])
+def test_values_of_workers_are_made_by_the_coordinator(make):
+    for call in (make, lambda: make([1, 2]), lambda: make(values=[1, 2])):
+        message(UnsupportedError, call, "PerWorkerValue", "coordinator.create_per_worker_value(fn)")
 
 
 def test_variables_have_one_name_and_are_not_distributed_values(strategy):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from checks import message
 from replicax import errors
 
 
@@ -129,6 +130,36 @@ def test_arrays_from_anywhere(two):
     other = rx.OneDeviceStrategy("cpu:5").run(lambda: jnp.float32(5))
     assert local(two, two.run(lambda a, b, c: a + b + c, (far, everywhere, other))) == [12.0, 12.0]
     assert local(two, two.run(lambda: far + 1)) == [4.0, 4.0]
+
+
+def of_library(name, module):
+    """A value without an array, of a class with this name and module, as TensorFlow's composite tensors are."""
+    return type(name, (), {"__module__": module, "shape": (2, 2), "dtype": np.dtype("float32")})()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (
+            of_library("SparseTensor", "tensorflow.python.framework.sparse_tensor"),
+            "a SparseTensor of tensorflow, not an array: it is sparse. Pass tf.sparse.to_dense(x)",
+        ),
+        (
+            of_library("RaggedTensor", "tensorflow.python.ops.ragged.ragged_tensor"),
+            "a RaggedTensor of tensorflow, not an array: its rows have different lengths. Pass x.to_tensor(), and a mask",
+        ),
+        (
+            of_library("IndexedSlices", "tensorflow.python.framework.indexed_slices"),
+            "an array: it is some rows of an array. Pass rx.IndexedSlices(",
+        ),
+        (of_library("csr_matrix", "scipy.sparse._csr"), "it is sparse. Pass x.toarray()"),
+    ],
+    ids=["sparse", "ragged", "slices", "scipy"],
+)
+@pytest.mark.parametrize("as_one", [lambda run: run, rx.function], ids=["run", "function"])
+def test_sparse_and_ragged_arguments_raise_an_error_that_names_the_argument(two, value, says, as_one):
+    call = as_one(lambda pytree: two.run(lambda x: x["ids"], args=(pytree,)))
+    message(errors.InvalidArgumentError, lambda: call({"ids": value}), "args[0]['ids'] is ", says)
 
 
 def test_results_of_run_are_arguments_again(two):

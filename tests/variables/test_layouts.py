@@ -101,6 +101,35 @@ def test_restored_value_has_its_layout_after_a_value_was_assigned(make, tmp_path
     assert training.layouts() == new
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (np.arange(8, dtype=np.int64), "int32"),
+        (np.arange(8, dtype=np.float64), "float32"),
+        (np.arange(8, dtype=jnp.bfloat16), "bfloat16"),
+        (np.arange(8) % 2 == 0, "bool"),
+        (np.arange(8, dtype=np.float16)[::-1], "float16"),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", value)),
+)
+def test_value_of_numpy_has_the_dtype_of_jax_in_shards_too(value, dtype):
+    for make in (STRATEGIES["all"], rx.MirroredStrategy):
+        with make().scope():
+            variable = rx.Variable(value, trainable=True)
+        assert variable.dtype == variable.value.dtype == dtype
+        np.testing.assert_array_equal(variable.numpy(), np.asarray(value, dtype))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.arange(8, dtype=np.longdouble), np.arange(8, dtype=">f4"), np.ma.masked_array(np.arange(8.0))],
+    ids=["long double", "byte order", "masked"],
+)
+def test_value_of_numpy_that_no_device_holds_raises_a_variable_error(value):
+    with STRATEGIES["all"]().scope(), pytest.raises(rx.errors.VariableError):
+        rx.Variable(value)
+
+
 def test_value_of_numpy_goes_to_the_devices_in_shards(monkeypatch):
     """A variable may be larger than the memory of one device."""
     sizes = []

@@ -91,6 +91,15 @@ EDGES = [
 ]
 
 
+def test_reason_of_a_peer_has_no_escape_sequences(pair):
+    """It is shown on terminals, and the peer may be anybody."""
+    sender, receiver = pair
+    sender.end("\x1b[2Jno such job\x07\n\x9b2J")
+    with pytest.raises(PeerEndedError) as caught:
+        receiver.receive(soon())
+    assert caught.value.reason == "\\x1b[2Jno such job\\x07\n\\x9b2J"
+
+
 def test_frames_of_all_sizes_round_trip(pair):
     sender, receiver = pair
     random_ = random.Random(0)

@@ -463,7 +463,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices of the program, as ``jax.Device``: one per replica, because one trace serves all replicas."""
+        """The ``extended.worker_devices`` of the strategy: one per replica, because one trace serves all replicas."""
         return tuple(self._strategy.extended.worker_devices)
 
     @property

@@ -871,7 +871,31 @@ def end_at_interrupt() -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-atexit.register(end_at_interrupt)  # registered after JAX's handlers, so it runs before them
+_code_of_end: int | None = None
+
+
+def end_beside_programs(code: int) -> None:
+    """Makes the process end with this code after its ``atexit`` functions, although threads still run programs.
+
+    Python would end these threads in C++ functions, which aborts the process with "terminate called after throwing an
+    instance of" (jax 0.10, Python 3.11). Functions that were registered before JAX was imported do not run.
+    """
+    global _code_of_end
+    _code_of_end = code
+
+
+def _end_at_once() -> None:
+    if _code_of_end is not None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+                stream.flush()
+        os._exit(_code_of_end)
+
+
+# Registered after JAX's handlers, so they run before them, in the opposite order.
+atexit.register(_end_at_once)
+atexit.register(end_at_interrupt)
 
 
 # --- several processes ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Final
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.frames import ask, receive, send
 from replicax._src.cluster.spec import Task, split_address
+from replicax._src.drawing.text import printable
 from replicax._src.errors import MissingExtraError
 from replicax._src.parameter_servers.errors import MessageError, UnauthenticatedError, UnavailableError
 from replicax._src.wire.connection import Connection
@@ -162,7 +163,7 @@ def ask_task(address: str, credentials: Credentials) -> Answer:
     except (MissingExtraError, MessageError, UnavailableError):
         return answer
     free = "waits for a coordinator" if status["incarnation"] is None else "has a coordinator"
-    return Answer(Outcome.ANSWERS, f"answers: {status['task']} runs there, and {free}")
+    return Answer(Outcome.ANSWERS, f"answers: {printable(status['task'])} runs there, and {free}")
 
 
 def _unknown(host: str) -> str:

@@ -14,6 +14,7 @@ from typing import Final, TextIO, final
 from replicax._src.cli.backlog import Backlog, Entry
 from replicax._src.cli.terminal import DirectOutput, coloured, is_terminal, live_table, write_line
 from replicax._src.cluster.spec import Task
+from replicax._src.drawing.text import printable
 
 # ANSI codes: cyan, yellow, magenta, green, blue, and three bright colours.
 _COLOURS: Final = ("36", "33", "35", "32", "34", "96", "93", "95")
@@ -50,7 +51,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Returns the texts of all columns except the task."""
         return (
-            self.state,
+            printable(self.state),
             _or_dash(self.pid, "d"),
             _or_dash(self.step, "d"),
             _or_dash(self.steps_per_s, ".1f"),

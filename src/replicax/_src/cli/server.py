@@ -131,6 +131,8 @@ def run(options: argparse.Namespace) -> int:
         server.join()
     except KeyboardInterrupt:
         _end(130)
+    except SystemExit:  # SIGTERM, or no coordinator is there: an orderly end
+        pass
     _end(0)
 
 

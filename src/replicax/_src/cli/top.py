@@ -19,6 +19,7 @@ from replicax._src.cli.arguments import seconds
 from replicax._src.cli.terminal import coloured, live_table, write_line
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterError
+from replicax._src.drawing.text import printable
 from replicax._src.status.access import viewing_token
 from replicax._src.status.status import (
     BAD_STATES,
@@ -132,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except StatusUnavailable as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {printable(error)}", file=sys.stderr)
         return 1
 
 
@@ -252,6 +253,7 @@ class View:
 
     def note(self, text: str) -> None:
         """Shows a message."""
+        text = printable(text)
         if self._table is None:
             print(text, file=self._notes)
         else:

@@ -26,6 +26,7 @@ from replicax._src.cluster.failures import (
 from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
+from replicax._src.drawing.text import printable_lines
 from replicax._src.status.figures import figures
 from replicax._src.user_code import user_line, user_line_of_callback, user_line_of_main_thread
 from replicax._src.wire.connection import Connection
@@ -169,11 +170,10 @@ class Channel:
             send(connection, hello, deadline)
             answer = receive(connection, deadline)
             if answer["kind"] == "refused" and answer["is_temporary"]:
-                raise _RefusedForNow(answer["text"])
+                raise _RefusedForNow(printable_lines(answer["text"]))
             if answer["kind"] == "refused":
-                raise ClusterStartError(
-                    f"{self._names[0]} at {self._address} refuses {self._me}: {answer['text']}"
-                )
+                text = printable_lines(answer["text"])
+                raise ClusterStartError(f"{self._names[0]} at {self._address} refuses {self._me}: {text}")
             if answer["kind"] != "welcome":
                 raise ForeignPeerError("no job has begun there; does replicax doctor run on that machine?")
             return connection, answer

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicax._src.cluster.environ import STUCK_LIMIT
+from replicax._src.drawing.text import printable, printable_lines
 from replicax._src.errors import ReplicaxError
 
 _WORTH_SAYING_S = 2
@@ -47,6 +48,7 @@ def of_gone(
       text: Its error, or the seconds for which it has been silent.
       status: The status of its last heartbeat.
     """
+    text = printable_lines(text)
     indented = _indented(text) if how == "raised" else text
     told = _GONE[how].format(text=indented, where=describe_status(status), again=_AGAIN)
     return PeerFailureError(f"{names[number]} {told}", (names[number],))
@@ -100,7 +102,7 @@ def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureE
 
 def _wait_of(names: Sequence[str], message: Mapping[str, Any]) -> str:
     number, status = message["waiting"]
-    program = f"its program number {status['position']}, {status['program']}"
+    program = printable(f"its program number {status['position']}, {status['program']}")
     waits = f"{names[number]} has waited {message['waited_s']} s in {program}"
     if message["is_stuck"]:
         stuck = "; ".join(f"{names[n]} is {describe_status(s)}" for n, s in message["named"])
@@ -122,7 +124,7 @@ def describe_status(status: Mapping[str, Any]) -> str:
         parts.append(f"at {status['at']}")
     if "silent_s" in status:
         parts.append(f"and has been silent for {status['silent_s']} s")
-    return ", ".join(parts)
+    return printable(", ".join(parts))
 
 
 def _place(status: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Final, TextIO, final
 
 from replicax._src.cluster.chief import is_chief
 from replicax._src.cluster.errors import ClusterError
+from replicax._src.drawing.text import printable
 
 VARIABLE: Final = "REPLICAX_PROGRESS"
 SILENT_S: Final = 2.0
@@ -101,7 +102,7 @@ def say(text: str) -> bool:
 
     ``REPLICAX_PROGRESS=0`` silences it, and so does a level above INFO of the logger "replicax".
     """
-    stream = sys.stderr
+    stream, text = sys.stderr, printable(text)
     if stream is None or not _speaks():
         return False
     with contextlib.suppress(Exception):  # a closed pipe, or a user's object that only has `write`

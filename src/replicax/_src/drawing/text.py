@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Sequence
 
 
@@ -20,6 +21,25 @@ def seconds(value: float) -> str:
         if value < limit:
             return f"{value * factor:.3g} {unit}"
     return f"{value:.3g} s"
+
+
+def printable(text: object) -> str:
+    """Returns a name of another process or file as text that a terminal only shows: characters that are not printable,
+    such as escape sequences, line breaks and marks that reverse the order of text, become escapes.
+
+    >>> printable("worker 0"), printable("\x1b[2Jgone"), printable("a\u202eb")
+    ('worker 0', '\\\\x1b[2Jgone', 'a\\\\u202eb')
+    """
+    return "".join(c if _is_shown(c) else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def _is_shown(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # wide and other spaces
+
+
+def printable_lines(text: object) -> str:
+    """Returns a text of several lines, such as another process's error, in which each line is ``printable``."""
+    return "\n".join(map(printable, str(text).replace("\t", "    ").split("\n")))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -108,11 +108,10 @@ def laid_out(strategy: Strategy | None, initializer: Any) -> Iterator[Any]:
 
     Yields:
       The initializer. In several processes it is that of the first process, so that all make shards of the same value.
-      For a value, or a function that cannot be sent, no shards are made, and all take the first process's result.
+      For a value, or a function that cannot be sent, each makes it in full, and all take shards of the first process's.
     """
-    placement = None if strategy is None else strategy.variable_placement
-    layouts = None if placement is None else placement.layouts
-    if layouts is None or not layouts.has_rule or layouts.topology.is_ahead:
+    layouts = None if strategy is None else strategy.variable_placement.layouts
+    if strategy is None or layouts is None or not layouts.has_rule or layouts.topology.is_ahead:
         yield initializer
         return
     if layouts.topology.peers is not None:

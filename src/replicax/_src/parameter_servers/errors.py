@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from replicax._src.drawing.text import printable, printable_lines
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.user_code import UNKNOWN, user_line_of
 
@@ -95,7 +96,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 def of_answer(fields: Mapping[str, Any], task: str) -> ReplicaxError:
     """Returns the error that an answer of ``task`` describes."""
-    kind, text = fields["type"], fields["text"]
+    kind, text = printable(fields["type"]), printable_lines(fields["text"])
     if kind == UnknownProgramError.__name__:
         return UnknownProgramError(text, fields["details"]["digest"])
     if kind == UnavailableError.__name__:
@@ -104,5 +105,5 @@ def of_answer(fields: Mapping[str, Any], task: str) -> ReplicaxError:
     if kind in known:
         return known[kind](text)
     line = fields["details"].get("line")
-    where = f" (raised at {line})" if line else ""
+    where = f" (raised at {printable(line)})" if line else ""
     return RemoteError(f"{task} failed: {kind}: {text}{where}", kind, task)

@@ -9,6 +9,7 @@ from typing import Any, final
 from replicax._src.cluster.peers import Peers
 from replicax._src.cluster.save_points import AtPoint, SavePoints
 from replicax._src.cluster.save_rounds import SaveRounds
+from replicax._src.drawing.text import printable
 
 _LOOK_S = 0.05
 Message = Mapping[str, Any]
@@ -93,7 +94,7 @@ class PreemptionBarrier:
 
     def _hear(self, message: Message) -> Message | None:
         if message["kind"] == "preempted":
-            self._on_preempted(message["member"], message["text"])
+            self._on_preempted(message["member"], printable(message["text"]))
             return None
         with self._changed:
             answer = self._points.receive(message)

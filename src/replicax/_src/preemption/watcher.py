@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from replicax._src.cluster.peers import Peers, joined_peers
+from replicax._src.drawing.text import printable
 from replicax._src.preemption.signals import PreemptionSignals
 from replicax._src.preemption.termination import TerminationConfig
 
@@ -87,9 +88,8 @@ class _Seen:
     def _hear(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "preempted" and self._peers is not None:
             number = message["member"]
-            self._note(
-                f"{self._peers.names[number]}: {message['text']}", is_of_other=number != self._peers.number
-            )
+            text = printable(message["text"])
+            self._note(f"{self._peers.names[number]}: {text}", is_of_other=number != self._peers.number)
 
     def _note(self, text: str, *, is_of_other: bool) -> None:
         with self._lock:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from replicax._src.drawing.text import printable
+
 STATUS_ADDRESS_VARIABLE: Final = "REPLICAX_STATUS_ADDRESS"
 GOOD_STATES: Final = ("busy", "serving", "running", "backup")
 DOUBTFUL_STATES: Final = ("alone", "slow", "stalled")
@@ -179,11 +181,11 @@ def loss_text(loss: float | str | None) -> str:
     >>> loss_text(None), loss_text(0.123456), loss_text("nan")
     ('–', '0.1235', 'nan')
     """
-    return "–" if loss is None else loss if isinstance(loss, str) else f"{loss:.4g}"
+    return "–" if loss is None else printable(loss) if isinstance(loss, str) else f"{loss:.4g}"
 
 
 def _plain(value: Any) -> str:
-    return "–" if value is None else str(value)
+    return "–" if value is None else printable(value)
 
 
 @final
@@ -205,8 +207,8 @@ class Column:
 
 
 _COLUMNS: Final = (
-    Column("task", "task", str, is_text=True),
-    Column("state", "state", str, is_text=True),
+    Column("task", "task", printable, is_text=True),
+    Column("state", "state", printable, is_text=True),
     Column("function", "function", _plain, is_text=True),
     Column("host", "host", _plain, is_text=True),
     Column("closures/s", "closures_per_s", number_text),
@@ -259,7 +261,7 @@ def _steps(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     def known(field: str) -> list[Any]:
         return [task[field] for task in tasks if task[field] is not None]
 
-    slow = [task["task"] for task in tasks if task["state"] == "slow"]
+    slow = [printable(task["task"]) for task in tasks if task["state"] == "slow"]
     examples = known("examples_per_s")
     return [
         ("step", number_text(max(known("steps"), default=None))),

@@ -45,14 +45,17 @@ class StrategyExtended:
     # --- devices --------------------------------------------------------------------------------------
 
     @property
-    def worker_devices(self) -> tuple[Device, ...]:
+    def worker_devices(self) -> tuple[Device | str, ...]:
         """The devices of this process's replicas, in replica order: the first logical device of each.
+
+        In a coordinator whose workers have several devices, these are the names of a worker's devices, as in
+        TensorFlow: ``("/device:GPU:0", "/device:GPU:1")``.
 
         Raises:
           ContextError: This is the default strategy.
         """
         self._needs_devices("worker_devices")
-        return self._strategy.topology.local_devices
+        return self._strategy.variable_placement.worker_devices
 
     @property
     def parameter_devices(self) -> tuple[Device | str, ...]:

@@ -216,7 +216,7 @@ def _may_be_foreign(kind: type) -> bool:
         kind, "__jax_array__"
     ):
         return False
-    return _has(kind, "__array__") or _has(kind, "__dlpack__")
+    return _has(kind, "__array__") or _has(kind, "__dlpack__") or _remedy(kind) is not None
 
 
 def _as_array(value: Any, name: Callable[[], str]) -> Any:
@@ -231,8 +231,8 @@ def _as_array(value: Any, name: Callable[[], str]) -> Any:
 
     Raises:
       UnsupportedError: It is a ``tf.Variable``.
-      InvalidArgumentError: The user has to convert it: it is a variable of another library, or its rows are in storage
-        or labelled.
+      InvalidArgumentError: The user has to convert it: it is a variable of another library, its rows are in storage
+        or labelled, or it is sparse or ragged.
     """
     kind = type(value)
     remedy = _remedy(kind)
@@ -265,6 +265,25 @@ _READ = {
 """Array classes of other libraries that keep their rows in storage, and the expression that reads rows."""
 
 
+_DENSE = {
+    (
+        "tensorflow",
+        "SparseTensor",
+    ): "it is sparse. Pass tf.sparse.to_dense(x), or its indices and values as two arrays",
+    (
+        "tensorflow",
+        "RaggedTensor",
+    ): "its rows have different lengths. Pass x.to_tensor(), and a mask or x.row_lengths()",
+    (
+        "tensorflow",
+        "IndexedSlices",
+    ): "it is some rows of an array. Pass rx.IndexedSlices(np.asarray(x.values), "
+    "np.asarray(x.indices)), or tf.convert_to_tensor(x)",
+}
+"""Composite tensors, which have no single array, and the expressions that make arrays of them."""
+_OF_SCIPY = "it is sparse. Pass x.toarray(), or jax.experimental.sparse.BCOO.from_scipy_sparse(x)"
+
+
 @functools.lru_cache(maxsize=512)
 def _remedy(kind: type) -> str | None:
     """Returns the code to write instead of an object of a class; None if the object can be taken as an array."""
@@ -276,6 +295,11 @@ def _remedy(kind: type) -> str | None:
         return (
             f"its rows are in storage, and each call would read them all. Read those that it needs: {read}."
         )
+    dense = next((_DENSE[name] for name in names if name in _DENSE), None)
+    if dense is None and any(base.__module__.startswith("scipy.sparse") for base in kind.__mro__):
+        dense = _OF_SCIPY
+    if dense is not None:
+        return f"{dense}."
     if any(library == "pandas" for library, _ in names):
         return "its rows have labels and its columns may have different dtypes. Pass .to_numpy(), or a dict of arrays."
     return None

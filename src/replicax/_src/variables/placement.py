@@ -36,6 +36,11 @@ class VariablePlacement:
         return self.topology.num_replicas
 
     @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        """The devices of this process's replicas."""
+        return self.topology.local_devices
+
+    @property
     def parameter_devices(self) -> tuple[Device, ...]:
         """The devices of this process that hold variables."""
         one = self.parameter_device

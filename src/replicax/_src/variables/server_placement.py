@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
-from replicax._src import context
+from replicax._src import context, jax_compat
 from replicax._src.devices.topology import Topology
 from replicax._src.framework import is_variable
+from replicax._src.jax_compat import Device
 from replicax._src.variables.partitioners import num_shards_of, shard_rows
 from replicax._src.variables.server_arrays import Initial, ServerArray
 from replicax._src.variables.sharded import ShardedVariable
@@ -46,6 +47,14 @@ class ServerPlacement:
     def num_replicas(self) -> int:
         """The number of components of a variable: 1, whatever the number of a worker's devices."""
         return 1
+
+    @property
+    def worker_devices(self) -> tuple[Device | str, ...]:
+        """The devices of this process's replicas, or the names of the devices of a worker elsewhere."""
+        platform = (self.session.worker_platforms or (jax_compat.default_platform(),))[0]
+        kind = platform.upper() if platform in ("cpu", "tpu") else "GPU"
+        names = (f"/device:{kind}:{number}" for number in range(self.topology.num_replicas))
+        return self.topology.local_devices or tuple(names)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

@@ -536,6 +536,10 @@ _ON_SERVERS = {
 }
 
 
+# The dtypes of NumPy that devices have, perhaps after narrowing. NumPy regards dtypes of another byte order as unequal.
+_ON_DEVICES = {np.dtype(char) for char in "?bBhHiIqQlLefdFD"}
+
+
 def _first_value(initial_value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
     """Returns the value of a new variable, or the caller's NumPy array if no device needs to convert it: a variable in
     shards may be larger than the memory of one device.
@@ -544,7 +548,7 @@ def _first_value(initial_value: Any, dtype: Any, name: str) -> jax.Array | np.nd
         value = initial_value() if callable(initial_value) else initial_value
         dtype = None if dtype is None else as_dtype(dtype)
         what = f"The initial value of variable {name!r}"
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and dtype in (None, value.dtype):
+        if type(value) is np.ndarray and value.dtype in _ON_DEVICES and dtype in (None, value.dtype):
             return narrowed_pytree(value, what)
         array = as_array(value, what, dtype)
         if isinstance(array, jax_compat.Tracer):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
+from replicax._src.drawing.text import printable_lines
 from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, WireError
 from replicax._src.wire.frames import (
     HEADER_BYTES,
@@ -128,7 +129,9 @@ class Connection:
             check_head(header, head)
             self.bytes_in += HEADER_BYTES + head_bytes + body_bytes
             if kind is not Kind.MESSAGE:
-                raise PeerEndedError(bytes(head).decode(errors="replace"), is_refusal=kind is Kind.REFUSAL)
+                raise PeerEndedError(
+                    printable_lines(bytes(head).decode(errors="replace")), is_refusal=kind is Kind.REFUSAL
+                )
             if body_bytes:
                 self._receive_body(header, room(head, body_bytes), deadline)
                 return None

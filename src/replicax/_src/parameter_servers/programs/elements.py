@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.devices.split import split_offsets
-from replicax._src.errors import TraceError
+from replicax._src.errors import TraceError, UnsupportedError
 from replicax._src.input.arrays import common_num_rows
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.sources import unbatched
@@ -50,10 +50,23 @@ class ElementSpec:
 
 
 class PerWorkerInput(abc.ABC):
-    """An input of a scheduled function that each worker has its own of: an iterator, or a value."""
+    """An input of a scheduled function that each worker has its own of: an iterator, or a value.
 
-    def __init__(self, resource: str, spec: Callable[[], ElementSpec]):
-        self._resource, self._spec = resource, spec
+    Args:
+      values: The name under which the workers know it. (TensorFlow calls its argument so, and takes values.)
+      spec: Returns the spec of its elements.
+
+    Raises:
+      UnsupportedError: A user makes one from values, which only workers have.
+    """
+
+    def __init__(self, values: Any = None, spec: Callable[[], ElementSpec] | None = None):
+        if not isinstance(values, str) or spec is None:
+            raise UnsupportedError(
+                "A PerWorkerValue cannot be made from values: each worker makes its own. Write "
+                "coordinator.create_per_worker_value(fn) or coordinator.create_per_worker_dataset(dataset_fn)."
+            )
+        self._resource, self._spec = values, spec
 
     @property
     def resource(self) -> str:

@@ -8,6 +8,7 @@ import importlib.metadata
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
+from replicax._src import jax_compat
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.spec import ClusterDef, ClusterSpec, join_address, split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ContextError, InvalidArgumentError
-from replicax._src.jax_compat import default_platform
 from replicax._src.parameter_servers.task.lease import Lease
 from replicax._src.parameter_servers.task.process import prepare_process
 from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
@@ -89,6 +90,7 @@ class Server:
         self._host: Host | None = None
         self._service: TaskService | None = None
         self._transport: TaskServer | None = None
+        self._is_stopped = False
         self._is_over = threading.Event()
         self._is_ending = threading.Event()
         self._lock = threading.Lock()
@@ -148,15 +150,21 @@ class Server:
         atexit.register(self.stop)
 
     def join(self) -> None:
-        """Blocks until the server ends: by ``stop``, by the coordinator, or, in the main thread, by SIGTERM or
-        Ctrl-C.
+        """Serves until the process ends. As in TensorFlow, no code of the main thread runs after it, except after
+        ``stop``.
+
+        At SIGTERM the server ends in order: a parameter server writes its last snapshot, and connections are closed.
+        Then the main thread exits with code 143, so that ``finally`` blocks and ``atexit`` functions run. If the server
+        ends without a signal, because ``config`` says so when no coordinator is there, the exit code is 0. In another
+        thread ``join`` returns when the server has ended, and does not handle SIGTERM.
 
         Raises:
           ContextError: It has not been started.
+          SystemExit: The server has ended, in the main thread, and nobody has called ``stop``.
         """
         if self._service is None:
             raise ContextError("Server.join(): this Server has not been started. Call start() first.")
-        with _at_sigterm(self._service.is_to_stop.set):
+        with _at_sigterm(self._service.is_to_stop.set) as has_come:
             try:
                 # Wait in short intervals: a signal may arrive in another thread, and wakes only that one.
                 while not self._is_over.wait(_TICK_S):
@@ -164,9 +172,21 @@ class Server:
             except BaseException:  # Ctrl-C
                 self.stop()
                 raise
+        is_main = threading.current_thread() is threading.main_thread()
+        if has_come.is_set() or (
+            is_main and not self._is_stopped
+        ):  # the rest of a script is the coordinator's
+            code = 128 + signal.SIGTERM if has_come.is_set() else 0
+            if self._transport is not None and self._transport.statistics()["streams"]:
+                jax_compat.end_beside_programs(code)
+            sys.exit(code)
 
     def stop(self) -> None:
-        """Ends the server within seconds: closes its connections and drops the coordinator's data."""
+        """Ends the server within seconds: closes its connections and drops the coordinator's data. ``join`` returns."""
+        self._is_stopped = True
+        self._end()
+
+    def _end(self) -> None:
         with self._lock:
             is_first = not self._is_ending.is_set()
             self._is_ending.set()
@@ -225,7 +245,7 @@ class Server:
                 )
                 break
         time.sleep(_LAST_WORDS_S)  # the client that asked it to stop gets its answer
-        self.stop()
+        self._end()
 
 
 def about_this_process() -> dict[str, Any]:
@@ -234,7 +254,7 @@ def about_this_process() -> dict[str, Any]:
     return {
         "versions": versions,
         "num_devices": jax.local_device_count(),
-        "platform": default_platform(),
+        "platform": jax_compat.default_platform(),
         "pid": os.getpid(),
     }
 
@@ -249,18 +269,22 @@ def _is_this_process(definition: ServerDef) -> bool:
 
 
 @contextlib.contextmanager
-def _at_sigterm(call: Callable[[], None]) -> Iterator[None]:
-    """Calls ``call`` at SIGTERM if the signal would otherwise end the process. It works in the main thread only."""
+def _at_sigterm(call: Callable[[], None]) -> Iterator[threading.Event]:
+    """Calls ``call`` at SIGTERM, and sets the event, if the signal would otherwise end the process. It works in the
+    main thread only.
+    """
+    has_come = threading.Event()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
+        yield has_come
         return
 
     def notice(number: int, frame: FrameType | None) -> None:
+        has_come.set()
         call()
 
     signal.signal(signal.SIGTERM, notice)
     try:
-        yield
+        yield has_come
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
