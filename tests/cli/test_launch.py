@@ -9,6 +9,7 @@ import re
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -354,6 +355,29 @@ def test_restarts(script, num_restarts, code):
     assert [count for count, _ in lines] == ["0", "1", "2"][: num_restarts + 1]
     assert len({ports for _, ports in lines}) == 1
     assert f"restart 1 of {num_restarts}" in result.stderr
+
+
+def test_restart_leaves_ports_that_another_program_has_taken(script, tmp_path):
+    path = script("""
+    print("ports", *[address.rpartition(":")[2] for address in config["cluster"]["worker"]], flush=True)
+    while not restart and not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    sys.exit(5 * (not restart))
+    """)
+    options = ["--workers", 2, "--grace", 0, "--max-restarts", 1, "--status", path, tmp_path / "go"]
+    with launched(*options) as launcher, contextlib.ExitStack() as taken:
+        address = re.match(r"Status: http://(.*)/ and", launcher.stdout.readline())[1]
+        ports = launcher.stdout.readline().partition("ports")[2].split()
+        for port in (ports[0], address.rpartition(":")[2]):
+            taken.enter_context(socket.create_server(("127.0.0.1", int(port))))
+        (tmp_path / "go").touch()
+        rest = launcher.communicate(timeout=LIMIT_S)[0]
+        assert launcher.returncode == 0, rest
+    starts = re.findall(r"worker 0 \| ports (\d+) (\d+)", rest)
+    assert starts[-1][1] == ports[1]
+    assert starts[-1][0] not in ports
+    (new_address,) = re.findall(r"Status: http://(.*)/ and", rest)
+    assert new_address != address
 
 
 @pytest.mark.rest

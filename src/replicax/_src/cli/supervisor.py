@@ -62,6 +62,10 @@ class Start:
     max_restarts: int = 0
 
 
+# Returns the tasks for a start of all of them, such as with new ports, and notes about it to show.
+Renew = Callable[[], tuple[Sequence[Start], Sequence[str]]]
+
+
 @dataclass(frozen=True)
 class SupervisorOptions:
     """The options for failures and the end of a job.
@@ -93,10 +97,18 @@ class Supervisor:
       starts: The tasks.
       display: Shows the lines of the tasks.
       options: The options for failures and the end.
+      renew: Called before each further start of all tasks, whose ports other programs may have taken; None: the tasks
+        stay the same.
     """
 
-    def __init__(self, starts: Sequence[Start], display: Display, options: SupervisorOptions):
-        self._starts, self._display, self._options = starts, display, options
+    def __init__(
+        self,
+        starts: Sequence[Start],
+        display: Display,
+        options: SupervisorOptions,
+        renew: Renew | None = None,
+    ):
+        self._starts, self._display, self._options, self._renew = starts, display, options, renew
         self._status_files: dict[Task, Path] = {}
         self._signals: list[int] = []
         # Unlike an event it may be used in a signal handler, which may interrupt the thread that waits.
@@ -130,6 +142,10 @@ class Supervisor:
                 if note is None or self._signals:
                     self._end_all()
                     return 128 + self._signals[0] if self._signals else failed.exit_code
+                if self._renew is not None and not self._processes:
+                    self._starts, notes = self._renew()
+                    for each in notes:
+                        self._display.note(each)
 
     def _run_once(self) -> Ending | None:
         """Runs all tasks once. Returns the ending of the first that failed, or None. Servers may keep running."""
