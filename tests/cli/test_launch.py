@@ -388,6 +388,8 @@ def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     folder = os.environ["REPLICAX_CHECKPOINT_DIR"]
     if task == "worker 0":
         os.makedirs(f"{folder}/ckpt-{restart}")
+        with open(f"{folder}/ckpt-{restart}/manifest.json", "w") as file:
+            json.dump({"contents": {"number": restart}}, file)
     if restart < 3:
         sys.exit(42)
     """)
@@ -397,6 +399,23 @@ def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     assert result.stderr.count("exited with code 42: it was preempted, and has saved.") == 3
     assert result.stderr.count("Starting all tasks again; this restart is not counted.") == 3
     assert "the first to fail" not in result.stderr
+
+
+@pytest.mark.parametrize("code", [3, 42])
+def test_restarts_of_a_script_that_only_writes_other_files_are_bounded_and_wait(script, tmp_path, code):
+    path = script("""
+    folder = os.environ["REPLICAX_CHECKPOINT_DIR"]
+    os.makedirs(folder, exist_ok=True)
+    open(f"{folder}/events.out.tfevents.{time.time_ns()}.vm", "w").close()
+    print("runs")
+    sys.exit(int(sys.argv[1]))
+    """)
+    began = time.monotonic()
+    result = launch("--max-restarts", 2, "--checkpoint-dir", tmp_path / "saved", path, code)
+    assert result.returncode == code
+    assert result.stdout.count("runs") == 3
+    assert time.monotonic() - began > 3  # 1 s and 2 s
+    assert "Starting all tasks again: restart 2 of 2. It waits 2 s." in result.stderr
 
 
 def test_terminated_server_restarts_without_being_counted(tmp_path, capfd, monkeypatch):

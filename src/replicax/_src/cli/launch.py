@@ -47,7 +47,8 @@ the others have the grace time to end by themselves. Then they get SIGTERM, and 
 finished when the chief and all workers have exited.
 
 Exit code 42 means that a task was told to end and has saved, as rx.experimental.PreemptionCheckpointHandler does at SIGTERM.
-With --max-restarts or --checkpoint-dir all tasks are then started again, and the restart is not counted.
+With --max-restarts or --checkpoint-dir all tasks are then started again, and the restart is not counted, unless the tasks ran
+for less than 30 s without a new checkpoint. Before a restart without a new checkpoint the launcher waits: 1, 2, 4, ... 30 s.
 
 A cluster with parameter servers also has a chief, unless --no-chief is given. The chief is the coordinator and runs the
 script; the workers and parameter servers run `replicax server`. A worker that dies is restarted. The job is finished when the
@@ -133,7 +134,7 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         metavar="DIR",
         help=f"where the script saves; it reads the path from {CHECKPOINT_DIR_VARIABLE}. Restarts after a failure need "
-        "--max-restarts too; one that follows a new checkpoint is then not counted. Compiled programs are kept in DIR, so that a "
+        "--max-restarts too; one that follows a new checkpoint of rx.Checkpoint is then not counted. Compiled programs are kept in DIR, so that a "
         "restart does not compile them again",
     )
     how.add_argument(

@@ -113,7 +113,8 @@ class Supervisor:
         self._signals: list[int] = []
         # Unlike an event it may be used in a signal handler, which may interrupt the thread that waits.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_ending = False
+        self._is_ending, self._began_at = False, 0.0
+        self._started_at: dict[Task, float] = {}
         self._processes: dict[Task, Process] = {}
         self._speeds: dict[Task, Speed] = {}
         self._restarts = Restarts(options.max_restarts, options.checkpoint_dir)
@@ -135,7 +136,8 @@ class Supervisor:
                     return 128 + self._signals[0]
                 if failed is None:
                     return 0
-                note = self._restarts.after(failed, "the coordinator" if self._processes else "all tasks")
+                what = "the coordinator" if self._processes else "all tasks"
+                note = self._restarts.after(failed, failed.time - self._began_at, what)
                 if note is not None:
                     self._display.note(note)
                     self._wait(lambda: False, self._restarts.wait_s)
@@ -154,7 +156,7 @@ class Supervisor:
             for start in self._starts
             if start.max_restarts
         }
-        self._is_ending = False
+        self._is_ending, self._began_at = False, time.monotonic()
         for start in self._starts:
             if start.task not in self._processes and not self._signals:
                 self._start(start)
@@ -219,6 +221,7 @@ class Supervisor:
         }
         self._display.started(start.task, self._num_starts[start.task])
         self._num_starts[start.task] += 1
+        self._started_at[start.task] = time.monotonic()
         self._processes[start.task] = Process(
             start.command,
             environment={**start.environment, **own},
@@ -254,7 +257,10 @@ class Supervisor:
                 self._display.note(f"{start.task} was told to end. Starting it again; this is not counted.")
                 self._start(start)
                 continue
-            note = restarts[start.task].after(process.ending, "it") if start.task in restarts else None
+            note = None
+            if start.task in restarts:
+                run_s = process.ending.time - self._started_at[start.task]
+                note = restarts[start.task].after(process.ending, run_s, "it")
             if note is None:
                 return True
             self._display.note(f"{start.task} {process.ending}. {note}")
