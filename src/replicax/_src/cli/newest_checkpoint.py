@@ -1,4 +1,4 @@
-"""Finds the number of the newest checkpoint in a directory, without JAX. ``python -m`` prints it; batch scripts call that.
+"""Finds the number of the newest checkpoint in a directory, without JAX. ``python -m`` prints it, for batch scripts.
 
 A checkpoint is a directory such as ``ckpt-7`` whose manifest has its number; see ``checkpoint/contents.py``.
 """

@@ -24,9 +24,9 @@ class Restarts:
     """Counts the restarts of a job, or of one of its servers.
 
     A run has made progress if there is a checkpoint that can be restored, and that is newer than the newest one at the
-    start of the run. A failure counts unless the run has made progress. Exit code 42 means that a task was preempted and
-    has saved, which is no failure, and counts only after less than 30 s without progress. After a run without progress
-    the next start waits, longer each time.
+    start of the run. A failure counts unless the run has made progress. Exit code 42 means that a task was preempted
+    and has saved, which is no failure, and counts only after less than 30 s without progress. After a run without
+    progress the next start waits, longer each time.
 
     Args:
       most: The largest number of restarts that count. If it is 0, three of them may follow an exit code of 42.
