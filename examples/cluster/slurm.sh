@@ -21,33 +21,38 @@ export PYTHONUNBUFFERED=1
 max_restarts=3
 say() { echo "replicax: $*"; }
 ask() { squeue --noheader --jobs="$SLURM_JOB_ID" --format="$1"; }
-checkpoints() {
-    [ -z "$REPLICAX_CHECKPOINT_DIR" ] || ls "$REPLICAX_CHECKPOINT_DIR" 2>/dev/null | grep -v -e '\.part-' -e checkpoint-tmp
-}
+newest() { python3 -m replicax._src.cli.newest_checkpoint "$REPLICAX_CHECKPOINT_DIR" || echo -1; }  # -1: there is none
 
 # Slurm keeps these with the job, as its comment: the restarts that counted, and those without a requeue.
 read -r mark counted here <<<"$(ask %k)"
 [ "$mark" = replicax ] || counted=0 here=0
+in_vain=0  # runs in a row without progress
 
 while :; do
     export REPLICAX_RESTART_COUNT=$((${SLURM_RESTART_COUNT:-0} + here))
-    before=$(checkpoints)
+    begun_from=$(newest) began=$SECONDS
     srun --label --kill-on-bad-exit=0 --distribution=block python3 examples/digits.py --strategy auto "$@" &
     step=$!
     while wait $step; code=$?; kill -0 $step 2>/dev/null; do :; done  # a signal ends `wait`, not the step
+    ran=$((SECONDS - began))
     [ $code = 0 ] && exit 0
     # A job that was cancelled, or that Slurm itself requeues, is not RUNNING after a moment.
     sleep 2
     case "$(ask %T)" in RUNNING | "") ;; *) exit $code ;; esac
 
-    # 42: the tasks were told to end and have saved. This does not count, nor does a failure after a new checkpoint.
-    if [ $code = 42 ]; then
+    # Progress is a new checkpoint. 42: the tasks were told to end and have saved, which counts only after a short run.
+    is_new=$(($(newest) > begun_from))
+    is_short=$((ran < 30 && ! is_new)) is_preempted=$((code == 42))
+    most=$((max_restarts == 0 && is_preempted ? 3 : max_restarts))
+    in_vain=$((is_new || (is_preempted && ! is_short && ${#REPLICAX_CHECKPOINT_DIR} == 0) ? 0 : in_vain + 1))
+    wait_s=$((in_vain == 0 ? 0 : in_vain > 5 ? 30 : 1 << (in_vain - 1)))
+    if ((is_preempted && ! is_short)); then
         why="they have saved, so this is not counted"
-    elif [ $max_restarts -gt 0 ] && [ -n "$(comm -13 <(echo "$before") <(checkpoints))" ]; then
+    elif ((is_new && max_restarts)); then
         why="there is a new checkpoint; this is not counted"
-    elif [ $counted -lt $max_restarts ]; then
+    elif ((counted < most)); then
         counted=$((counted + 1))
-        why="restart $counted of $max_restarts"
+        why="restart $counted of $most"
     else
         say "The tasks ended with exit code $code. No restarts are left."
         exit $code
@@ -60,6 +65,7 @@ while :; do
         exit $code
     fi
     say "The tasks ended with exit code $code. Starting them again: $why."
+    sleep $wait_s
     here=$((here + 1))
     scontrol update JobId="$SLURM_JOB_ID" Comment="replicax $counted $here"
 done

@@ -1,13 +1,16 @@
 """The command ``replicax``, also ``python -m replicax``."""
 
-import argparse
-import re
-import sys
-from collections.abc import Sequence
+from replicax._src.cli.standard_streams import INTERRUPTED_EXIT_CODE, EndingAtInterrupt, open_closed_streams
 
-from replicax._src.cli import doctor, export, launch, migrate, mpi_collectives, plan, run, server, top
-from replicax._src.cli.arguments import did_you_mean
-from replicax._src.version import __version__
+with EndingAtInterrupt():
+    import argparse
+    import re
+    import sys
+    from collections.abc import Sequence
+
+    from replicax._src.cli import doctor, export, launch, migrate, mpi_collectives, plan, run, server, top
+    from replicax._src.cli.arguments import did_you_mean
+    from replicax._src.version import __version__
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
@@ -36,7 +39,17 @@ replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that ``arguments`` name, those of this process by default; returns the exit code."""
+    """Runs the command that ``arguments`` name, those of this process by default; returns the exit code: 130 after a
+    Ctrl-C that the command does not handle itself.
+    """
+    open_closed_streams()
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         print(_SUMMARY, end="")

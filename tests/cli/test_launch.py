@@ -9,6 +9,7 @@ import re
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -356,6 +357,29 @@ def test_restarts(script, num_restarts, code):
     assert f"restart 1 of {num_restarts}" in result.stderr
 
 
+def test_restart_leaves_ports_that_another_program_has_taken(script, tmp_path):
+    path = script("""
+    print("ports", *[address.rpartition(":")[2] for address in config["cluster"]["worker"]], flush=True)
+    while not restart and not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    sys.exit(5 * (not restart))
+    """)
+    options = ["--workers", 2, "--grace", 0, "--max-restarts", 1, "--status", path, tmp_path / "go"]
+    with launched(*options) as launcher, contextlib.ExitStack() as taken:
+        address = re.match(r"Status: http://(.*)/ and", launcher.stdout.readline())[1]
+        ports = launcher.stdout.readline().partition("ports")[2].split()
+        for port in (ports[0], address.rpartition(":")[2]):
+            taken.enter_context(socket.create_server(("127.0.0.1", int(port))))
+        (tmp_path / "go").touch()
+        rest = launcher.communicate(timeout=LIMIT_S)[0]
+        assert launcher.returncode == 0, rest
+    starts = re.findall(r"worker 0 \| ports (\d+) (\d+)", rest)
+    assert starts[-1][1] == ports[1]
+    assert starts[-1][0] not in ports
+    (new_address,) = re.findall(r"Status: http://(.*)/ and", rest)
+    assert new_address != address
+
+
 @pytest.mark.rest
 def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     folder = tmp_path / "checkpoints"
@@ -364,6 +388,8 @@ def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     folder = os.environ["REPLICAX_CHECKPOINT_DIR"]
     if task == "worker 0":
         os.makedirs(f"{folder}/ckpt-{restart}")
+        with open(f"{folder}/ckpt-{restart}/manifest.json", "w") as file:
+            json.dump({"contents": {"number": restart}}, file)
     if restart < 3:
         sys.exit(42)
     """)
@@ -373,6 +399,23 @@ def test_exit_code_42_restarts_without_being_counted(script, tmp_path):
     assert result.stderr.count("exited with code 42: it was preempted, and has saved.") == 3
     assert result.stderr.count("Starting all tasks again; this restart is not counted.") == 3
     assert "the first to fail" not in result.stderr
+
+
+@pytest.mark.parametrize("code", [3, 42])
+def test_restarts_of_a_script_that_only_writes_other_files_are_bounded_and_wait(script, tmp_path, code):
+    path = script("""
+    folder = os.environ["REPLICAX_CHECKPOINT_DIR"]
+    os.makedirs(folder, exist_ok=True)
+    open(f"{folder}/events.out.tfevents.{time.time_ns()}.vm", "w").close()
+    print("runs")
+    sys.exit(int(sys.argv[1]))
+    """)
+    began = time.monotonic()
+    result = launch("--max-restarts", 2, "--checkpoint-dir", tmp_path / "saved", path, code)
+    assert result.returncode == code
+    assert result.stdout.count("runs") == 3
+    assert time.monotonic() - began > 3  # 1 s and 2 s
+    assert "Starting all tasks again: restart 2 of 2. It waits 2 s." in result.stderr
 
 
 def test_terminated_server_restarts_without_being_counted(tmp_path, capfd, monkeypatch):

@@ -132,8 +132,9 @@ SRUN = """
 read -r code rest < $FOLDER/codes
 sed -i 1d $FOLDER/codes
 echo "start $REPLICAX_RESTART_COUNT"
-[ "$rest" != new ] || mkdir -p $REPLICAX_CHECKPOINT_DIR/ckpt-$RANDOM$RANDOM
-[ "$rest" != part ] || mkdir -p $REPLICAX_CHECKPOINT_DIR/ckpt-1.part-0
+saved=$REPLICAX_CHECKPOINT_DIR/ckpt-$((1 + REPLICAX_RESTART_COUNT))
+[ "$rest" != new ] || { mkdir -p $saved; echo '{"contents": {"number": '${saved##*-}'}}' > $saved/manifest.json; }
+[ "$rest" != other ] || mkdir -p $saved
 [ "$rest" != cancelled ] || echo COMPLETING > $FOLDER/state
 exit $code
 """
@@ -145,22 +146,25 @@ case "$*" in
 esac
 """
 
+SLEEP = "echo $1 >> $FOLDER/slept"
+
 
 @pytest.fixture
 def run_script(tmp_path, command, environ):
     """Runs the script of a job whose steps end with these codes, and returns the exit code, the numbers of its starts and
     the comment that Slurm keeps."""
-    for name, text in {"srun": SRUN, "squeue": SQUEUE, "scontrol": SCONTROL, "sleep": ""}.items():
+    for name, text in {"srun": SRUN, "squeue": SQUEUE, "scontrol": SCONTROL, "sleep": SLEEP}.items():
         command(name, text)
 
-    def run(codes, *, is_saving=False, max_restarts=0, comment="(null)", num_requeued=0):
+    def run(codes, *, is_saving=False, is_long=False, max_restarts=0, comment="(null)", num_requeued=0):
         (tmp_path / "codes").write_text("\n".join(codes) + "\n")
         (tmp_path / "comment").write_text(f"{comment}\n")
         (tmp_path / "state").write_text("RUNNING\n")
         saved = tmp_path / "saved" if is_saving else None
-        job = BatchJob(["train.py"], "python3", checkpoint_dir=saved, max_restarts=max_restarts)
+        job = BatchJob(["train.py"], sys.executable, checkpoint_dir=saved, max_restarts=max_restarts)
+        text = job.text().replace("ran < 30", f"ran < {0 if is_long else 30}")
         done = subprocess.run(
-            ["bash", "-c", job.text()],
+            ["bash", "-c", text],
             env=environ | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(num_requeued)},
             capture_output=True,
             text=True,
@@ -183,10 +187,23 @@ def run_script(tmp_path, command, environ):
         (["3", "0"], {"max_restarts": 1}, (0, [0, 1], "replicax 1 1")),
         (["3", "4"], {"max_restarts": 1}, (4, [0, 1], "replicax 1 1")),
         (["3 new", "4 new", "0"], {"max_restarts": 1, "is_saving": True}, (0, [0, 1, 2], "replicax 0 2")),
-        (["3 part", "4 part"], {"max_restarts": 1, "is_saving": True}, (4, [0, 1], "replicax 1 1")),
+        (["3 other", "4 other"], {"max_restarts": 1, "is_saving": True}, (4, [0, 1], "replicax 1 1")),
         (["3 new"], {"is_saving": True}, (3, [0], "(null)")),
-        (["42"], {"is_saving": True}, ("requeued", [0], "replicax 0 0")),
-        (["42"], {"max_restarts": 1}, ("requeued", [0], "replicax 0 0")),
+        (["42 new"], {"is_saving": True}, ("requeued", [0], "replicax 0 0")),
+        (["42"], {"is_saving": True, "is_long": True}, ("requeued", [0], "replicax 0 0")),
+        (["42"], {"max_restarts": 1, "is_long": True}, ("requeued", [0], "replicax 0 0")),
+        (["42"], {"max_restarts": 1}, ("requeued", [0], "replicax 1 0")),
+        (
+            ["42"],
+            {"max_restarts": 1, "comment": "replicax 1 0", "num_requeued": 1},
+            (42, [1], "replicax 1 0"),
+        ),
+        (["42"], {"is_saving": True}, ("requeued", [0], "replicax 1 0")),
+        (
+            ["42"],
+            {"is_saving": True, "comment": "replicax 3 0", "num_requeued": 3},
+            (42, [3], "replicax 3 0"),
+        ),
         (["42"], {}, (42, [0], "(null)")),
         (["143"], {"max_restarts": 1}, ("requeued", [0], "replicax 1 0")),
         (["143"], {"is_saving": True}, (143, [0], "(null)")),
@@ -209,6 +226,13 @@ def test_what_the_script_does_after_an_exit_code(run_script, codes, options, exp
     assert run_script(codes, **options) == expected
 
 
+def test_script_waits_longer_after_each_run_without_progress(tmp_path, run_script):
+    run_script([*"3333333", "3 new", "3", "0"], max_restarts=9, is_saving=True)
+    slept = (tmp_path / "slept").read_text().split()
+    assert slept[::2] == ["2"] * 9  # before Slurm is asked
+    assert slept[1::2] == ["1", "2", "4", "8", "16", "30", "30", "0", "1"]
+
+
 def test_the_script_waits_for_its_step_when_it_is_signalled(tmp_path, command, environ, run_script):
     del run_script  # it wrote the other commands
     for name, text in {"comment": "", "state": "RUNNING\n"}.items():
@@ -217,7 +241,7 @@ def test_the_script_waits_for_its_step_when_it_is_signalled(tmp_path, command, e
         "srun",
         "trap '/bin/sleep 0.5; echo saved; exit 42' TERM; echo ready; while :; do /bin/sleep 0.1; done",
     )
-    job = BatchJob(["train.py"], "python3", max_restarts=1)
+    job = BatchJob(["train.py"], sys.executable, max_restarts=1)
     environ = environ | {"SLURM_JOB_ID": "7"}
     process = subprocess.Popen(
         ["bash", "-c", job.text()], env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -230,10 +254,7 @@ def test_the_script_waits_for_its_step_when_it_is_signalled(tmp_path, command, e
         process.kill()
         process.wait()
     assert "saved\n" in out
-    assert (
-        "The tasks ended with exit code 42. Requeueing the job: they have saved, so this is not counted.\n"
-        in out
-    )
+    assert "The tasks ended with exit code 42. Requeueing the job: restart 1 of 1.\n" in out
     assert "requeued 7\n" in out
 
 

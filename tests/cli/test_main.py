@@ -80,3 +80,52 @@ def test_run_is_python_with_what_slurm_says(tmp_path):
     )
     assert done.returncode == 2
     assert "keras_script.py, line 1, imports Keras." in done.stderr
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from replicax.__main__ import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("imported", ["replicax._src.public_names", "replicax._src.cli.launch"])
+def test_ctrl_c_while_the_command_starts_ends_it_with_130_and_without_a_traceback(imported):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, imported, "launch", "replicax"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_that_a_command_does_not_handle_is_130(monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replicax._src.cli.export.run", interrupted)
+    assert main(["export", "somewhere", "--to", "x.safetensors"]) == 130
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["launch --plain", "run"])
+def test_closed_standard_streams_are_no_error(tmp_path, command, closed):
+    (tmp_path / "train.py").write_text(
+        "import sys; print('shown'); print('shown', file=sys.stderr); open('ran', 'w').close()"
+    )
+    line = f"{sys.executable} -m replicax {command} train.py {closed}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "ran").exists()
+    assert "Error" not in done.stdout + done.stderr

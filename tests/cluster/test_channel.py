@@ -176,6 +176,18 @@ def test_error_of_another_task_is_shown():
         message(PeerFailureError, first.check, "worker 1 raised an error", "    ValueError: my own")
 
 
+def test_reason_of_a_task_that_gives_up_is_passed_on_unless_another_task_is_the_cause():
+    with serving() as address, channels(address) as (first, second, third):
+        first.give_up("worker 2 has not come")
+        first.leave()
+        for other in (second, third):
+            assert other.wait_for_failure(PATIENCE_S) is not None
+            message(PeerFailureError, other.check, "worker 0 gave up", "worker 2 has not come")
+        second.give_up("a consequence")
+        third.wait_for_failure(0.3)
+        message(PeerFailureError, third.check, "worker 0 gave up")
+
+
 def test_leaving_does_not_wait_for_the_next_heartbeat(monkeypatch):
     monkeypatch.setattr(channel_module, "_BEAT_S", 1000.0)
     monkeypatch.setattr(channel_module, "_STATUS_FILE_S", 1000.0)

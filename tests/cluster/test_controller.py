@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax._src.cluster.controller import Controller
-from replicax._src.cluster.failures import of_timeout
+from replicax._src.cluster.failures import of_gone, of_timeout
 
 NAMES = ["worker 0", "worker 1", "worker 2"]
 
@@ -79,6 +79,10 @@ def test_waiting_member_is_told_the_missing_ones():
             "raised",
             lambda controller: controller.receive(1, left(7, kind="raised", text="ValueError: x"), now=1.0),
         ),
+        (
+            "gave_up",
+            lambda controller: controller.receive(1, left(7, kind="gave_up", text="no worker 2"), now=1.0),
+        ),
     ],
 )
 def test_all_others_hear_once_which_member_is_lost_and_how(how, go):
@@ -90,6 +94,22 @@ def test_all_others_hear_once_which_member_is_lost_and_how(how, go):
     assert outbox[0][1]["status"]["position"] == 7
     assert controller.disconnect(1, now=1.0) == []  # its connection ends afterwards
     assert controller.receive(1, offer("k", 1), now=2.0) == []
+
+
+def test_reason_of_a_member_that_gave_up_is_passed_on_and_its_end_is_not_a_normal_one():
+    """It waits for worker 2, which has not come, and then leaves."""
+    controller = controller_with(0, 1)
+    controller.receive(0, offer("start", "x"), now=1.0)
+    outbox = controller.receive(0, left(-1, kind="gave_up", text="worker 2 has not come"), now=12.0)
+    ((to, message),) = outbox
+    assert (to, message["how"], message["text"]) == (1, "gave_up", "worker 2 has not come")
+    error = of_gone(NAMES, 0, message["how"], message["text"], message["status"])
+    assert "worker 0 gave up" in str(error)
+    assert "worker 2 has not come" in str(error)
+    assert controller.receive(0, left(-1), now=12.1) == []
+    refusal = controller.join(2, now=13.0)
+    assert refusal.is_temporary
+    assert "worker 0 has been here before, and gave up waiting" in refusal.text
 
 
 def test_leaving_member_reports_its_position():

@@ -80,6 +80,23 @@ def test_ports_in_use_are_left_out(monkeypatch):
         assert free_ports(1) != [port]
 
 
+def test_kept_ports_keep_their_place_unless_another_program_listens_there():
+    first = free_ports(3)
+    with socket.create_server(("127.0.0.1", first[1])):
+        kept = free_ports(3, first)
+    assert (kept[0], kept[2]) == (first[0], first[2])
+    assert kept[1] not in first
+
+
+def test_connections_of_an_earlier_run_do_not_take_its_port():
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)) as server:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()  # the side that closes first is remembered for a minute
+            assert client.recv(1) == b""
+    assert free_ports(1, [port]) == [port]
+
+
 @pytest.mark.parametrize(
     ("num_devices", "environment", "expected"),
     [

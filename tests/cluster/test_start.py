@@ -2,14 +2,17 @@
 
 import errno
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import types
 
 import pytest
 
-from checks import message, needs_ipv6
+from checks import message, needs_ipv6, path_of_programs
 from replicax._src.cluster import start
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.layout import free_ports
@@ -123,3 +126,43 @@ def test_both_services_are_reached(host, monkeypatch):
     assert service.wait(60) == 0
     service.stdin.close()
     service.stdout.close()
+
+
+NEVER_COMES = """
+import replicax as rx
+make = rx.MultiWorkerMirroredStrategy
+print("imported", flush=True)
+make()
+"""
+
+
+def test_task_that_gives_up_waiting_tells_the_others_which_task_has_not_come(tmp_path):
+    """Three processes of which the last does not exist. The time of worker 0 is over long before that of worker 1."""
+    workers = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    started = []
+    try:
+        for index, limit_s in ((1, 100), (0, 5)):
+            config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+            environment = {
+                **os.environ,
+                "TF_CONFIG": json.dumps(config),
+                "JAX_PLATFORMS": "cpu",
+                "REPLICAX_START_TIMEOUT_S": str(limit_s),
+                "PYTHONPATH": path_of_programs(),
+            }
+            command = [sys.executable, "-c", NEVER_COMES]
+            with (tmp_path / str(index)).open("w") as file:
+                started.append(
+                    subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file)
+                )
+            assert started[-1].stdout.readline() == b"imported\n"
+        assert [process.wait(60) for process in started] == [1, 1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    for index in (0, 1):
+        last = (tmp_path / str(index)).read_text().partition("ClusterStartError: ")[2]
+        assert "worker 2 (has not come)" in last
+        assert "look for code" not in last

@@ -262,3 +262,12 @@ def test_used_address_raises_and_leaves_no_threads(cluster):
         eventually(lambda: set(threading.enumerate()) <= before)
     with ClusterCoordinator(cluster, status_address=LOOPBACK) as coordinator:
         assert get(coordinator)[0] == 200
+
+
+def test_used_address_of_the_environment_is_only_a_warning(cluster, monkeypatch, caplog):
+    """The launcher may have chosen it, and the job does not need its status."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", f"127.0.0.1:{other.getsockname()[1]}")
+        with ClusterCoordinator(cluster) as coordinator:
+            assert coordinator.status_url is None
+    assert "This job has no status, because of REPLICAX_STATUS_ADDRESS" in caplog.text

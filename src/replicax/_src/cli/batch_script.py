@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from replicax._src.cli.restarts import SHORT_PREEMPTIONS, SHORT_RUN_S
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 
@@ -34,33 +35,38 @@ _RESTARTING: Final = """\
 max_restarts={max_restarts}
 say() {{ echo "replicax: $*"; }}
 ask() {{ squeue --noheader --jobs="$SLURM_JOB_ID" --format="$1"; }}
-checkpoints() {{
-    [ -z "$REPLICAX_CHECKPOINT_DIR" ] || ls "$REPLICAX_CHECKPOINT_DIR" 2>/dev/null | grep -v -e '\\.part-' -e checkpoint-tmp
-}}
+newest() {{ {python} -m replicax._src.cli.newest_checkpoint "$REPLICAX_CHECKPOINT_DIR" || echo -1; }}  # -1: there is none
 
 # Slurm keeps these with the job, as its comment: the restarts that counted, and those without a requeue.
 read -r mark counted here <<<"$(ask %k)"
 [ "$mark" = replicax ] || counted=0 here=0
+in_vain=0  # runs in a row without progress
 
 while :; do
     export REPLICAX_RESTART_COUNT=$((${{SLURM_RESTART_COUNT:-0}} + here))
-    before=$(checkpoints)
+    begun_from=$(newest) began=$SECONDS
     {step} &
     step=$!
     while wait $step; code=$?; kill -0 $step 2>/dev/null; do :; done  # a signal ends `wait`, not the step
+    ran=$((SECONDS - began))
     [ $code = 0 ] && exit 0
     # A job that was cancelled, or that Slurm itself requeues, is not RUNNING after a moment.
     sleep 2
     case "$(ask %T)" in RUNNING | "") ;; *) exit $code ;; esac
 
-    # {preempted}: the tasks were told to end and have saved. This does not count, nor does a failure after a new checkpoint.
-    if [ $code = {preempted} ]; then
+    # Progress is a new checkpoint. {preempted}: the tasks were told to end and have saved, which counts only after a short run.
+    is_new=$(($(newest) > begun_from))
+    is_short=$((ran < {short_s} && ! is_new)) is_preempted=$((code == {preempted}))
+    most=$((max_restarts == 0 && is_preempted ? {short_preemptions} : max_restarts))
+    in_vain=$((is_new || (is_preempted && ! is_short && ${{#REPLICAX_CHECKPOINT_DIR}} == 0) ? 0 : in_vain + 1))
+    wait_s=$((in_vain == 0 ? 0 : in_vain > 5 ? 30 : 1 << (in_vain - 1)))
+    if ((is_preempted && ! is_short)); then
         why="they have saved, so this is not counted"
-    elif [ $max_restarts -gt 0 ] && [ -n "$(comm -13 <(echo "$before") <(checkpoints))" ]; then
+    elif ((is_new && max_restarts)); then
         why="there is a new checkpoint; this is not counted"
-    elif [ $counted -lt $max_restarts ]; then
+    elif ((counted < most)); then
         counted=$((counted + 1))
-        why="restart $counted of $max_restarts"
+        why="restart $counted of $most"
     else
         say "The tasks ended with exit code $code. No restarts are left."
         exit $code
@@ -73,6 +79,7 @@ while :; do
         exit $code
     fi
     say "The tasks ended with exit code $code. Starting them again: $why."
+    sleep $wait_s
     here=$((here + 1))
     scontrol update JobId="$SLURM_JOB_ID" Comment="replicax $counted $here"
 done
@@ -175,7 +182,14 @@ class BatchJob:
                 *([_TRAP] if self.may_restart else []),
                 *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
                 _TOKEN
-                + body.format(step=step, max_restarts=self.max_restarts, preempted=PREEMPTED_EXIT_CODE),
+                + body.format(
+                    step=step,
+                    python=shlex.quote(self.python),
+                    max_restarts=self.max_restarts,
+                    preempted=PREEMPTED_EXIT_CODE,
+                    short_s=f"{SHORT_RUN_S:g}",
+                    short_preemptions=SHORT_PREEMPTIONS,
+                ),
             ]
         )
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 from replicax._src.cli import on_kubernetes, on_slurm
 from replicax._src.cli.arguments import count, count_or_auto, port, positive, seconds
@@ -17,7 +17,7 @@ from replicax._src.cli.display import Display
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.python_arguments import add_script, check_keras, python_arguments
-from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
+from replicax._src.cli.supervisor import Renew, Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.cluster.errors import ClusterError, ClusterManagerError
 from replicax._src.cluster.layout import (
@@ -47,7 +47,8 @@ the others have the grace time to end by themselves. Then they get SIGTERM, and 
 finished when the chief and all workers have exited.
 
 Exit code 42 means that a task was told to end and has saved, as rx.experimental.PreemptionCheckpointHandler does at SIGTERM.
-With --max-restarts or --checkpoint-dir all tasks are then started again, and the restart is not counted.
+With --max-restarts or --checkpoint-dir all tasks are then started again, and the restart is not counted, unless the tasks ran
+for less than 30 s without a new checkpoint. Before a restart without a new checkpoint the launcher waits: 1, 2, 4, ... 30 s.
 
 A cluster with parameter servers also has a chief, unless --no-chief is given. The chief is the coordinator and runs the
 script; the workers and parameter servers run `replicax server`. A worker that dies is restarted. The job is finished when the
@@ -133,7 +134,7 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         metavar="DIR",
         help=f"where the script saves; it reads the path from {CHECKPOINT_DIR_VARIABLE}. Restarts after a failure need "
-        "--max-restarts too; one that follows a new checkpoint is then not counted. Compiled programs are kept in DIR, so that a "
+        "--max-restarts too; one that follows a new checkpoint of rx.Checkpoint is then not counted. Compiled programs are kept in DIR, so that a "
         "restart does not compile them again",
     )
     how.add_argument(
@@ -227,18 +228,19 @@ def run(options: argparse.Namespace) -> int:
             if options.task_index is None:
                 print("\n".join(_lines_to_paste(options, parser, hosts, command)))
                 return 0
-            shown, notes_of_status = _status(options)
-            notes += notes_of_status if options.task_index == 0 else []
-            starts = [_start_on_host(options, parser, hosts, command, shown)]
+            shown, of_status = _status(options)
+            starts, renew = [_start_on_host(options, parser, hosts, command, shown)], None
+            notes += of_status if options.task_index == 0 else []
         else:
             notes += _choose_num_workers(options, parser)
-            starts, of_status = _starts_here(options, parser, command)
+            here = _TasksHere(options, parser, command)
+            (starts, of_status), renew = here.starts(), here.starts
             notes += of_status
         if options.gpus_per_worker is not None:
-            starts = _with_gpus(starts, options.gpus_per_worker)
+            starts, renew = _with_gpus(starts, renew, options.gpus_per_worker)
         if options.log_dir is not None:
             _make_folder(options.log_dir, parser)
-        return _run_tasks(starts, options, notes)
+        return _run_tasks(starts, renew, options, notes)
     except ClusterError as error:
         parser.error(str(error))
     except (ProcessStartError, ClusterManagerError, MissingExtraError) as error:
@@ -322,35 +324,53 @@ def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
     return addresses
 
 
-def _starts_here(
-    options: argparse.Namespace, parser: argparse.ArgumentParser, command: Sequence[str]
-) -> tuple[list[Start], list[str]]:
-    """Returns all tasks on this machine, and the notes to show."""
-    has_chief = bool(options.ps) if options.chief is None else options.chief
-    num_workers = options.workers if options.workers is not None else 1
-    layout = Layout(num_workers, has_chief, options.ps, options.evaluator)
-    servers = layout.servers(options.script_in)
-    cluster = layout.on_this_machine(free_ports(len(layout.tasks_with_address)))
-    has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
-    awaited = ("chief",) if has_coordinator else ("chief", "worker")
-    if options.status and layout.num_ps and not has_coordinator:
-        parser.error(
-            "--status with parameter servers needs a coordinator: a chief that runs the script. Leave out --no-chief and "
-            "--script-in workers"
+@final
+class _TasksHere:
+    """The tasks of a job on this machine, with ports for one start after the other."""
+
+    def __init__(self, options: argparse.Namespace, parser: argparse.ArgumentParser, command: Sequence[str]):
+        has_chief = bool(options.ps) if options.chief is None else options.chief
+        num_workers = options.workers if options.workers is not None else 1
+        self._options, self._command = options, command
+        self._layout = Layout(num_workers, has_chief, options.ps, options.evaluator)
+        self._servers = self._layout.servers(options.script_in)
+        has_coordinator = bool(options.ps) and has_chief and options.script_in != "workers"
+        self._awaited = ("chief",) if has_coordinator else ("chief", "worker")
+        if options.status and options.ps and not has_coordinator:
+            parser.error(
+                "--status with parameter servers needs a coordinator: a chief that runs the script. Leave out --no-chief "
+                "and --script-in workers"
+            )
+        self._token = _token(os.environ)
+        self._ports: list[int] = []
+        self._shown: dict[str, str] = {}
+
+    def starts(self) -> tuple[list[Start], list[str]]:
+        """Returns all tasks, with ports that are free now, and the notes to show. A port of the last start stays the
+        same while it is free, because somebody may watch the status.
+
+        Raises:
+          ProcessStartError: Too few ports are free.
+        """
+        num_tasks = len(self._layout.tasks_with_address)
+        self._ports = free_ports(num_tasks + 1, self._ports)
+        shown, notes = _status(self._options, self._ports[num_tasks])
+        notes = notes if shown != self._shown else []
+        self._shown = shown
+        cluster = self._layout.on_this_machine(self._ports[:num_tasks])
+        return [self._start(task, cluster) for task in self._layout.tasks], notes
+
+    def _start(self, task: Task, cluster: Mapping[str, Sequence[str]]) -> Start:
+        is_chief = task == self._layout.tasks[0]  # the task chief, or worker 0
+        told = (
+            self._token | self._layout.told(task, self._options.script_in) | (self._shown if is_chief else {})
         )
-    shown, notes = _status(options)
-    chief = layout.tasks[0]  # the task chief, or worker 0
-    token = _token(os.environ)
-    starts = []
-    for task in layout.tasks:
-        told = token | layout.told(task, options.script_in) | (shown if task == chief else {})
-        environment = _environment(options, cluster, task, told, is_server=task in servers)
-        if task in servers:
-            starts.append(_start_of_server(options, task, environment))
-        else:
-            arguments = [sys.executable, *command]
-            starts.append(Start(task, arguments, environment, is_awaited=task.type in awaited))
-    return starts, notes
+        is_server = task in self._servers
+        environment = _environment(self._options, cluster, task, told, is_server=is_server)
+        if is_server:
+            return _start_of_server(self._options, task, environment)
+        arguments = [sys.executable, *self._command]
+        return Start(task, arguments, environment, is_awaited=task.type in self._awaited)
 
 
 def _start_of_server(options: argparse.Namespace, task: Task, environment: Mapping[str, str]) -> Start:
@@ -361,14 +381,27 @@ def _start_of_server(options: argparse.Namespace, task: Task, environment: Mappi
     return Start(task, command, environment, is_awaited=False, is_server=True, max_restarts=max_restarts)
 
 
-def _with_gpus(starts: Sequence[Start], num_each: int) -> list[Start]:
-    """Returns the tasks, each with its own GPUs. Parameter servers see no GPU."""
+def _with_gpus(
+    starts: Sequence[Start], renew: Renew | None, num_each: int
+) -> tuple[list[Start], Renew | None]:
+    """Returns the tasks, each with its own GPUs, now and when they are renewed. Parameter servers see no GPU."""
     tasks = [start.task for start in starts if start.task.type != "ps"]
     gpus = gpus_of_tasks(visible_gpus(os.environ), tasks, num_each)
-    return [
-        dataclasses.replace(start, environment={**start.environment, GPUS_VARIABLE: gpus.get(start.task, "")})
-        for start in starts
-    ]
+
+    def given(starts: Sequence[Start]) -> list[Start]:
+        return [
+            dataclasses.replace(
+                start, environment={**start.environment, GPUS_VARIABLE: gpus.get(start.task, "")}
+            )
+            for start in starts
+        ]
+
+    def renewed() -> tuple[Sequence[Start], Sequence[str]]:
+        assert renew is not None
+        new, notes = renew()
+        return given(new), notes
+
+    return given(starts), None if renew is None else renewed
 
 
 def _token(environ: Mapping[str, str]) -> dict[str, str]:
@@ -377,11 +410,16 @@ def _token(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if has_token else {TOKEN_VARIABLE: random_token()}
 
 
-def _status(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that make the chief serve the status, if requested, and the notes to show."""
+def _status(options: argparse.Namespace, port: int | None = None) -> tuple[dict[str, str], list[str]]:
+    """Returns the variables that make the chief serve the status, if requested, and the notes to show.
+
+    Args:
+      options: The options.
+      port: The port, unless the user has chosen an address; None for any.
+    """
     if not options.status:
         return {}, []
-    address = os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{free_ports(1)[0]}"
+    address = os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{port or free_ports(1)[0]}"
     return {STATUS_ADDRESS_VARIABLE: address}, [f"Status: http://{address}/ and replicax top {address}"]
 
 
@@ -433,7 +471,9 @@ def _environment(
     return {**os.environ, "PYTHONUNBUFFERED": "1", **told, **own}
 
 
-def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, notes: Sequence[str]) -> int:
+def _run_tasks(
+    starts: Sequence[Start], renew: Renew | None, options: argparse.Namespace, notes: Sequence[str]
+) -> int:
     tasks = [start.task for start in starts]
     how = SupervisorOptions(
         options.max_restarts, options.grace, options.evaluator_timeout, options.checkpoint_dir
@@ -449,4 +489,4 @@ def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, notes: Sequ
     with contextlib.closing(display):
         for note in notes:
             display.note(note)
-        return Supervisor(starts, display, how).run()
+        return Supervisor(starts, display, how, renew).run()

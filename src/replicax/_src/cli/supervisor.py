@@ -62,6 +62,10 @@ class Start:
     max_restarts: int = 0
 
 
+# Returns the tasks for a start of all of them, such as with new ports, and notes about it to show.
+Renew = Callable[[], tuple[Sequence[Start], Sequence[str]]]
+
+
 @dataclass(frozen=True)
 class SupervisorOptions:
     """The options for failures and the end of a job.
@@ -93,15 +97,24 @@ class Supervisor:
       starts: The tasks.
       display: Shows the lines of the tasks.
       options: The options for failures and the end.
+      renew: Called before each further start of all tasks, whose ports other programs may have taken; None: the tasks
+        stay the same.
     """
 
-    def __init__(self, starts: Sequence[Start], display: Display, options: SupervisorOptions):
-        self._starts, self._display, self._options = starts, display, options
+    def __init__(
+        self,
+        starts: Sequence[Start],
+        display: Display,
+        options: SupervisorOptions,
+        renew: Renew | None = None,
+    ):
+        self._starts, self._display, self._options, self._renew = starts, display, options, renew
         self._status_files: dict[Task, Path] = {}
         self._signals: list[int] = []
         # Unlike an event it may be used in a signal handler, which may interrupt the thread that waits.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_ending = False
+        self._is_ending, self._began_at = False, 0.0
+        self._started_at: dict[Task, float] = {}
         self._processes: dict[Task, Process] = {}
         self._speeds: dict[Task, Speed] = {}
         self._restarts = Restarts(options.max_restarts, options.checkpoint_dir)
@@ -123,13 +136,18 @@ class Supervisor:
                     return 128 + self._signals[0]
                 if failed is None:
                     return 0
-                note = self._restarts.after(failed, "the coordinator" if self._processes else "all tasks")
+                what = "the coordinator" if self._processes else "all tasks"
+                note = self._restarts.after(failed, failed.time - self._began_at, what)
                 if note is not None:
                     self._display.note(note)
                     self._wait(lambda: False, self._restarts.wait_s)
                 if note is None or self._signals:
                     self._end_all()
                     return 128 + self._signals[0] if self._signals else failed.exit_code
+                if self._renew is not None and not self._processes:
+                    self._starts, notes = self._renew()
+                    for each in notes:
+                        self._display.note(each)
 
     def _run_once(self) -> Ending | None:
         """Runs all tasks once. Returns the ending of the first that failed, or None. Servers may keep running."""
@@ -138,7 +156,7 @@ class Supervisor:
             for start in self._starts
             if start.max_restarts
         }
-        self._is_ending = False
+        self._is_ending, self._began_at = False, time.monotonic()
         for start in self._starts:
             if start.task not in self._processes and not self._signals:
                 self._start(start)
@@ -203,6 +221,7 @@ class Supervisor:
         }
         self._display.started(start.task, self._num_starts[start.task])
         self._num_starts[start.task] += 1
+        self._started_at[start.task] = time.monotonic()
         self._processes[start.task] = Process(
             start.command,
             environment={**start.environment, **own},
@@ -238,7 +257,10 @@ class Supervisor:
                 self._display.note(f"{start.task} was told to end. Starting it again; this is not counted.")
                 self._start(start)
                 continue
-            note = restarts[start.task].after(process.ending, "it") if start.task in restarts else None
+            note = None
+            if start.task in restarts:
+                run_s = process.ending.time - self._started_at[start.task]
+                note = restarts[start.task].after(process.ending, run_s, "it")
             if note is None:
                 return True
             self._display.note(f"{start.task} {process.ending}. {note}")

@@ -214,6 +214,14 @@ class Channel:
         self._note_end()
         self._send({"kind": "raised", "text": text[-8000:], "status": self._status})
 
+    def give_up(self, text: str) -> None:
+        """Announces that this process ends because of others, such as one that has not come, and the reason. Does
+        nothing if the others have caused it by their own end, because all know that.
+        """
+        if self._failure is None:
+            self._note_end()
+            self._send({"kind": "gave_up", "text": text[-8000:], "status": self._status})
+
     # --- what it is for -----------------------------------------------------------------------------
 
     @property

@@ -7,6 +7,8 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
   whole. From then on no process may join: it belongs to the next run, and is told to try again. A member that leaves or
   raises sends its status, as in a heartbeat. A member that leaves also sends the last program that it finished
   (``done``), because the others may continue up to that one.
+- A member that *gave up* waited too long for others, or does not match them. It sends the reason, which names the task
+  at fault; all others are told. Its own end is no reason to look for an early return.
 - The launcher may report that a task *failed* before all had joined. Then no process may join, and all are told.
 - In an *all-gather* each member offers a value for a key. When all have offered, each gets all values. An all-gather
   never completes once a member is gone; the members that wait in it are told.
@@ -240,7 +242,7 @@ class Controller:
                 self._watcher = number
             case "offer":
                 return self._offered(number, message, now)
-            case "raised" | "left" as how:
+            case "raised" | "left" | "gave_up" as how:
                 member.heartbeat(dict(message["status"]), now)
                 return self._compared(number, now) + self._go(number, how, message.get("text", ""), now)
             case kind if kind in KINDS:
@@ -412,6 +414,7 @@ class Controller:
 _HOW = {
     "left": "has ended its program",
     "raised": "raised an error",
+    "gave_up": "gave up waiting for the others",
     "died": "died",
     "silent": "went silent",
     "failed": "ended before all had joined",

@@ -57,6 +57,7 @@ def of_gone(
 _AGAIN = "This process cannot continue without it: end it, and start the job again."
 _GONE = {
     "raised": "raised an error ({where}):\n{text}\n{again}",
+    "gave_up": "gave up ({where}): {text}\n{again}",
     "failed": "ended before all had joined: {text}\n{again}",
     "left": "has ended its program, and this process still needs it. All tasks must run the same steps: look for code that only "
     "some of them run (an early return, a different number of epochs or batches). It was {where}.",

@@ -204,28 +204,43 @@ def num_usable_cores() -> int:
     return os.cpu_count() or 1 if asked is None else len(asked(0))
 
 
-def free_ports(num_ports: int) -> list[int]:
+def free_ports(num_ports: int, kept: Sequence[int] = ()) -> list[int]:
     """Returns distinct ports that are free now on all interfaces.
 
     They are bound for a moment and released, so use them soon. Ports that the system gives to outgoing connections are
     left out if they are known. Only a program that asks for such a port by number can then take it.
 
+    Args:
+      num_ports: Their number.
+      kept: Ports of an earlier call, ``num_ports`` or none. Those that are free keep their place.
+
     Raises:
       ProcessStartError: Too few ports are free.
     """
-    numbers = _static_ports()
+    numbers = iter(_static_ports())
     with contextlib.ExitStack() as held:
-        ports: list[int] = []
-        for port in numbers:
-            if len(ports) == num_ports:
-                break
-            bound = held.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                bound.bind(("", port))
-                ports.append(bound.getsockname()[1])
-    if len(ports) < num_ports:
-        raise ProcessStartError(f"Only {len(ports)} of {num_ports} requested ports are free.")
-    return ports
+        ports = [_held_port(port, held, is_kept=True) for port in kept] or [None] * num_ports
+        for place, port in enumerate(ports):
+            while port is None and (number := next(numbers, None)) is not None:
+                port = _held_port(number, held)
+            ports[place] = port
+    found = [port for port in ports if port is not None]
+    if len(found) < num_ports:
+        raise ProcessStartError(f"Only {len(found)} of {num_ports} requested ports are free.")
+    return found
+
+
+def _held_port(port: int, held: contextlib.ExitStack, *, is_kept: bool = False) -> int | None:
+    """Returns the number of a port that it binds for as long as ``held``; None if another program has it."""
+    bound = held.enter_context(socket.socket())
+    if is_kept:  # connections of the earlier start that the system still remembers are no obstacle
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(("", port))
+        bound.listen()  # with SO_REUSEADDR only this fails if another program listens there
+    except OSError:
+        return None
+    return bound.getsockname()[1]
 
 
 def _static_ports(max_tries: int = 1000) -> list[int]:

@@ -84,7 +84,8 @@ class _LiveCluster:
                 number, num_processes = self.peers.number, len(self.peers)
                 jax_compat.join_processes(relay.address, num_processes, number, math.ceil(start_s))
             note_joined(self.peers)
-        except BaseException:
+        except BaseException as error:
+            self._channel.give_up(_reason(error))
             self.close()
             raise
         self._say_errors()
@@ -98,7 +99,9 @@ class _LiveCluster:
             failure = self.peers.explain(error)
             if failure is not None:
                 error.add_note(f"\nThe reason: {failure}")
-            if not isinstance(error, ClusterFailureError) and self._channel.failure_here is None:
+            if isinstance(error, ClusterFailureError):
+                self._channel.give_up(_reason(error))
+            elif self._channel.failure_here is None:
                 self._channel.tell_error("".join(traceback.format_exception(kind, error, trace)))
             before(kind, error, trace)
 
@@ -130,6 +133,12 @@ class _LiveCluster:
         return not self._channel.is_lost and any(
             _ping(address, self._security, _LIVELY_S) is not None for _ in range(2)
         )
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the reason why this process gives up, for the others."""
+    is_ours = isinstance(error, ClusterFailureError)
+    return str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
 
 
 def _warn_without_token(addresses: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ The heartbeats of the other processes bring their figures to the chief.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 from replicax._src.cluster.chief import is_chief
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.detect import choose_resolver
-from replicax._src.cluster.errors import AddressError
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.cluster.progress import say
 from replicax._src.cluster.spec import split_address
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.status.figures import FIGURES, figures
 from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 if TYPE_CHECKING:
     from replicax._src.status.server import StatusServer
 
-log = logging.getLogger("replicax")
 _servers: list[StatusServer] = []
 
 
@@ -39,13 +35,10 @@ def serve_status() -> None:
     address = os.environ.get(STATUS_ADDRESS_VARIABLE)
     if not address or _servers or not is_chief() or "ps" in choose_resolver().membership.spec.jobs:
         return
-    from replicax._src.status.server import StatusServer  # which few programs need
+    from replicax._src.status.server import server_of_environment  # which few programs need
 
-    token = Credentials.of_environment(os.environ).token
-    try:
-        server = StatusServer(address, token, status_of_job)
-    except (AddressError, InvalidArgumentError) as error:
-        log.warning("This job has no status, because of %s: %s", STATUS_ADDRESS_VARIABLE, error)
+    server = server_of_environment(address, Credentials.of_environment(os.environ).token, status_of_job)
+    if server is None:
         return
     server.start()
     _servers.append(server)

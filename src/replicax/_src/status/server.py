@@ -18,14 +18,15 @@ from typing import Any, Final, final
 
 from replicax._src.cluster.errors import AddressError
 from replicax._src.cluster.spec import join_address, split_address
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.status import metrics
 from replicax._src.status.access import StatusAccess
 from replicax._src.status.page import CONTENT_SECURITY_POLICY, page_of
-from replicax._src.status.status import Recent
+from replicax._src.status.status import STATUS_ADDRESS_VARIABLE, Recent
 from replicax._src.wire.acceptor import HANDSHAKE_S, Acceptor
 from replicax._src.wire.sockets import shut_down
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("replicax")
 _SAMPLE_S: Final = 1.0
 _LARGEST_REQUEST: Final = 4096
 _JOIN_S: Final = 5.0
@@ -106,6 +107,19 @@ class StatusServer:
         finally:
             shut_down(connection)
             connection.close()
+
+
+def server_of_environment(
+    address: str, token: str | None, look: Callable[[], dict[str, Any]]
+) -> StatusServer | None:
+    """Returns a server at the address of ``REPLICAX_STATUS_ADDRESS``. If it cannot serve there, warns and returns None:
+    the job does not need its status.
+    """
+    try:
+        return StatusServer(address, token, look)
+    except (AddressError, InvalidArgumentError) as error:
+        _log.warning("This job has no status, because of %s: %s", STATUS_ADDRESS_VARIABLE, error)
+        return None
 
 
 @final

@@ -72,13 +72,14 @@ class ClusterCoordinator:
         snapshots is used. "rewind": all servers go back to snapshots that they take together while the workers
         pause; not allowed with ``replication=2``.
       status_address: The ``host:port`` at which a page shows the status of all tasks, and ``replicax top`` reads
-        it. None uses ``REPLICAX_STATUS_ADDRESS``; without that there is no page.
+        it. None uses ``REPLICAX_STATUS_ADDRESS``, where a page that cannot be served is only a warning; without
+        that there is no page.
 
     Raises:
       InvalidArgumentError: The strategy is not a ParameterServerStrategy or has a coordinator with other options,
-        both max_staleness and replicas_to_aggregate are given, or other machines can reach the status address and
+        both max_staleness and replicas_to_aggregate are given, or other machines can reach ``status_address`` and
         there is no ``REPLICAX_TOKEN``.
-      AddressError: The status page cannot be served at this address.
+      AddressError: The status page cannot be served at ``status_address``.
     """
 
     _strategy: ClosureStrategy
@@ -113,7 +114,7 @@ class ClusterCoordinator:
             existing = _coordinators.get(strategy, lambda: None)()
             if existing is None or existing._pool.is_closed:
                 existing = super().__new__(cls)
-                existing._begin(strategy, options)
+                existing._begin(strategy, options, must_serve=bool(status_address))
                 _coordinators[strategy] = weakref.ref(existing)
             elif existing._options != options:
                 raise InvalidArgumentError(
@@ -122,7 +123,7 @@ class ClusterCoordinator:
                 )
             return existing
 
-    def _begin(self, strategy: ClosureStrategy, options: CoordinatorOptions) -> None:
+    def _begin(self, strategy: ClosureStrategy, options: CoordinatorOptions, *, must_serve: bool) -> None:
         self._strategy, self._options = strategy, options
         # A server remembers the numbers that it has applied for as long as the strategy's session lasts.
         before = _pools.get(strategy)
@@ -138,7 +139,7 @@ class ClusterCoordinator:
         )
         limits = Limits(reconnect_s=options.reconnect_timeout_s)
         self._pool = WorkerPool(queue, strategy.session, limits, options.on_ps_restart)
-        self._status = _status_server(self._pool, options.status_address)
+        self._status = _status_server(self._pool, options.status_address, must_serve=must_serve)
         _pools[strategy] = self._pool
         self._finalizer = weakref.finalize(self, _end, self._pool, self._status)
         self._finalizer.atexit = False
@@ -338,13 +339,15 @@ def coordinators_at_work() -> list[ClusterCoordinator]:
     return [one for one in made if one is not None and not one._pool.is_closed]
 
 
-def _status_server(pool: WorkerPool, address: str | None) -> StatusServer | None:
+def _status_server(pool: WorkerPool, address: str | None, *, must_serve: bool) -> StatusServer | None:
+    """Returns the server of the status. If it cannot serve at an address of the environment, that is only a warning."""
     if address is None:
         return None
-    from replicax._src.status.server import StatusServer
+    from replicax._src.status.server import StatusServer, server_of_environment
 
+    make = StatusServer if must_serve else server_of_environment
     token = Credentials.of_environment(os.environ).token
-    return StatusServer(address, token, lambda: status_of(pool.statistics(), figures(), time.time()))
+    return make(address, token, lambda: status_of(pool.statistics(), figures(), time.time()))
 
 
 def _end(pool: WorkerPool, status: StatusServer | None) -> None:
