@@ -16,7 +16,7 @@ PRIVATE = PACKAGE / "_src"
 # from those below; for type checkers it may import anything.
 LAYERS = (
     "errors options version dtypes extras user_code tracebacks public_names narrowing keras_backend program_guard "
-    "coordination jax_compat_names jax_compat drawing file_access",
+    "coordination jax_compat_names jax_compat drawing file_access strict_json",
     "migrate",
     "wire",
     "cluster status",

@@ -219,14 +219,25 @@ def test_program_may_grow_but_not_change(tmp_path, caplog):
 
     v.assign(0.0)
     manager = rx.CheckpointManager(rx.Checkpoint(renamed=v), tmp_path)
+    differ = "renamed (Variable): not in the checkpoint\n  v: only in the checkpoint"
+    assert "manager.restore()" not in message(CheckpointMismatchError, manager.restore_or_initialize, differ)
+    message(CheckpointMismatchError, manager.restore, "has v; the program has renamed (Variable)")
+    assert float(v) == 0.0
+
+
+def test_program_that_has_changed_in_part_may_restore_the_rest(tmp_path, caplog):
+    old = rx.Checkpoint(v=rx.Variable(1.0), old=rx.Variable(2.0))
+    rx.CheckpointManager(old, tmp_path, asynchronous=False).save()
+    v, new = rx.Variable(0.0), rx.Variable(0.0)
+    manager = rx.CheckpointManager(rx.Checkpoint(v=v, new=new), tmp_path)
     message(
-        CheckpointMismatchError,
-        manager.restore_or_initialize,
-        "renamed (Variable): not in the checkpoint\n  v: only in the checkpoint",
-        "manager.restore()",
+        CheckpointMismatchError, manager.restore_or_initialize, "only in the checkpoint", "manager.restore()"
     )
     assert float(v) == 0.0
-    message(UnmatchedCheckpointError, manager.restore().assert_existing_objects_matched, "renamed")
+    status = manager.restore()
+    assert (float(v), float(new)) == (1.0, 0.0)
+    assert "does not have new (Variable), so these keep" in caplog.text
+    message(UnmatchedCheckpointError, status.assert_existing_objects_matched, "new")
 
 
 def test_unbuilt_objects_count_as_part_of_the_program(tmp_path, caplog):

@@ -280,16 +280,60 @@ def test_names_on_one_side_only(saved, caplog, tmp_path):
     message(UnmatchedCheckpointError, status.assert_existing_objects_matched, "new (Variable)")
     status.assert_nontrivial_match()
     assert float(a) == 1.0
-    message(UnmatchedCheckpointError, rx.Checkpoint(z=a).restore(path).assert_nontrivial_match, "Nothing")
+    assert "does not have new (Variable), so these keep their values" in caplog.text
 
+    caplog.clear()
     checkpoint = rx.Checkpoint(a=a)
     checkpoint.restore(path)
+    assert not caplog.text
     checkpoint.save(tmp_path / "other")
     assert "were not used: old" in caplog.text
     caplog.clear()
     checkpoint.restore(path).expect_partial()
     checkpoint.save(tmp_path / "other")
     assert not caplog.text
+
+
+def built_layer(units=2):
+    layer = keras.layers.Dense(units)
+    layer.build((None, 3))
+    return layer
+
+
+UNMATCHED = {
+    "variable": lambda: {"net": rx.Variable(1.0)},
+    "built layer": lambda: {"net": built_layer()},
+    "layer that is not built": lambda: {"net": keras.layers.Dense(2)},
+    "pytree": lambda: {"state": {"w": jnp.ones(3)}},
+    "empty list": lambda: {"history": []},
+    "another Checkpoint": lambda: {"net": rx.Checkpoint(layer=built_layer())},
+    "other contents": lambda: {"layer": keras.Sequential([keras.Input((3,)), built_layer()])},
+}
+
+
+@pytest.mark.parametrize("make", UNMATCHED.values(), ids=UNMATCHED)
+@pytest.mark.parametrize("restore", ["restore", "read"])
+def test_checkpoint_of_which_nothing_matches_is_refused(make, restore, saved):
+    path = saved(layer=built_layer())
+    checkpoint = rx.Checkpoint(**make())
+    error = message(CheckpointMismatchError, lambda: getattr(checkpoint, restore)(path), "layer/kernel")
+    assert "rx.Checkpoint(layer=...)" in error
+    assert checkpoint.save_counter == 0
+
+
+def test_restore_before_anything_can_match_is_deferred(saved):
+    """As in TensorFlow, a program may restore before it has made, or tracks, its objects."""
+    path = saved(part=rx.Checkpoint(layer=built_layer()), history=[1, 2])
+    for make in (
+        lambda: rx.Checkpoint(),
+        lambda: rx.Checkpoint(part=rx.Checkpoint(), other=rx.Variable(0.0)),
+        lambda: rx.Checkpoint(part=rx.Checkpoint(layer=keras.layers.Dense(2)), other=rx.Variable(0.0)),
+        lambda: rx.Checkpoint(history=[], other=rx.Variable(0.0)),
+    ):
+        status = make().restore(path)
+        message(UnmatchedCheckpointError, status.assert_consumed, "part/layer/kernel")
+    empty = rx.Checkpoint().save(path)
+    assert rx.Checkpoint(late=rx.Variable(1.0)).restore(empty).path == empty
 
 
 def test_objects_tracked_later_are_restored_then(saved):

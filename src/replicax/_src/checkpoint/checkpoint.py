@@ -302,7 +302,7 @@ class Checkpoint(Trackable, Growing):
         It first compares shapes and dtypes, and reads into memory. Reading verifies: each process reads what its
         devices need, and what nobody needs is only verified. Then it restores either all values that have a
         counterpart, or nothing. Values of objects that do not exist yet (an optimizer's slots, layers that are not
-        built) are restored when these are made.
+        built) are restored when these are made. A warning names the program's values that the checkpoint lacks.
 
         Args:
           save_path: The result of ``save``, or of ``rx.checkpoint.latest_checkpoint(directory)``. Does nothing if
@@ -314,7 +314,8 @@ class Checkpoint(Trackable, Growing):
         Raises:
           CheckpointNotFoundError: There is no checkpoint.
           CorruptCheckpointError: Files are missing, truncated or changed; the message names them.
-          CheckpointMismatchError: Variables have other shapes or dtypes; the message names them.
+          CheckpointMismatchError: Variables have other shapes or dtypes, or no value has a counterpart; the message
+            names them.
           InvalidArgumentError: Processes were given different checkpoints; raised in all.
           CheckpointError: Another process could not restore the checkpoint.
           CrossReplicaContextError: It is called in a replica function, or in an ``rx.function``.

@@ -10,22 +10,26 @@ A checkpoint is a directory::
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, final
 
 import jax.numpy as jnp
 
+from replicax._src import strict_json
 from replicax._src.checkpoint.chunks import grid_of
 from replicax._src.checkpoint.errors import CorruptCheckpointError
+from replicax._src.options import VariableAggregation
 
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 COMPONENTS = "components"
 _FORMAT = 5
+_MOST_BYTES = 1 << 30
 _READABLE = (4, _FORMAT)  # format 4 does not describe the files of arrays
 
 
@@ -64,13 +68,28 @@ class StoredArray:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
-    @classmethod
-    def of(cls, held: Mapping[str, Any] | None) -> Self | None:
-        """Reads it from a manifest."""
-        if held is None:
-            return None
-        shapes = {name: tuple(held[name]) for name in ("shape", "chunk", "file", "writers")}
-        return cls(**{**held, **shapes})
+    def check(self, where: str, num_processes: int) -> None:
+        """Checks that its shapes fit together.
+
+        Raises:
+          TextError: They do not.
+        """
+        if not len(self.shape) == len(self.chunk) == len(self.file):
+            raise strict_json.wrong(
+                f"{where}: file", self.file, f"a shape of {len(self.shape)} dims, like its chunk"
+            )
+        for shape in (self.shape, self.file):
+            strict_json.check_size(shape, jnp.dtype(self.dtype).itemsize, f"{where}: shape")
+        if any(size % by for size, by in zip(self.file, self.chunk, strict=True)):
+            raise strict_json.wrong(f"{where}: file", self.file, f"a shape of whole chunks, {self.chunk}")
+        if len(self.writers) not in (bool(self.num_files), self.num_files, 1):
+            raise strict_json.wrong(
+                f"{where}: writers", self.writers, f"one, or one for each of {self.num_files} files"
+            )
+        if any(writer >= num_processes for writer in self.writers):
+            raise strict_json.wrong(
+                f"{where}: writers", self.writers, f"numbers of {num_processes} processes"
+            )
 
 
 @final
@@ -90,6 +109,18 @@ class WrittenFiles:
     def size_of(self, position: int) -> int:
         """Returns the number of bytes of a file."""
         return self.sizes[position if len(self.sizes) > 1 else 0]
+
+    def check(self, where: str, num_files: int) -> None:
+        """Checks that it has each file.
+
+        Raises:
+          TextError: It has not.
+        """
+        if len(self.checksums) != num_files:
+            raise strict_json.wrong(f"{where}.checksums", self.checksums, f"a list of {num_files}")
+        has_one = any(checksum is not None for checksum in self.checksums)
+        if len(self.sizes) not in ((1, num_files) if has_one else (0, 1, num_files)):
+            raise strict_json.wrong(f"{where}.sizes", self.sizes, f"one number, or {num_files}")
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[int, int, int]], num_files: int) -> Self:
@@ -118,6 +149,20 @@ class SavedArray:
     value: StoredArray | None
     components: StoredArray | None = None
     combine: str = ""
+
+    def check(self, where: str) -> None:
+        """Checks that it has a value.
+
+        Raises:
+          TextError: It has none.
+        """
+        components = None if self.components is None else self.components.shape
+        if components is not None and not (components and components[0]):
+            raise strict_json.wrong(f"{where}.components", components, "a shape [R, ...]")
+        if self.value is not None and components is not None and components[1:] != self.value.shape:
+            raise strict_json.wrong(f"{where}.components", components, f"the shape [R, *{self.value.shape}]")
+        if self.value is None and (components is None or not self.combine):
+            raise strict_json.TextError(f"{where} has no value, and no components that combine to one")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -205,37 +250,168 @@ class Contents:
           CorruptCheckpointError: It is damaged, or was written by another version.
         """
         try:
-            whole = json.loads(text)
+            whole = strict_json.read_json(text, most_bytes=_MOST_BYTES)
             held = whole["contents"]
             is_whole = isinstance(held, dict) and zlib.crc32(_text(held).encode()) == whole["crc32"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             is_whole = False
         if not is_whole:
             raise CorruptCheckpointError(
                 f"{where!r} is damaged: its checksum is wrong, so the checkpoint cannot be verified. Restore "
                 "another checkpoint."
             )
-        if held.pop("format") not in _READABLE:
+        if held.get("format") not in _READABLE:
             raise CorruptCheckpointError(f"{where!r} was written by another version of replicax.")
-        return cls(
-            objects=tuple(SavedObject(**each) for each in held.pop("objects")),
-            arrays={
-                key: SavedArray(
-                    each["label"],
-                    StoredArray.of(each["value"]),
-                    StoredArray.of(each["components"]),
-                    each["combine"],
+        try:
+            contents = cls(**_MANIFEST[held.pop("format")](held, "contents"))
+            contents._check()
+        except strict_json.TextError as error:
+            raise CorruptCheckpointError(
+                f"{where!r} does not describe a checkpoint, though its checksum is right: {error}. Another program has "
+                "written it. Restore another checkpoint."
+            ) from error
+        return contents
+
+    def _check(self) -> None:
+        """Checks that the parts of a manifest fit together.
+
+        Raises:
+          TextError: They do not.
+        """
+        for number, each in enumerate(self.objects):
+            where = f"contents.objects[{number}]"
+            for name, child in each.children.items():
+                if child >= len(self.objects):
+                    raise strict_json.wrong(f"{where}.children[{name!r}]", child, "the number of an object")
+            if each.key and each.key not in self.arrays and each.key not in self.states:
+                raise strict_json.wrong(f"{where}.key", each.key, "the key of an array or a state")
+        for key, states in self.states.items():
+            if len(states) not in (1, len(self.processes)):
+                raise strict_json.wrong(
+                    f"contents.states[{key!r}]", states, "one state, or one for each process"
                 )
-                for key, each in held.pop("arrays").items()
-            },
-            processes=tuple(held.pop("processes")),
-            files={
-                folder: WrittenFiles(tuple(each["sizes"]), tuple(each["checksums"]))
-                for folder, each in held.pop("files", {}).items()
-            },
-            **held,
-        )
+        if self.part_of is not None and self.part_of >= len(self.processes):
+            raise strict_json.wrong("contents.part_of", self.part_of, "the number of a process")
+        for key, array in self.arrays.items():
+            array.check(f"contents.arrays[{key!r}]")
+        for folder, _, stored in self.folders():
+            stored.check(f"the array in {folder!r}", len(self.processes))
+            if folder not in self.checksums:
+                raise strict_json.TextError(f"contents.checksums has no {folder!r}")
+            if folder in self.files:
+                self.files[folder].check(f"contents.files[{folder!r}]", stored.num_files)
+            elif self.files:
+                raise strict_json.TextError(f"contents.files has no {folder!r}")
 
 
 def _text(held: Any) -> str:
     return json.dumps(held, sort_keys=True)
+
+
+# --- the form of a manifest -----------------------------------------------------------------------------------
+
+
+def _key(value: Any, where: str) -> str:
+    """Accepts keys that stay inside the folder of arrays."""
+    strict_json.string(value, where)
+    if value and ("\0" in value or not {"", ".", ".."}.isdisjoint(value.split("/"))):
+        raise strict_json.wrong(where, value, "the key of an array: names, separated by '/'")
+    return value
+
+
+def _dtype(value: Any, where: str) -> str:
+    strict_json.string(value, where)
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    is_known = dtype is not None and dtype.name == value
+    if not is_known or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+        raise strict_json.wrong(where, value, "the name of a dtype of numbers")
+    return value
+
+
+def _state(value: Any, where: str) -> Any:
+    if value is None:  # of a process that did not track it
+        return value
+    if isinstance(value, dict):
+        text = _BYTES(value, where)["bytes"]
+        try:
+            base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise strict_json.wrong(where, text, "bytes in base64") from error
+        return value
+    return list(strict_json.fixed(strict_json.anything)(value, where))
+
+
+def _as(kind: Callable[..., Any], fields: Mapping[str, strict_json.Check]) -> strict_json.Check:
+    """Accepts an object with the fields of a class, and returns an instance."""
+    check = strict_json.record(fields)
+    return lambda value, where: kind(**check(value, where))
+
+
+_MOST_DIMS = 32
+_BYTES = strict_json.record({"bytes": strict_json.string})
+_SHAPE = strict_json.items(strict_json.count, most=_MOST_DIMS)
+_STEP = strict_json.items(strict_json.whole(1), most=_MOST_DIMS)
+_STORED = _as(
+    StoredArray,
+    {
+        "shape": _SHAPE,
+        "dtype": _dtype,
+        "chunk": _STEP,
+        "file": _STEP,
+        "writers": strict_json.items(strict_json.count),
+    },
+)
+_ARRAY = _as(
+    SavedArray,
+    {
+        "label": strict_json.string,
+        "value": strict_json.optional(_STORED),
+        "components": strict_json.optional(_STORED),
+        "combine": strict_json.one_of("", *(each.name for each in VariableAggregation)),
+    },
+)
+_OBJECT = _as(
+    SavedObject,
+    {
+        "children": strict_json.table(strict_json.count),
+        "key": strict_json.string,
+        "kind": strict_json.string,
+    },
+)
+_FILES = _as(
+    WrittenFiles,
+    {
+        "sizes": strict_json.items(strict_json.count),
+        "checksums": strict_json.items(strict_json.optional(strict_json.crc32)),
+    },
+)
+
+
+def _states(value: Any, where: str) -> list[Any]:
+    return list(strict_json.items(_state, least=1)(value, where))
+
+
+def _metric(value: Any, where: str) -> float:
+    """Accepts every number, also NaN and infinity."""
+    return value if isinstance(value, float) else strict_json.number(value, where)
+
+
+_OF_FORMAT_4 = {
+    "objects": strict_json.items(_OBJECT, least=1),
+    "arrays": strict_json.table(_ARRAY, _key),
+    "states": strict_json.table(_states),
+    "save": strict_json.string,
+    "processes": strict_json.items(strict_json.string, least=1),
+    "number": strict_json.whole(most=10**250),  # a part of a file's name
+    "time_s": strict_json.number,
+    "metrics": strict_json.optional(strict_json.table(_metric)),
+    "part_of": strict_json.optional(strict_json.count),
+    "checksums": strict_json.table(strict_json.crc32),
+}
+_MANIFEST = {
+    4: strict_json.record(_OF_FORMAT_4),
+    _FORMAT: strict_json.record({**_OF_FORMAT_4, "files": strict_json.table(_FILES)}),
+}

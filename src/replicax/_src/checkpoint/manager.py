@@ -381,6 +381,10 @@ class CheckpointManager:
 
         Returns:
           The result of ``Checkpoint.restore``; None if there is no checkpoint.
+
+        Raises:
+          CorruptCheckpointError: There are checkpoints, but none is intact.
+          CheckpointMismatchError: See ``Checkpoint.restore``.
         """
         return self._restore(is_strict=False)
 

@@ -137,8 +137,8 @@ class Restoration:
             which then also verifies what no object takes.
 
         Raises:
-          CheckpointMismatchError: Shapes or dtypes differ, or names if it is strict; nothing was restored. It is
-            raised once: values that differ are ignored from then on.
+          CheckpointMismatchError: Shapes or dtypes differ, or names if it is strict, or no name is in common; nothing
+            was restored. It is raised once: values that differ are ignored from then on.
           CorruptCheckpointError: Values are damaged; nothing was restored, and nothing will be.
         """
         if self._is_advancing or self._is_dropped:
@@ -175,8 +175,10 @@ class Restoration:
     def _read(self, *, is_strict: bool, is_first: bool) -> tuple[list[_Pair], dict[str, Any], list[str]]:
         """Checks what was matched, and reads it into memory. It changes nothing."""
         pairs = self._awaited()
-        missing = self.unsaved() if is_strict else []
-        self._check(pairs, missing, self._homeless() if missing else [])
+        missing = self.unsaved() if is_strict or is_first else []
+        self._check(pairs, missing, self._homeless() if is_strict and missing else [])
+        if is_first and not pairs:
+            self._check_may_match()
         fetched = self._fetched(pairs)
         if is_first:
             self.saved.verify({pair.key for pair in pairs}, share=self._share)
@@ -285,13 +287,35 @@ class Restoration:
             differ += self._of_other_kind.values()
             differ += [f"{key}: not in the checkpoint" for key in missing]
             differ += [f"{key}: only in the checkpoint" for key in homeless]
-            advice = ", or restore the values with the same names with manager.restore()"
+            advice = ", or restore the values with the same names with manager.restore()" if pairs else ""
         if differ:
             raise CheckpointMismatchError(
                 f"The checkpoint {self.saved.path!r} belongs to another model, and nothing of it was "
                 f"restored. These differ:\n{listed(differ)}\nMake the model as it was when it was saved, track "
                 f"only the parts that are the same{advice}."
             )
+
+    def _check_may_match(self) -> None:
+        """Refuses a checkpoint of which nothing was matched, unless objects that both sides have may get more parts.
+
+        A program may also restore before it tracks anything, as in TensorFlow.
+        """
+        saved = [node.key for node in self._nodes if node.key]
+        may_grow = any(
+            isinstance(tracked, (Growing, HeldTree)) or _is_growing(tracked)
+            for number, tracked in self._objects.items()
+            if number and number not in self._of_other_kind
+        )
+        here = [node.key for node in Graph(self._root).nodes[1:]]
+        if may_grow or not (saved and here):
+            return
+        kinds = "".join(f" {text}." for text in self._of_other_kind.values())
+        raise CheckpointMismatchError(
+            f"Nothing of the checkpoint {self.saved.path!r} was restored, because the program has none of its "
+            f"names.{kinds} The checkpoint has {enumerated(saved)}; the program has {enumerated(self.unsaved() or here)}. "
+            "Give the objects the names with which they were saved, such as "
+            f"rx.Checkpoint({saved[0].partition('/')[0]}=...), or restore another checkpoint."
+        )
 
     def _difference(self, pair: _Pair) -> str:
         if not pair.key:

@@ -15,10 +15,13 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held, HostParts, Source
-from replicax._src.checkpoint.errors import UntrackableError
+from replicax._src.checkpoint.errors import CheckpointMismatchError, UntrackableError
 from replicax._src.checkpoint.tracked import Leaf, Parts, Trackable, escaped, untrackable
+from replicax._src.errors import ReplicaxError
+from replicax._src.strict_json import MOST_DEPTH, read_json
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
+_MOST_DEPTH = MOST_DEPTH // 2  # the manifest and the messages between processes put it into other lists
 _PLAIN = (bool, int, float, str)
 
 
@@ -173,8 +176,8 @@ class StateLeaf(Leaf):
         state = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else [state]
         try:
             _check_keys(state if isinstance(state, dict) else state[0], "")
-            return json.loads(json.dumps(state))
-        except (TypeError, ValueError) as error:
+            return read_json(json.dumps(state), most_depth=_MOST_DEPTH)
+        except (TypeError, ValueError, RecursionError) as error:
             raise UntrackableError(
                 f"The state of {self.label} cannot be saved: the result of get_state() is not JSON ({error}). "
                 "Return numbers, strings, lists and dicts of these with strings as keys, or bytes."
@@ -190,7 +193,9 @@ class StateLeaf(Leaf):
         return ""
 
     def give(self, saved: Any) -> None:
-        """Sets the state from its saved form."""
+        """Sets the state from its saved form. None leaves it as it is: this process had none when it was saved."""
+        if saved is None:
+            return
         self.set(base64.b64decode(saved["bytes"]) if isinstance(saved, dict) else saved[0])
 
 
@@ -251,7 +256,16 @@ class _ObjectState(StateLeaf):
         return self.of.get_state()
 
     def set(self, state: Any) -> None:
-        self.of.set_state(state)
+        try:
+            self.of.set_state(state)
+        except ReplicaxError:
+            raise
+        except Exception as error:
+            raise CheckpointMismatchError(
+                f"{self.label}.set_state cannot take the saved state ({type(error).__name__}: {error!s:.200}), so arrays "
+                f"were not restored: it is the state of another version of {self.label}, or was changed. Make set_state "
+                "accept it, or restore another checkpoint."
+            ) from error
 
     def merged(self, saved: Sequence[Any]) -> Any:
         return (
