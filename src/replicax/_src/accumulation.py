@@ -149,7 +149,8 @@ def _sums_of(result: Any, name: str) -> _Sums:
     sums, count = result
     leaves, tree = jax.tree_util.tree_flatten(sums, is_leaf=_is_leaf_of_sums)
     for leaf in leaves:
-        if isinstance(leaf, IndexedSlices) or not (is_variable(leaf) or is_number(leaf)):
+        is_key = jax_compat.is_typed_key(getattr(leaf, "dtype", None))
+        if is_key or isinstance(leaf, IndexedSlices) or not (is_variable(leaf) or is_number(leaf)):
             raise StructureError(
                 f"A sum that {name} returns is {leaf!r}, and sums are arrays or numbers. Use .to_dense() for IndexedSlices."
             )

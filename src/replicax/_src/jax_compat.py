@@ -471,6 +471,13 @@ def is_typed_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
+def on_words(fn: Callable[[Any], Any], array: Any) -> Any:
+    """Applies a function to an array. For typed random keys it gets their words, [..., words], and returns such."""
+    if not is_typed_key(array.dtype):
+        return fn(array)
+    return jax.random.wrap_key_data(fn(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+
+
 outside_traces = jax.ensure_compile_time_eval
 """A context in which JAX evaluates at once, even during a trace."""
 

@@ -303,10 +303,15 @@ class PerReplica(DistributedValues):
         shared = self.is_shared
         replicas = _local_replicas(array, self.num_replicas, self.is_equal)
         parts = "\n".join(
-            f"  {i}: {np.asarray(value)!r}" for i, value in zip(replicas, self.values, strict=True)
+            f"  {i}: {on_host_or_keys(value)!r}" for i, value in zip(replicas, self.values, strict=True)
         )
         self.is_shared = shared
         return f"PerReplica:{{\n{parts}\n}}"
+
+
+def on_host_or_keys(array: Any) -> Any:
+    """Returns an array as NumPy's, to print it. Typed random keys stay JAX's, because NumPy has no such dtype."""
+    return array if jax_compat.is_typed_key(getattr(array, "dtype", None)) else np.asarray(array)
 
 
 def shown_value(array: Any) -> str | None:
@@ -450,7 +455,10 @@ def pad(array: Any, shape: Sequence[int]) -> Any:
     if tuple(array.shape) == tuple(shape):
         return array
     widths = [(0, want - have) for have, want in zip(array.shape, shape, strict=True)]
-    return (np if isinstance(array, np.ndarray) else jnp).pad(array, widths)
+    jnp_or_np = np if isinstance(array, np.ndarray) else jnp
+    return jax_compat.on_words(
+        lambda words: jnp_or_np.pad(words, [*widths, *[(0, 0)] * (words.ndim - array.ndim)]), array
+    )
 
 
 def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS, Topology
 from replicax._src.errors import ReductionError, UnsupportedError
 from replicax._src.options import CommunicationOptions, ReduceOp
@@ -308,10 +309,18 @@ def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
     def gather(leaf: Any) -> Any:
         if _is_slices(leaf):
             raise UnsupportedError("all_gather does not support IndexedSlices; gather .values and .indices.")
-        return concatenate(communicator.components(leaf), axis)
+        return concatenate(_components(communicator, leaf), axis)
 
     with jax.named_scope("all_gather"):
         return jax.tree_util.tree_map(gather, value, is_leaf=_is_slices)
+
+
+def _components(communicator: Communicator, value: Any) -> list[Any]:
+    if not jax_compat.is_typed_key(getattr(value, "dtype", None)):
+        return communicator.components(value)
+    # jax.lax.all_gather of typed keys does not lower (jax 0.10).
+    words, kind = communicator.components(jax.random.key_data(value)), jax.random.key_impl(value)
+    return [jax.random.wrap_key_data(each, impl=kind) for each in words]
 
 
 def concatenate(components: Sequence[Any], axis: Any) -> Any:

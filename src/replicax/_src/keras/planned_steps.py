@@ -19,7 +19,7 @@ import numpy as np
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, KerasScopeError
 from replicax._src.keras.losses import own_compute_loss_gathered
-from replicax._src.keras.overriding import overridden
+from replicax._src.keras.overriding import muted, overridden
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
 from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
 from replicax._src.lowering.batch import Batch
@@ -44,8 +44,8 @@ class _StepPlaced(BaseException):
 def placed_and_left(step: StepFunction) -> Iterator[None]:
     """Makes Keras's loop lower the step for its first batch, and then stop.
 
-    Keras gets descriptions in place of the values of the model's variables. No variable is read, and variables without
-    values stay without.
+    Keras gets descriptions in place of the values of the model's variables. No variable is read or assigned, and
+    variables without values stay without.
     """
     described = _described(step)
 
@@ -57,7 +57,15 @@ def placed_and_left(step: StepFunction) -> Iterator[None]:
         del state
         raise _StepPlaced(_placed(step, step.first_batch(iterator)))
 
-    with overridden(step.model, **{"_get_jax_state": get_state, step.phase.function_name: place}):
+    model, optimizer = step.model, getattr(step.model, "optimizer", None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            overridden(model, **{"_get_jax_state": get_state, step.phase.function_name: place})
+        )
+        stack.enter_context(muted(model, "reset_metrics"))
+        if optimizer is not None:
+            # At its end, ``fit`` gives the model the averages of an optimizer that keeps them (``use_ema``).
+            stack.enter_context(muted(optimizer, "finalize_variable_values"))
         yield
 
 

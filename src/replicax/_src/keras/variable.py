@@ -128,7 +128,14 @@ def value_of(variable: Any) -> Any:
 
 
 def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
-    super(PlacedVariable, variable).__init__(*args, **kwargs)
+    init = super(PlacedVariable, variable).__init__
+    initializer = args[0] if args else kwargs.get("initializer")
+    if not planning.get() or not (callable(initializer) or isinstance(initializer, str)):
+        init(*args, **kwargs)
+        return
+    with keras.StatelessScope(initialize_variables=False):  # a plan needs only shapes
+        init(*args, **kwargs)
+    keras_capture.without_values.append(variable)
 
 
 def _take_leaders_value(variable: Any) -> None:

@@ -322,9 +322,7 @@ def _largest(avals: Sequence[Any]) -> tuple[tuple[int, ...], Any]:
 
 def _padded(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     value = jnp.asarray(value)
-    if jax_compat.is_typed_key(value.dtype):
-        return value
-    return pad(value.astype(dtype), shape)
+    return pad(value if jax_compat.is_typed_key(value.dtype) else value.astype(dtype), shape)
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

@@ -626,13 +626,13 @@ class Strategy:
         Raises:
           PerReplicaUseError: A component is not proven to be the same on all replicas.
         """
-        return jax.tree_util.tree_map(
-            lambda leaf: (
-                jnp.asarray(np.asarray(leaf.as_array())) if isinstance(leaf, DistributedValues) else leaf
-            ),
-            tree,
-            is_leaf=lambda x: isinstance(x, DistributedValues),
-        )
+
+        def plain(leaf: Any) -> Any:
+            if not isinstance(leaf, DistributedValues):
+                return leaf
+            return jax_compat.on_words(lambda words: jnp.asarray(np.asarray(words)), leaf.as_array())
+
+        return jax.tree_util.tree_map(plain, tree, is_leaf=lambda x: isinstance(x, DistributedValues))
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes per-replica values from a function.

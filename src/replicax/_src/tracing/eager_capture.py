@@ -45,10 +45,8 @@ NO_AXIS = (
 
 def on_no_device(array: Any) -> jax.Array:
     """Returns an uncommitted copy on this thread's default device, which can be combined with arrays on any device."""
-    if isinstance(array, jax.Array) and jax_compat.is_typed_key(array.dtype):
-        data = np.asarray(jax.random.key_data(array))
-        return jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(array))
-    return jnp.array(np.asarray(array))
+    array = array if isinstance(array, jax.Array) else np.asarray(array)
+    return jax_compat.on_words(lambda words: jnp.array(np.asarray(words)), array)
 
 
 @final

@@ -23,7 +23,7 @@ from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchro
 from replicax._src.tracing.bindings import Binding, SyncPolicy, state_lock
 from replicax._src.tracing.capture import current_capture, note_created
 from replicax._src.user_code import user_line
-from replicax._src.values import ArrayLike, DistributedValues, PerReplica, shown_value
+from replicax._src.values import ArrayLike, DistributedValues, PerReplica, on_host_or_keys, shown_value
 from replicax._src.variables.caching import cached_read
 from replicax._src.variables.placement import VariablePlacement
 
@@ -247,7 +247,7 @@ class Variable(ArrayLike):
             shown = self.read_value()
         except (VariableError, RuntimeError) as error:
             return f"{head}, value=<{type(error).__name__}>)"
-        return f"{head}, value={shown if isinstance(shown, jax_compat.Tracer) else np.asarray(shown)})"
+        return f"{head}, value={shown if isinstance(shown, jax_compat.Tracer) else on_host_or_keys(shown)})"
 
     def _is_far(self) -> bool:
         """Returns True if a read needs other processes."""
