@@ -290,7 +290,7 @@ class Runner:
             drifted = drift.drifted_paths(function, traced, paths(), described, leaves)
             if drifted and (options.check_same or function not in told):
                 told.add(function)
-                drift.tell(name, drifted, raises=options.check_same)
+                drift.tell(name, drifted, reduced_at=traced.reduced_at, raises=options.check_same)
 
         tell_drift(call.leaves)
         if current_capture() is None:

@@ -62,7 +62,8 @@ class Outcome:
       result: The result of the function. Arrays are NumPy arrays, typed keys are KeyWords; PerReplica values stay
         PerReplica.
       gradients: The gradients of all calls of ``strategy.run``: the name, the value as applied, and the weighted value.
-      states: The variables that the step assigned, by ``id``. per_replica_state, num_hidden: See ``ObservedRunner``.
+      states: The variables that the step assigned, by ``id``. per_replica_state, num_hidden, reduced_at: See
+        ``ObservedRunner``.
       has_randomness: True if the step drew random numbers.
       dtypes: The floating dtypes of the computation.
     """
@@ -72,6 +73,7 @@ class Outcome:
     states: dict[int, State]
     per_replica_state: tuple[str, ...]
     num_hidden: int
+    reduced_at: str
     has_randomness: bool
     dtypes: frozenset[Any]
 
@@ -150,6 +152,7 @@ class Side:
             states,
             tuple(self.observed.per_replica_state),
             self.observed.num_hidden,
+            self.observed.reduced_at,
             any(eqn.primitive.name in _RANDOM for eqn in equations(variant.jaxpr)),
             _dtypes(variant.jaxpr),
         )
