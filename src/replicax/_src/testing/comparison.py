@@ -74,6 +74,7 @@ class Comparison:
             self._num_compared,
             tuple(self._differences),
             tuple(self._not_compared),
+            self._wanted.remarks,
         )
 
     def _add(self, kind: Kind, name: str, shape: Sequence[int], found: Measure, **told: bool) -> None:

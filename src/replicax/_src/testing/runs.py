@@ -32,6 +32,7 @@ from replicax._src.tracing.bindings import (
 )
 from replicax._src.tracing.cache import array_leaf
 from replicax._src.tracing.equations import equations
+from replicax._src.tracing.labels import watching_labels
 from replicax._src.tracing.passes import trace_cross_replica
 from replicax._src.tracing.program import Variant, check_no_leaks
 from replicax._src.variables.placement import VariablePlacement
@@ -66,6 +67,7 @@ class Outcome:
         ``ObservedRunner``.
       has_randomness: True if the step drew random numbers.
       dtypes: The floating dtypes of the computation.
+      remarks: The mistakes of ``LabelWatch``.
     """
 
     result: Any
@@ -76,6 +78,7 @@ class Outcome:
     reduced_at: str
     has_randomness: bool
     dtypes: frozenset[Any]
+    remarks: tuple[str, ...]
 
 
 class Side:
@@ -130,7 +133,11 @@ class Side:
 
     def run(self, step: Callable[..., Any], arguments: Any) -> Outcome:
         """Traces ``step(*arguments)``, cross-replica code, and runs it on copies of the state."""
-        with context.standing_in(self._strategy, self.parts), context.no_iteration(_NO_ITERATION):
+        with (
+            context.standing_in(self._strategy, self.parts),
+            context.no_iteration(_NO_ITERATION),
+            watching_labels() as labels,
+        ):
             variant, arrays = self._trace(step, arguments)
             bindings = [entry.binding for entry in variant.entries]
             olds = {id(s): on_host(_held(self._own_bindings.binding_of(s.variable))) for s in bindings}
@@ -155,6 +162,7 @@ class Side:
             self.observed.reduced_at,
             any(eqn.primitive.name in _RANDOM for eqn in equations(variant.jaxpr)),
             _dtypes(variant.jaxpr),
+            tuple(labels.taken()),
         )
 
     def _trace(self, step: Callable[..., Any], arguments: Any) -> tuple[Variant, list[Any]]:
