@@ -66,22 +66,28 @@ def by_jax(loss):
     return lambda weight, x: jax.grad(lambda w: loss(w, x))(weight.value)
 
 
-# The loss of one replica, and the sum over replicas of its gradients at 2.
+# The loss of one replica, and the sum over replicas of its gradients at 2. Where each replica has the loss of all, this
+# is an error unless the program vouches for it.
 LOSSES = {
     "data": (lambda w, x: w * x, 1.0 + 2.0),
     "regularisation only": (lambda w, x: w**2 / 2, 2.0 + 2.0),
     "all_reduce of the data": (lambda w, x: w * total(x), 3.0 + 3.0),
     "mean of the data": (lambda w, x: w * mean(x), 1.5 + 1.5),
-    "all_reduce of the loss": (lambda w, x: total(w * x), 3.0 + 3.0),
-    "psum in a nonlinear loss": (lambda w, x: jax.lax.psum(w * x, "replica") ** 2, 2 * (2 * 6.0 * 3.0)),
+    "all_reduce of the loss": (lambda w, x: rx.assert_same(total(w * x)), 3.0 + 3.0),
+    "psum in a nonlinear loss": (
+        lambda w, x: rx.assert_same(jax.lax.psum(w * x, "replica") ** 2),
+        2 * (2 * 6.0 * 3.0),
+    ),
     "batch normalisation over replicas": (lambda w, x: (w * x - mean(w * x)) ** 2, 2 * 2 * 2 * 0.25),
     "distance from an all_reduce": (lambda w, x: (w - total(x)) ** 2, 2 * 2 * (2.0 - 3.0)),
     "collective in a scan": (
-        lambda w, x: jax.lax.scan(lambda c, _: (jax.lax.psum(c * x, "replica"), None), w * x, length=1)[0],
+        lambda w, x: rx.assert_same(
+            jax.lax.scan(lambda c, _: (jax.lax.psum(c * x, "replica"), None), w * x, length=1)[0]
+        ),
         2 * (1.0 + 4.0),
     ),
     "all_gather": (
-        lambda w, x: jnp.sum(rx.get_replica_context().all_gather((w * x)[None], axis=0)),
+        lambda w, x: rx.assert_same(jnp.sum(rx.get_replica_context().all_gather((w * x)[None], axis=0))),
         3.0 + 3.0,
     ),
 }

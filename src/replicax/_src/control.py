@@ -117,7 +117,8 @@ def assert_same(value: Any) -> Any:
     """Declares that a value is the same on all replicas, where replicax cannot prove it. Costs nothing.
 
     Call it in replica context. If the value does vary, replicas diverge without an error, because the program relies
-    on it.
+    on it. A loss that is declared the same may be reduced in the differentiated function and its gradients summed (see
+    ``ReducedLossError``): the program then divides by the number of replicas itself.
 
     Args:
       value: An array, or a pytree of them.

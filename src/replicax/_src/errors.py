@@ -18,6 +18,8 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     ├── PerReplicaUseError (ValueError)        a PerReplica used as if it were one array
     ├── DivergenceError (ValueError)           a mirrored value would differ between replicas
     │   └── DivergentCollectiveError           a collective under a condition that differs
+    ├── LabelError (ValueError)                labels that no class has
+    ├── ReducedLossError (ValueError)          gradients of a reduced loss are summed again
     ├── TracedConditionError (TypeError)       Python ``if`` on a value known only when it runs
     ├── TapeError (RuntimeError)               a GradientTape where it cannot work
     ├── TraceError (RuntimeError)              a tracer used after, or outside, its trace
@@ -108,6 +110,14 @@ class PerReplicaUseError(ReplicaxError, ValueError):
 
 class DivergenceError(ReplicaxError, ValueError):
     """A value that must be the same on all replicas would vary."""
+
+
+class LabelError(ReplicaxError, ValueError):
+    """Labels of a sparse categorical loss are outside ``[0, C)``, in a step with ``RunOptions(check_finite=True)``."""
+
+
+class ReducedLossError(ReplicaxError, ValueError):
+    """A loss that is already summed over replicas is differentiated, and its gradients are summed again."""
 
 
 class NotFiniteError(ReplicaxError, FloatingPointError):

@@ -199,6 +199,13 @@ def bind_equation(
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def at_line_of(eqn: Any) -> Any:
+    """Context in which new equations have the user's line of ``eqn``."""
+    return source_info_util.user_context(
+        eqn.source_info.traceback, name_stack=source_info_util.current_name_stack()
+    )
+
+
 def equation_line(eqn: Any) -> str:
     """Returns ``file:line in function`` of the user's code that made an equation."""
     traceback = eqn.source_info.traceback
@@ -222,6 +229,11 @@ def is_differentiated(eqn: Any) -> bool:
 def is_transposed(eqn: Any) -> bool:
     """Returns True if an equation belongs to the backward pass of a differentiated function."""
     return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def is_recomputed(eqn: Any) -> bool:
+    """Returns True if an equation repeats a part of the forward pass (``jax.checkpoint``)."""
+    return "rematted_computation" in str(eqn.source_info.name_stack)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
@@ -301,21 +313,21 @@ def is_drop_var(atom: Any) -> bool:
     return isinstance(atom, jex.DropVar)
 
 
-def identity_primitive(name: str, *, is_kept_in_gradients: bool = False) -> Any:
+def identity_primitive(name: str, *, is_kept_in_gradients: bool = False, gradient: Any = None) -> Any:
     """Creates a primitive that returns its first operand, to mark a value. Further operands are witnesses.
 
     With one operand it is linear and can be batched.
 
     Args:
       is_kept_in_gradients: True if it also marks the gradient of a marked value.
+      gradient: The primitive that marks this gradient instead; None for none.
     """
     primitive = jex.Primitive(name)
     primitive.def_impl(lambda x, *_, **__: x)
     primitive.def_abstract_eval(lambda aval, *_, **__: aval)
     mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
-    ad.deflinear2(
-        primitive, lambda ct, x, **params: [primitive.bind(ct, **params) if is_kept_in_gradients else ct]
-    )
+    kept = primitive if is_kept_in_gradients else gradient
+    ad.deflinear2(primitive, lambda ct, x, **params: [ct if kept is None else kept.bind(ct, **params)])
     batching.defvectorized(primitive)
     return primitive
 

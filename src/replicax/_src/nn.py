@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaContextError
 from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.gradient_scale import AVERAGE_LOSS
 from replicax._src.tracing.loss_counts import LossCount, note_loss
 from replicax._src.values import ArrayLike
 
@@ -55,10 +57,12 @@ def compute_average_loss(
     else:
         size = _checked_size(global_batch_size)
     note_loss(LossCount(lambda: size))
-    total = jnp.sum(loss)
-    size = jnp.asarray(size).astype(jnp.promote_types(dtype, jnp.float32))  # half precision cannot count
-    share = total / jnp.where(size == 0, 1, size)
-    return jnp.where(size == 0, 0, share).astype(dtype)
+    # The name says that the denominator is the global batch size.
+    with contextlib.nullcontext() if global_batch_size is not None else jax.named_scope(AVERAGE_LOSS):
+        total = jnp.sum(loss)
+        size = jnp.asarray(size).astype(jnp.promote_types(dtype, jnp.float32))  # half precision cannot count
+        share = total / jnp.where(size == 0, 1, size)
+        return jnp.where(size == 0, 0, share).astype(dtype)
 
 
 def size_of_global_batch(local_size: int) -> Any:

@@ -154,9 +154,10 @@ class RunOptions:
         program, which then needs no second copy of them. They are deleted afterwards.
       check_same: Raise ``DivergenceError`` for state that was the same on all replicas, differs when the function
         returns it, and is passed to the function again. Otherwise this is a warning, once.
-      check_finite: Raise ``NotFiniteError`` if a result, or the new value of a variable, is not finite. The error
-        names the first computation that gave a NaN or an infinity, with its line and replica; variables keep their
-        previous values. Each call waits for its results and takes about twice as long; ``donate_args`` has no effect.
+      check_finite: Raise ``NotFiniteError`` if a result, or the new value of a variable, is not finite. The error names
+        the first computation that gave a NaN or an infinity, with its line and replica. Raise ``LabelError`` if a
+        Keras loss gets a label outside the range of its classes. Variables keep their previous values. Each call waits
+        for its results and takes about twice as long; ``donate_args`` has no effect.
     """
 
     experimental_enable_dynamic_batch_size: bool = True

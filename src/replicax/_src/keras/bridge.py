@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import keras
+from keras.src import backend
 from keras.src.saving import saving_lib
 
 from replicax._src import context, jax_compat
@@ -66,6 +67,8 @@ _REPLACED: Final = (
     (keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply),
     # Differentiating a mean on several replicas raises an error. The base class of all losses defines this method.
     (keras.losses.Loss, "__call__", losses.wrapped_call),
+    # Checked programs note labels outside the range. Losses, metrics and ``keras.ops`` call this function.
+    (backend.nn, "sparse_categorical_crossentropy", losses.wrapped_sparse_categorical),
     # The losses of layers are of the global batch. keras.Layer defines this, and layers have losses as models do.
     (keras.Layer, "losses", losses.wrapped_losses),
     # Layers keep the arrays that ``build`` computes. No public hook runs before a subclass's ``build`` (Keras 3.15).

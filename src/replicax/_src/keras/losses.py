@@ -23,6 +23,7 @@ from replicax._src.keras.loss_counts import note_keras_loss
 from replicax._src.keras.overriding import overridden
 from replicax._src.nn import SharedLoss, size_of_global_batch
 from replicax._src.tracing.capture import current_capture, user_line
+from replicax._src.tracing.labels import note_labels
 
 _MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _ROW_BY_ROW: Final = ("sum_over_batch_size", "mean", "sum")
@@ -82,6 +83,18 @@ def _not_differentiable(value: Any, error: Exception) -> Any:
         raise error
 
     return unchanged(value)
+
+
+def wrapped_sparse_categorical(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes labels outside the range in programs that are checked."""
+
+    def sparse_categorical_crossentropy(
+        target: Any, output: Any, from_logits: bool = False, axis: int = -1
+    ) -> Any:
+        note_labels(target, jnp.shape(output)[axis])
+        return original(target, output, from_logits=from_logits, axis=axis)
+
+    return sparse_categorical_crossentropy
 
 
 # --- in a model's own step ------------------------------------------------------------------------------

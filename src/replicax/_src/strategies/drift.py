@@ -148,18 +148,27 @@ def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> b
     return ends.keys() <= {successor} and ends.get(successor, 0) < 2
 
 
-def tell(name: str, paths: Sequence[str], *, raises: bool) -> None:
+def tell(name: str, paths: Sequence[str], *, reduced_at: str = "", raises: bool) -> None:
     """Warns of state that has drifted apart, with a remedy.
+
+    Args:
+      reduced_at: The line that reduces the loss in the differentiated function; "" if there is none.
 
     Raises:
       DivergenceError: If ``raises``.
     """
     more = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
     were, differ, train = ("were", "differ", "them") if len(paths) > 1 else ("was", "differs", "it")
+    remedy = "Sum the gradients: gradients = rx.get_replica_context().all_reduce('sum', gradients)."
+    if reduced_at:
+        remedy = (
+            f"The loss is already reduced over replicas at {reduced_at}, inside the differentiated function, so take the mean of "
+            "the gradients: gradients = rx.get_replica_context().all_reduce('mean', gradients). Or differentiate the replica's own "
+            "share of the loss, and sum its gradients."
+        )
     told = (
         f"{name}, run at {user_line()}: {', '.join(paths[:_MAX_SHOWN])}{more} {were} the same on all replicas in an earlier call and now "
-        f"{differ}: each replica trains its own copy of {train}. Sum the gradients: gradients = "
-        "rx.get_replica_context().all_reduce('sum', gradients). To keep one value per replica on purpose, create it with "
+        f"{differ}: each replica trains its own copy of {train}. {remedy} To keep one value per replica on purpose, create it with "
         "strategy.experimental_distribute_values_from_function(...). If the replicas' values are equal, return rx.assert_same(value)."
     )
     if raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from replicax._src.tracing.cache import (
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.tracing.finite import watched
 from replicax._src.tracing.holders import held_elsewhere
+from replicax._src.tracing.labels import watching_labels
 from replicax._src.tracing.program import check_no_leaks
 from replicax._src.user_code import user_line
 from replicax._src.values import (
@@ -269,15 +271,16 @@ class Runner:
 
     def _trace(self, call: Call, donated: Sequence[bool], options: RunOptions) -> LoweredFunction:
         fn, described = call.fn, call.described
-        program, rows = trace_replicas(
-            self._strategy,
-            self._topology,
-            fn,
-            call.tree,
-            described,
-            binding_of=self._strategy.bindings.binding_of,
-            has_modules=call.has_modules,
-        )
+        with watching_labels() if options.check_finite else contextlib.nullcontext() as labels:
+            program, rows = trace_replicas(
+                self._strategy,
+                self._topology,
+                fn,
+                call.tree,
+                described,
+                binding_of=self._strategy.bindings.binding_of,
+                has_modules=call.has_modules,
+            )
         traced, name, told = program, key.name_of(fn), self._has_drifted
         function, paths = (
             drift.identity_of(fn),
@@ -290,7 +293,7 @@ class Runner:
             drifted = drift.drifted_paths(function, traced, paths(), described, leaves)
             if drifted and (options.check_same or function not in told):
                 told.add(function)
-                drift.tell(name, drifted, raises=options.check_same)
+                drift.tell(name, drifted, reduced_at=traced.reduced_at, raises=options.check_same)
 
         tell_drift(call.leaves)
         if current_capture() is None:
@@ -303,10 +306,10 @@ class Runner:
             results = results_of(program, self._topology, function, shared)
         check_closure = call.closure_check([variant.jaxpr for variant in program.variants])
         check = None
-        if options.check_finite:
+        if labels is not None:
             self._check_may_watch()
             names = [path for path, leaf in zip(paths(), described, strict=True) if leaf.kind != "static"]
-            program, check = watched(program, f"{name}, run at {user_line()}", names, rows)
+            program, check = watched(program, f"{name}, run at {user_line()}", names, rows, labels)
         launcher = Launcher(
             program,
             name,

@@ -282,6 +282,8 @@ class Strategy:
           DivergenceError: A mirrored variable would differ between replicas.
           StructureError: Replicas with different shapes return different structures.
           NotFiniteError: ``check_finite=True`` is set, and a result or the new value of a variable is not finite.
+          LabelError: ``check_finite=True`` is set, and a Keras loss gets a label outside the range of its classes.
+          ReducedLossError: The function sums gradients of a loss that is already reduced over replicas.
           UnsupportedError: ``check_finite=True`` or ``check_same=True`` is set with parameter servers; or
             ``eager=True`` is set in a cluster of several workers, with parameter servers, or for per-replica values
             that are not rows of one batch.

@@ -51,7 +51,9 @@ class Comparison:
         self._ours, self._wanted = ours, wanted
         self._args = args
         self._tolerance = tolerance
-        self._facts = Facts(tuple(sizes), ours.per_replica_state, ours.has_randomness)
+        self._facts = Facts(
+            tuple(sizes), ours.per_replica_state, ours.has_randomness, reduced_at=ours.reduced_at
+        )
         self._differences: list[Difference] = []
         self._not_compared: list[str] = []
         self._num_compared = 0
@@ -72,6 +74,7 @@ class Comparison:
             self._num_compared,
             tuple(self._differences),
             tuple(self._not_compared),
+            self._wanted.remarks,
         )
 
     def _add(self, kind: Kind, name: str, shape: Sequence[int], found: Measure, **told: bool) -> None:

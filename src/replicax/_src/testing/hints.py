@@ -19,6 +19,7 @@ class Facts:
       has_randomness: True if the step draws random numbers.
       do_gradients_differ: True if some applied gradients differ.
       gradient_factor: The factor of all gradients together, by least squares.
+      reduced_at: The line that reduces a loss over replicas in a differentiated function; "" if there is none.
     """
 
     rows: tuple[int, ...]
@@ -26,6 +27,7 @@ class Facts:
     has_randomness: bool = False
     do_gradients_differ: bool = False
     gradient_factor: float | None = None
+    reduced_at: str = ""
 
     @property
     def num_replicas(self) -> int:
@@ -101,6 +103,12 @@ def _known_factor(facts: Facts, factor: float | None, is_state: bool) -> str:
     num = facts.num_replicas
     if num == 1 or factor is None:
         return ""
+    if _is_near(factor, num) and facts.reduced_at:
+        return (
+            f"{num:.1f} ×: the loss is reduced over replicas at {facts.reduced_at}, inside the differentiated function, and its "
+            f"gradients are summed again? Differentiate the replica's own share of the loss and reduce the loss outside, or take "
+            f"the mean of the gradients."
+        )
     if _is_near(factor, num):
         return f"{num:.1f} ×: a mean loss summed over {num} replicas? {_ADVICE}"
     if _is_near(factor, 1 / num):

@@ -39,6 +39,7 @@ class ObservedRunner:
         device's gradient if the shares are means.
       per_replica_state: The variables that became equal on all replicas only because they were averaged, or copied from
         the first replica.
+      reduced_at: The line that reduces a loss in a differentiated function; "" if there is none.
       num_hidden: The number of gradients that were applied inside a scan or condition, where they cannot be observed.
     """
 
@@ -54,6 +55,7 @@ class ObservedRunner:
         self.values: list[Any] = []
         self.weighed: list[Any] = []
         self.per_replica_state: list[str] = []
+        self.reduced_at = ""
         self.num_hidden = 0
         self.num_runs = 0
 
@@ -89,6 +91,7 @@ class ObservedRunner:
         self.weighed += map(_whole, weighed)
         self.num_hidden += sum(hidden)
         program = self._runner.last_launcher.program
+        self.reduced_at = self.reduced_at or program.reduced_at
         for index, is_same in zip(program.written, program.same_writes, strict=True):
             binding = program.bindings[index]
             if (

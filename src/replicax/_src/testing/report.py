@@ -52,6 +52,7 @@ class OneDeviceReport:
       num_compared: The number of losses, outputs, gradients and variables that were compared.
       differences: The values that differ by more than rounding.
       not_compared: The values that could not be compared, with the reasons.
+      remarks: Mistakes that are the same on one device: labels outside the range of their classes.
     """
 
     strategy: str
@@ -59,6 +60,7 @@ class OneDeviceReport:
     num_compared: int
     differences: tuple[Difference, ...]
     not_compared: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -75,7 +77,9 @@ class OneDeviceReport:
             raise OneDeviceDifferenceError(str(self))
 
     def __str__(self) -> str:
-        return "\n".join([*self._head(), *self._table(), *self._hints(), *self._not_compared()])
+        return "\n".join(
+            [*self._head(), *self._table(), *self._hints(), *self._not_compared(), *self._remarks()]
+        )
 
     def _head(self) -> list[str]:
         rows = " + ".join(map(str, self.rows))
@@ -107,6 +111,9 @@ class OneDeviceReport:
 
     def _distinct_hints(self) -> list[str]:
         return list(dict.fromkeys(entry.hint for entry in self.differences if entry.hint))
+
+    def _remarks(self) -> list[str]:
+        return ["", *(f"Note: {text}" for text in self.remarks)] if self.remarks else []
 
     def _not_compared(self) -> list[str]:
         return ["", *(f"Not compared: {text}" for text in self.not_compared)] if self.not_compared else []

@@ -32,6 +32,7 @@ from replicax._src.tracing.bindings import (
 )
 from replicax._src.tracing.cache import array_leaf
 from replicax._src.tracing.equations import equations
+from replicax._src.tracing.labels import watching_labels
 from replicax._src.tracing.passes import trace_cross_replica
 from replicax._src.tracing.program import Variant, check_no_leaks
 from replicax._src.variables.placement import VariablePlacement
@@ -62,9 +63,11 @@ class Outcome:
       result: The result of the function. Arrays are NumPy arrays, typed keys are KeyWords; PerReplica values stay
         PerReplica.
       gradients: The gradients of all calls of ``strategy.run``: the name, the value as applied, and the weighted value.
-      states: The variables that the step assigned, by ``id``. per_replica_state, num_hidden: See ``ObservedRunner``.
+      states: The variables that the step assigned, by ``id``. per_replica_state, num_hidden, reduced_at: See
+        ``ObservedRunner``.
       has_randomness: True if the step drew random numbers.
       dtypes: The floating dtypes of the computation.
+      remarks: The mistakes of ``LabelWatch``.
     """
 
     result: Any
@@ -72,8 +75,10 @@ class Outcome:
     states: dict[int, State]
     per_replica_state: tuple[str, ...]
     num_hidden: int
+    reduced_at: str
     has_randomness: bool
     dtypes: frozenset[Any]
+    remarks: tuple[str, ...]
 
 
 class Side:
@@ -128,7 +133,11 @@ class Side:
 
     def run(self, step: Callable[..., Any], arguments: Any) -> Outcome:
         """Traces ``step(*arguments)``, cross-replica code, and runs it on copies of the state."""
-        with context.standing_in(self._strategy, self.parts), context.no_iteration(_NO_ITERATION):
+        with (
+            context.standing_in(self._strategy, self.parts),
+            context.no_iteration(_NO_ITERATION),
+            watching_labels() as labels,
+        ):
             variant, arrays = self._trace(step, arguments)
             bindings = [entry.binding for entry in variant.entries]
             olds = {id(s): on_host(_held(self._own_bindings.binding_of(s.variable))) for s in bindings}
@@ -150,8 +159,10 @@ class Side:
             states,
             tuple(self.observed.per_replica_state),
             self.observed.num_hidden,
+            self.observed.reduced_at,
             any(eqn.primitive.name in _RANDOM for eqn in equations(variant.jaxpr)),
             _dtypes(variant.jaxpr),
+            tuple(labels.taken()),
         )
 
     def _trace(self, step: Callable[..., Any], arguments: Any) -> tuple[Variant, list[Any]]:

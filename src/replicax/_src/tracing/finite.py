@@ -19,6 +19,7 @@ from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import NotFiniteError
 from replicax._src.tracing.equations import called
+from replicax._src.tracing.labels import LabelWatch
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant
 from replicax._src.tracing.replication import Replication, is_call
 from replicax._src.user_code import UNKNOWN
@@ -37,12 +38,14 @@ class FiniteCheck:
       results: The names of the results, then of the assigned variables.
       origins: The descriptions of arguments, variables and equations, by variant.
       variant_of_replica: The variant that each replica runs.
+      labels: The labels that the program notes.
     """
 
     name: str
     results: Sequence[str]
     origins: Sequence[Sequence[str]]
     variant_of_replica: Sequence[int]
+    labels: LabelWatch
 
     def __call__(self, found: Any) -> None:
         """Waits for the program's findings.
@@ -52,9 +55,11 @@ class FiniteCheck:
             infinity; -1 for none.
 
         Raises:
+          LabelError: Labels are outside the range of the classes.
           NotFiniteError: A result or a new value of a variable is not finite.
         """
         rows = np.asarray(found)
+        self.labels.check(self.name)
         bad = [r for r, row in enumerate(rows) if row[0] != _NONE]
         if not bad:
             return
@@ -75,12 +80,17 @@ class FiniteCheck:
 
 
 def watched(
-    program: ReplicaProgram, name: str, arguments: Sequence[str], rows_of_replica: Sequence[int] | None
+    program: ReplicaProgram,
+    name: str,
+    arguments: Sequence[str],
+    rows_of_replica: Sequence[int] | None,
+    labels: LabelWatch,
 ) -> tuple[ReplicaProgram, FiniteCheck]:
     """Returns a program with one more result, and the check that takes this result.
 
     Args:
       arguments: The names of the arrays that the program takes.
+      labels: The labels that the program notes.
       rows_of_replica: See ``replica_body``. Values that a replica without rows computes do not count.
     """
     num_replicas = len(program.variant_of_replica)
@@ -97,7 +107,7 @@ def watched(
     is_array = [output.is_array for output in first.outputs]
     results = [f"result{jax.tree_util.keystr(path)}" for path, i in paths if i is not None and is_array[i]]
     assigned = [f"the new value of variable {entry.binding.name!r}" for entry in first.written]
-    check = FiniteCheck(name, [*results, *assigned], origins, program.variant_of_replica)
+    check = FiniteCheck(name, [*results, *assigned], origins, program.variant_of_replica, labels)
     return ReplicaProgram(variants, program.variant_of_replica), check
 
 

@@ -145,8 +145,9 @@ accumulate_p = jax_compat.marker_primitive(
 # The result of the user's all_reduce. It is reduced, whichever cross-device operations computed it.
 reduced_p = jax_compat.identity_primitive("replicax_reduced")
 
-# A user asserts that a value is the same on all replicas.
-assert_same_p = jax_compat.identity_primitive("replicax_assert_same")
+# A user asserts that a value is the same on all replicas. Its gradient, which need not be the same, has a mark of its own.
+vouched_p = jax_compat.identity_primitive("replicax_vouched", is_kept_in_gradients=True)
+assert_same_p = jax_compat.identity_primitive("replicax_assert_same", gradient=vouched_p)
 
 # Converts the shared state of a seed to replica r's, and back: the first word is shifted by r * 0x9E3779B9.
 seed_shift_p = jax_compat.identity_primitive("replicax_seed_shift")

@@ -9,6 +9,7 @@ lowering: ``RunOptions(check_finite=True)`` adds ``finite.watched``, and ``lower
 | ``captured`` | a function | a trace: variables are inputs; tapes and optimizers are marks | never |
 | ``take_rows`` | a trace | a trace of rows of tables | without parameter servers |
 | ``resolve_marks`` | a trace | a jaxpr with computed derivatives and summed gradients | without marks |
+| ``check_scale`` | a jaxpr | the same, or an error if gradients are R times too large | one replica |
 | ``analyse_replication`` | a jaxpr | the same, and the replication of its results | one replica |
 | ``open_calls`` | a program | its collectives are at the top level, except those in loops | one size |
 | ``compare_sizes`` | a program | a result is invariant only if all sizes compute it alike | one size |
@@ -49,6 +50,7 @@ from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
 from replicax._src.tracing.equations import has_any
+from replicax._src.tracing.gradient_scale import check_gradient_scale
 from replicax._src.tracing.key import is_array
 from replicax._src.tracing.primitives import MARKS
 from replicax._src.tracing.program import Output, ReplicaProgram, Variant, leaked
@@ -454,6 +456,17 @@ def resolve_marks(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     )
 
 
+def check_scale(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    """Sets the line that reduces a differentiated loss, and raises if its gradients are summed over the replicas again.
+
+    Raises:
+      ReducedLossError: See ``check_gradient_scale``.
+    """
+    del capture
+    reduced_at = check_gradient_scale(variant.jaxpr, variant.input_replications, how.num_replicas or 1)
+    return dataclasses.replace(variant, reduced_at=reduced_at)
+
+
 def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     """Sets the replication of each result."""
     del capture
@@ -468,6 +481,7 @@ def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Va
 VARIANT_PASSES: Sequence[Callable[[Variant, Capture, _Tracing], Variant]] = (
     take_rows,
     resolve_marks,
+    check_scale,
     analyse_replication,
 )
 

@@ -42,6 +42,7 @@ class Variant:
       out_replications, write_replications: The replications of the outvars.
       input_replications: The replications of the invars.
       sums, unconnected: The gradients that are summed over replicas, and those without a source (see ``Rewriter``).
+      reduced_at: The line that reduces a loss over replicas in a differentiated function (``check_gradient_scale``).
     """
 
     jaxpr: Any
@@ -54,6 +55,7 @@ class Variant:
     write_replications: list[Replication] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     unconnected: frozenset[tuple[int, int]] = frozenset()
+    reduced_at: str = ""
 
     @property
     def written(self) -> list[Entry]:
@@ -157,6 +159,11 @@ class ReplicaProgram:
         """For each array output, True if it is proven to be the same on all replicas."""
         columns = zip(*(v.out_replications for v in self.variants), strict=True)
         return [all(replication.is_same for replication in column) for column in columns]
+
+    @property
+    def reduced_at(self) -> str:
+        """The user's line that reduces a loss in a differentiated function; "" if there is none."""
+        return next((v.reduced_at for v in self.variants if v.reduced_at), "")
 
     @functools.cached_property
     def has_collectives(self) -> bool:

@@ -255,9 +255,11 @@ class _Body:
             args = [_stop_gradient(a) for a in args]
         replications = [self._replication(a) for a in eqn.invars]
         if name == "replicax_aggregate":
-            return self.rewriter.aggregate(args, replications)
+            with jax_compat.at_line_of(eqn):
+                return self.rewriter.aggregate(args, replications)
         if name == "replicax_accumulate":
-            return self.rewriter.accumulate(args, replications)
+            with jax_compat.at_line_of(eqn):
+                return self.rewriter.accumulate(args, replications)
         if any(has_any(inner, MARKS) for inner in inner_jaxprs(eqn)):
             return _evaluate_nested(self.rewriter, eqn, args, replications)
         return jax_compat.bind_equation(eqn, args)
