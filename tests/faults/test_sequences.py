@@ -127,3 +127,86 @@ WORDS = {
     "restore": ["(checkpoint)"],
     "dataset": ["the next batch of a dataset"],
 }
+
+
+def late(seconds, folder):
+    """Correct programs of which worker 1 is late; a thread of the program reads ahead, and saves are asynchronous."""
+    import os
+    import queue
+    import threading
+    import time
+
+    import jax
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    late_s = float(seconds) * strategy.cluster_resolver.task_id
+    with strategy.scope():
+        total = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+    rows = strategy.distribute_datasets_from_function(
+        lambda context: (np.ones(2, np.float32) for _ in range(20 + context.input_pipeline_id))
+    )
+    manager = rx.CheckpointManager(rx.Checkpoint(total=total), os.path.join(folder, "saved"), max_to_keep=2)
+    ready = queue.Queue(2)
+
+    def read():
+        for batch in rows:
+            ready.put(batch)
+        ready.put(None)
+
+    def step(batch, is_last):
+        time.sleep(late_s)  # it compiles for a long time
+        total.assign_add(jax.numpy.sum(batch))
+        everyone = rx.get_replica_context().all_reduce("SUM", total.value)
+
+        def after(value):
+            time.sleep(late_s)  # the other worker has left the program by then
+
+        if is_last:
+            jax.debug.callback(after, everyone)
+        return everyone
+
+    def train():
+        num_steps = 0
+        while (batch := ready.get()) is not None:
+            is_last = num_steps == 20
+            strategy.run(step, args=(batch, is_last))
+            if num_steps % 5 == 0:
+                manager.save()
+            num_steps += 1
+        report(num_steps=num_steps, total=float(total))
+        time.sleep(late_s)
+        manager.save()
+        manager.wait()
+        manager.restore_or_initialize()
+        report(restored=float(total))
+
+    threading.Thread(target=read, daemon=True).start()
+    if os.environ.get("IN_A_THREAD"):
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        trainer.join()
+    else:
+        train()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "thread"),
+    [
+        pytest.param("4", "", marks=pytest.mark.rest),
+        pytest.param("2", "yes", marks=pytest.mark.rest),
+        pytest.param("60", "", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
+)
+def test_late_worker_is_no_mismatch(local_cluster, tmp_path, seconds, thread):
+    environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs(), "IN_A_THREAD": thread}
+    cluster = local_cluster(2, timeout_s=500, environment=environment)
+    cluster.start(late, [seconds, str(tmp_path)])
+    results = cluster.wait()
+    results.raise_if_failed()
+    for result in results.values():
+        assert result.report["num_steps"] == 21
+        assert result.report["total"] == result.report["restored"] == 2.0 * (20 + 21)

@@ -40,14 +40,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from replicax._src.cluster.save_rounds import KINDS, SaveRounds
 
 Message = Mapping[str, Any]
 Outbox = list[tuple[int, Message]]
-Runs = list[tuple[int, str]]
 _QUIET_S = 5.0
+
+
+class _Run(NamedTuple):
+    """A program, the position from which it has run, and the line of code there, if it is known."""
+
+    position: int
+    program: str
+    at: str | None
+
+
+Runs = list[_Run]
 
 
 @final
@@ -78,8 +88,7 @@ class _Member:
         on; see ``failures.describe_status``.
       reads: The number of batches that it has read together with others, at least.
       reading: If it waits for a batch: the position before, the number of reads before, and the dataset.
-      runs: Pairs of a program and the position from which it has run. Pairs that were compared with all members are
-        dropped.
+      runs: The programs that it has run. Those that were compared with all members are dropped.
       gone: The way in which it ended; None while it is present.
       text: Its ending in words, if it failed before it joined.
       figures: The figures of its last heartbeat; see ``status/figures.py``.
@@ -128,8 +137,8 @@ class _Member:
         if (position, status["doing"]) != (self.position, self.status.get("doing")):
             self.since, self.warned_s = now, 0.0
         self.status = status
-        if program is not None and (not self.runs or self.runs[-1][1] != program):
-            self.runs.append((position, program))
+        if program is not None and (not self.runs or self.runs[-1].program != program):
+            self.runs.append(_Run(position, program, status.get("at")))
 
     def told(self, now: float) -> dict[str, Any]:
         """Returns its status for messages to other members."""
@@ -374,7 +383,7 @@ class Controller:
     def _drop_compared(self) -> None:
         lowest = min((m.position for m in self._members if m.is_present), default=-1)
         for member in self._members:
-            while len(member.runs) > 1 and member.runs[1][0] <= lowest:
+            while len(member.runs) > 1 and member.runs[1].position <= lowest:
                 member.runs.pop(0)
 
     def _apart(self, now: float) -> Outbox:
@@ -425,17 +434,19 @@ def _first_difference(one: Runs, other: Runs, last: int) -> int | None:
     """Returns the first known position, up to ``last``, at which two members ran different programs."""
     if not one or not other:
         return None
-    first = max(one[0][0], other[0][0])
-    changes = sorted({start for start, _ in (*one, *other) if first <= start <= last})
-    return next((p for p in changes if _program_at(p, one) != _program_at(p, other)), None)
+    first = max(one[0].position, other[0].position)
+    changes = sorted({run.position for run in (*one, *other) if first <= run.position <= last})
+    return next((p for p in changes if _run_at(p, one).program != _run_at(p, other).program), None)
 
 
-def _program_at(position: int, runs: Runs) -> str:
-    return next(program for start, program in reversed(runs) if start <= position)
+def _run_at(position: int, runs: Runs) -> _Run:
+    return next(run for run in reversed(runs) if run.position <= position)
 
 
 def _at(position: int, runs: Runs) -> dict[str, Any]:
-    return {"position": position, "program": _program_at(position, runs), "doing": "in"}
+    run = _run_at(position, runs)
+    at = {} if run.at is None else {"at": run.at}
+    return {"position": position, "program": run.program, "doing": "in", **at}
 
 
 def _as_pairs(statuses: Mapping[int, Any]) -> list[list[Any]]:
