@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import keras
-from keras.src.saving import saving_lib
 
 from replicax._src import context, jax_compat
 from replicax._src.framework import Framework, stop_using, use
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import checkpointing, losses, metric_results, models, planned_steps
+from replicax._src.keras import checkpointing, internals, losses, metric_results, models, planned_steps
 from replicax._src.keras.models import PlacedModel
 from replicax._src.keras.optimizer import PlacedOptimizer, wrapped_loss_scale_apply
 from replicax._src.keras.variable import PlacedVariable, value_of
@@ -68,13 +67,15 @@ _REPLACED: Final = (
     (keras.losses.Loss, "__call__", losses.wrapped_call),
     # The losses of layers are of the global batch. keras.Layer defines this, and layers have losses as models do.
     (keras.Layer, "losses", losses.wrapped_losses),
-    # Layers keep the arrays that ``build`` computes. No public hook runs before a subclass's ``build`` (Keras 3.15).
+    # Layers keep the arrays that ``build`` computes. No public hook runs before a subclass's ``build`` (Keras 3.16).
     (keras.Layer, "_maybe_build", _outside_functions),
-    # These two regularizers turn their factors into arrays and keep them (Keras 3.12 to 3.15).
+    # These two regularizers turn their factors into arrays and keep them (Keras 3.12 to 3.16).
     (keras.regularizers.L1, "__init__", _outside_functions),
     (keras.regularizers.OrthogonalRegularizer, "__init__", _outside_functions),
-    # `load_model` and `model.save` hold the full file in memory if the host has twice as much (Keras 3.12 to 3.15).
-    (saving_lib, "is_memory_sufficient", _reads_from_disk),
+    # `load_model` and `model.save` hold the full file in memory if the host has twice as much (Keras 3.12 to 3.16).
+    (internals.saving_lib, "is_memory_sufficient", _reads_from_disk),
+    # Loops would move and stack the batches that a step of replicax places itself.
+    (internals.Loop, "_get_iterator", internals.wrapped_get_iterator),
 )
 
 _originals: list[tuple[Any, str, Any]] = []
@@ -85,10 +86,12 @@ def install() -> None:
 
     Raises:
       KerasBackendError: Keras does not run on the JAX backend.
+      KerasVersionError: A part of this version of Keras is not what replicax needs.
     """
     check_keras("replicax")
     if _originals:
         return
+    internals.check()
     if is_full():
         keras.config.disable_traceback_filtering()
     for owner, base in _BASES:

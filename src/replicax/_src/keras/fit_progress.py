@@ -105,7 +105,11 @@ class DataOfFit:
         if self.is_there:
             self._loop.forget_length()
         if not self._num_taken:
-            self._at_pass = {"random": self._random.get_state(), "dataset": self._state_of_x()}
+            self._at_pass = {
+                "random": self._random.get_state(),
+                "dataset": self._state_of_x(),
+                "pass_number": self._loop.pass_number,
+            }
 
     @property
     def _num_taken(self) -> int:
@@ -120,6 +124,7 @@ class DataOfFit:
             "at_pass": self._at_pass,
             "random": self._random.get_state(),
             "dataset": self._state_of_x(),
+            "pass_number": self._loop.pass_number,
             "position": position,
         }
 
@@ -148,13 +153,15 @@ class DataOfFit:
         taken = state["taken"] or 0
         before = state["at_pass"] if taken else state
         self._random.set_state(before["random"])
+        number = before.get("pass_number")  # older checkpoints have none
+        self._loop.set_pass_number(number)
         if before["dataset"] is not None and self._has_state:
             self._x.set_state(before["dataset"])
         if isinstance(self._x, DistributedInput):
             self.is_there = self._x.resume(state["position"], taken)
             if self.is_there:
                 self._loop.forget_length()
-        self._at_pass = {"random": before["random"], "dataset": before["dataset"]}
+        self._at_pass = {"random": before["random"], "dataset": before["dataset"], "pass_number": number}
         return taken
 
     def end_replay(self) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, KerasScopeError
+from replicax._src.keras import internals
 from replicax._src.keras.losses import own_compute_loss_gathered
 from replicax._src.keras.overriding import overridden
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
@@ -57,7 +58,7 @@ def placed_and_left(step: StepFunction) -> Iterator[None]:
         del state
         raise _StepPlaced(_placed(step, step.first_batch(iterator)))
 
-    with overridden(step.model, **{"_get_jax_state": get_state, step.phase.function_name: place}):
+    with overridden(step.model, **{internals.GET_STATE: get_state, step.phase.function_name: place}):
         yield
 
 
