@@ -79,7 +79,8 @@ class DataOfFit:
 
     Keras reads the data in passes; with ``steps_per_epoch`` one pass serves several epochs.
 
-    Keras shuffles arrays and PyDatasets with the random states at the beginning of a pass, so these are saved. Datasets
+    Keras shuffles arrays and PyDatasets with the random states at the beginning of a pass, or from a number that counts
+    epochs (3.16), so these are saved. Datasets
     of replicax know their position. The state of a PyDataset with ``get_state`` and ``set_state`` is taken at the
     beginning of a pass. All other data are read again.
 
@@ -167,6 +168,8 @@ class DataOfFit:
     def end_replay(self) -> None:
         """Records that all batches that were trained on before have been read again."""
         self._random.set_state(self._restored["random"])
+        # Keras also counts the epochs in which no pass began.
+        self._loop.set_pass_number(self._restored.get("pass_number"))
 
     def _state_of_x(self) -> Any:
         return self._x.get_state() if self._has_state else None

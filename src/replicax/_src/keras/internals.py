@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -560,7 +561,7 @@ def _loop_case(method: str, function: str, groups: Sequence[str]) -> list[Any]:
     get_state, take_back = getattr(model, GET_STATE), getattr(model, SYNC)
 
     def build(*args: Any, **kwargs: Any) -> None:
-        loop = kwargs.get("iterator", args[0] if args else None)
+        loop: Any = kwargs.get("iterator", args[0] if args else None)
         events.append(
             ["build", isinstance(loop, Loop), loop.data_adapter is data, num_taken(loop), has_pass(loop)]
         )
@@ -669,6 +670,39 @@ def _arrays_case() -> list[Any]:
     ]
 
 
+class _CheckedDataset(keras.utils.PyDataset):
+    """32 batches; each has its number."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((1, 1), index)
+
+
+def _shuffle_case(x: Any) -> list[bool]:
+    """Makes two passes, and the first one once more from the state that a checkpoint of ``fit`` saves."""
+    loop = Loop(x=x, batch_size=None if isinstance(x, _CheckedDataset) else 1, shuffle=True)
+    number, states = pass_number(loop), (random.getstate(), np.random.get_state())
+
+    def order() -> list[int]:
+        return [int(np.ravel(batch)[0]) for batch in loop.data_adapter.get_jax_iterator()]
+
+    try:
+        passes = []
+        for _ in range(2):
+            passes.append(order())
+            loop.data_adapter.on_epoch_end()
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        set_pass_number(loop, number)
+        passes.append(order())
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return [passes[0] == passes[2], passes[0] != passes[1]]
+
+
 _STATE_ARGUMENTS: Final = ("self", *_GROUPS, "purge_model_variables")
 _TRAIN, _TEST, _PREDICT = _GROUPS, (*_GROUPS[:2], _GROUPS[3]), _GROUPS[:2]
 
@@ -751,6 +785,8 @@ PARTS: Final = (
         _arrays_case,
         ([[(True, "int64", (2, 1)), (True, "int64", (1, 1))], True, 0, True],),
     ),
+    Part("the shuffle of arrays", lambda: _shuffle_case(np.arange(32)), ([True, True],)),
+    Part("the shuffle of a PyDataset", lambda: _shuffle_case(_CheckedDataset()), ([True, True],)),
     Part(
         "the loop of keras.Model.fit",
         functools.partial(_loop_case, "fit", "train_function", _TRAIN),
