@@ -283,7 +283,11 @@ class ReplayedSteps:
         return self._logs, state
 
     def _read(self, iterator: Iterator[Any], num_wanted: int, num_needed: int) -> None:
-        if not self._data.is_there and sum(1 for _ in itertools.islice(iterator, num_wanted)) < num_needed:
+        if self._data.is_there:
+            return
+        num_in_element = self._loop.num_in_element
+        wanted, needed = (-(-number // num_in_element) for number in (num_wanted, num_needed))
+        if sum(1 for _ in itertools.islice(iterator, wanted)) < needed:
             raise self.too_few()
 
     def too_few(self) -> InvalidArgumentError:

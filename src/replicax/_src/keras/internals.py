@@ -288,6 +288,14 @@ def forget_length(loop: Any) -> None:
     loop._num_batches = None
 
 
+def num_in_element(loop: Any) -> int:
+    """Returns the number of batches in an element of a loop's iterator. Keras 3.16 stacks those of
+    ``steps_per_execution``, unless ``placing_batches`` prevents it.
+    """
+    is_stacked = "super_batch" in _arguments(DataAdapter.get_jax_iterator) and not _local.places_batches
+    return max(1, loop.steps_per_execution) if is_stacked else 1
+
+
 def pass_number(loop: Any) -> int | None:
     """Returns the number from which Keras shuffles the next pass (3.16); None if it draws random numbers for it."""
     return getattr(loop.data_adapter, "_epoch", None)

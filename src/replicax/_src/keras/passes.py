@@ -45,6 +45,11 @@ class LoopOfFit:
         """Counts batches that other code took in place of the loop."""
         internals.set_num_taken(self._loop, internals.num_taken(self._loop) + num_batches)
 
+    @property
+    def num_in_element(self) -> int:
+        """The number of batches in an element of the loop's iterator."""
+        return internals.num_in_element(self._loop)
+
     def forget_length(self) -> None:
         """Makes an epoch without ``steps_per_epoch`` end with its data. Keras ends each after as many batches as the
         first one had, but an epoch that other workers began may have more or fewer.
