@@ -31,6 +31,9 @@ LOCKED_VENV := .venv-3.11
 LOCKED_STAMP := $(LOCKED_VENV)/.installed
 NEWEST_VENV := .venv-3.13
 NEWEST_STAMP := $(NEWEST_VENV)/.installed
+# The next version of Keras.
+NIGHTLY_VENV := .venv-keras-nightly
+NIGHTLY_STAMP := $(NIGHTLY_VENV)/.installed
 # Of several installations of pyenv the last; its shim `python3.13` works only if that version is selected.
 pyenv = $(lastword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)))
 PYTHON_3_11 ?= $(or $(call pyenv,3.11),python3.11)
@@ -69,7 +72,7 @@ help:
 	@echo "make test-all   run make test, make test-rest and make test-long"
 	@echo "make test-keras run the tests of Keras with Keras $(OLDEST_KERAS), the oldest that is supported"
 	@echo "make test-versions  run $(VERSION_TESTS) with Python 3.11 and the locked versions, and with"
-	@echo "                Python 3.13 and the newest jax, Keras and orbax"
+	@echo "                Python 3.13 and the newest jax, Keras and orbax, and with a nightly build of Keras (keras-nightly.lock)"
 	@echo "make test-gpu   run the tests of GPUs (tests/gpu), where there is a GPU"
 	@echo "make test-peers run the tests with TensorFlow, torch, Hugging Face datasets and keras_hub (tests/peers)"
 	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
@@ -106,15 +109,16 @@ test-keras: $(KERAS_STAMP)
 	@echo "test-keras: pytest tests/keras with Keras $(OLDEST_KERAS), without the tests marked long, in two processes"
 	@$(KERAS_VENV)/bin/python -m pytest -q -m "not long" $(IN_TWO) tests/keras
 
-test-versions: $(LOCKED_STAMP) $(NEWEST_STAMP)
+test-versions: $(LOCKED_STAMP) $(NEWEST_STAMP) $(NIGHTLY_STAMP)
 	@$(call test-version,$(LOCKED_VENV))
 	@$(call test-version,$(NEWEST_VENV))
+	@$(call test-version,$(NIGHTLY_VENV))
 
 # $(call test-version,environment)
 define test-version
 	echo "test-versions: pytest $(VERSION_TESTS), without the tests marked long, in two processes, with"; \
 	$(1)/bin/python --version; \
-	$(1)/bin/pip list --disable-pip-version-check --format=freeze | grep -E '^(jax|jaxlib|keras|numpy|orbax-checkpoint|flax|optax|grain)=='; \
+	$(1)/bin/pip list --disable-pip-version-check --format=freeze | grep -E '^(jax|jaxlib|keras|keras-nightly|numpy|orbax-checkpoint|flax|optax|grain)=='; \
 	$(1)/bin/python -m pytest -q -m "not long" $(IN_TWO) $(VERSION_TESTS)
 endef
 
@@ -181,7 +185,7 @@ bench: $(STAMP)
 
 clean:
 	@echo "clean: removing the environments of this Makefile, build outputs and caches"
-	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) $(ENGINES_VENV) $(DOCS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(NIGHTLY_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) $(ENGINES_VENV) $(DOCS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # $(call install,environment,what pip installs,packages besides or instead)
@@ -209,6 +213,10 @@ $(LOCKED_STAMP): requirements.lock pyproject.toml
 $(NEWEST_STAMP): override PYTHON := $(PYTHON_3_13)
 $(NEWEST_STAMP): pyproject.toml
 	$(call install,$(NEWEST_VENV),$(NEWEST))
+
+$(NIGHTLY_STAMP): override PYTHON := $(PYTHON_3_11)
+$(NIGHTLY_STAMP): keras-nightly.lock requirements.lock pyproject.toml
+	$(call install,$(NIGHTLY_VENV),-r keras-nightly.lock)
 
 $(GPU_STAMP): requirements.lock pyproject.toml
 	$(call install,$(GPU_VENV),-r requirements.lock,$(GPU_JAX))

@@ -37,6 +37,7 @@ REPLACED = {
     "StatelessScope.__enter__",
     "StatelessScope.add_update",
     "StatelessScope.add_loss",
+    "JAXEpochIterator._get_iterator",
 }
 
 

@@ -1,6 +1,7 @@
 """``CheckpointCallback``: a ``fit`` that was interrupted anywhere and run again ends bit-identically to an
 uninterrupted one."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -311,6 +312,20 @@ def test_interrupted_before_the_last_batch_has_become_an_epoch(mirrored, died_af
 def test_several_steps_in_one_call(mirrored, tmp_path):
     again, log = assert_goes_on(
         mirrored, "arrays", tmp_path, dies_after=4, save_freq=4, steps_per_execution=2
+    )
+    assert len(again.batches) == len(log.batches) - 4
+
+
+class OutsideOfScopes:
+    """In place of a strategy: the model belongs to Keras."""
+
+    scope = contextlib.nullcontext
+
+
+def test_several_steps_in_one_call_outside_of_scopes(tmp_path):
+    """Keras 3.16 stacks their batches."""
+    again, log = assert_goes_on(
+        OutsideOfScopes(), "arrays", tmp_path, dies_after=4, save_freq=4, steps_per_execution=2
     )
     assert len(again.batches) == len(log.batches) - 4
 

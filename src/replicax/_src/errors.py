@@ -26,6 +26,7 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     ├── UnsupportedError (NotImplementedError) TensorFlow has it, it has no meaning here
     ├── BackendStartedError (RuntimeError)     too late: JAX's backend is running
     ├── KerasBackendError (RuntimeError)       Keras does not run on JAX
+    ├── KerasVersionError (RuntimeError)       a part of Keras is not what replicax needs
     ├── KerasLossError (ValueError)            a mean loss where it would be R times too large
     ├── KerasScopeError (ValueError)           a model, or metrics of it, made outside the scope
     ├── DonatedError (RuntimeError)            a value that was given away
@@ -150,6 +151,10 @@ class BackendStartedError(ReplicaxError, RuntimeError):
 
 class KerasBackendError(ReplicaxError, RuntimeError):
     """Keras runs on another backend than JAX."""
+
+
+class KerasVersionError(ReplicaxError, RuntimeError):
+    """A part of the installed Keras is not what replicax needs."""
 
 
 class KerasLossError(ReplicaxError, ValueError):

@@ -21,8 +21,8 @@ import keras
 
 from replicax._src import context
 from replicax._src.collectives.in_replica import Packing, packed_sum
-from replicax._src.keras import servers
-from replicax._src.keras.capture import accessor
+from replicax._src.keras import internals, servers
+from replicax._src.keras.internals import accessor
 from replicax._src.keras.loss_counts import count_of_step
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.tracing.capture import TracedCapture, current_capture
@@ -65,7 +65,7 @@ def can_have_parts(optimizer: Any, variable: Any) -> bool:
 
 def has_parts(optimizer: Any) -> bool:
     """Returns True if each replica keeps its own part of the gradients that the optimizer accumulates."""
-    return any(each.has_parts for each in getattr(optimizer, "_accumulated_gradients", ()))
+    return any(each.has_parts for each in internals.accumulators_of(optimizer))
 
 
 def add_up(model: Any) -> None:
@@ -93,13 +93,13 @@ def apply(
     is_on_servers = capture is not None and isinstance(capture.observer, Events)
     if not optimizer.gradient_accumulation_steps or is_on_servers:
         return own(gradients, variables)
-    accumulators = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
+    accumulators = [internals.accumulator_of(optimizer, v) for v in variables]
     sums = [accumulator.value for accumulator in accumulators]
     factors = _factors(optimizer)
     if not has_parts(optimizer):
         return own(list(gradients) if factors is None else _weighed(factors, sums, gradients), variables)
     steps = optimizer.gradient_accumulation_steps
-    is_last = optimizer._iterations.value % steps == steps - 1
+    is_last = internals.num_small_batches(optimizer) % steps == steps - 1
     operands = [is_last, *(factors or (jnp.float32(1), jnp.float32(1))), *sums, *map(jnp.asarray, gradients)]
     is_in_fit = capture is None and loss_counts() is not None
     if is_in_fit or (isinstance(capture, TracedCapture) and capture.is_replica):
@@ -131,7 +131,9 @@ def _factors(optimizer: Any) -> tuple[Any, Any] | None:
     if optimizer.accumulated_count is None or count is None:
         return None
     count = jnp.asarray(count, jnp.float32)
-    number = (optimizer._iterations.value % optimizer.gradient_accumulation_steps + 1).astype(jnp.float32)
+    number = (internals.num_small_batches(optimizer) % optimizer.gradient_accumulation_steps + 1).astype(
+        jnp.float32
+    )
     before = jnp.where(number == 1, 0, optimizer.accumulated_count.value)
     total = before + count
     optimizer.accumulated_count.assign(total)

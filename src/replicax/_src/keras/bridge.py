@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import keras
-from keras.src import backend
-from keras.src.saving import saving_lib
 
 from replicax._src import context, jax_compat
 from replicax._src.framework import Framework, stop_using, use
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import checkpointing, losses, metric_results, models, planned_steps
+from replicax._src.keras import checkpointing, internals, losses, metric_results, models, planned_steps
 from replicax._src.keras.models import PlacedModel
 from replicax._src.keras.optimizer import PlacedOptimizer, wrapped_loss_scale_apply
 from replicax._src.keras.variable import PlacedVariable, value_of
@@ -68,20 +66,22 @@ _REPLACED: Final = (
     # Differentiating a mean on several replicas raises an error. The base class of all losses defines this method.
     (keras.losses.Loss, "__call__", losses.wrapped_call),
     # Checked programs note labels outside the range. Losses, metrics and ``keras.ops`` call this function.
-    (backend.nn, "sparse_categorical_crossentropy", losses.wrapped_sparse_categorical),
+    (internals.nn, "sparse_categorical_crossentropy", losses.wrapped_sparse_categorical),
     # The losses of layers are of the global batch. keras.Layer defines this, and layers have losses as models do.
     (keras.Layer, "losses", losses.wrapped_losses),
-    # Layers keep the arrays that ``build`` computes. No public hook runs before a subclass's ``build`` (Keras 3.15).
+    # Layers keep the arrays that ``build`` computes. No public hook runs before a subclass's ``build`` (Keras 3.16).
     (keras.Layer, "_maybe_build", _outside_functions),
-    # These two regularizers turn their factors into arrays and keep them (Keras 3.12 to 3.15).
+    # These two regularizers turn their factors into arrays and keep them (Keras 3.12 to 3.16).
     (keras.regularizers.L1, "__init__", _outside_functions),
     (keras.regularizers.OrthogonalRegularizer, "__init__", _outside_functions),
     # A step of `fit` has its state in these scopes, and a value that leaves a scan or condition would be JAX's raw error.
     (keras.StatelessScope, "__enter__", keras_capture.wrapped_enter),
     (keras.StatelessScope, "add_update", keras_capture.wrapped_add_update),
     (keras.StatelessScope, "add_loss", keras_capture.wrapped_add_loss),
-    # `load_model` and `model.save` hold the full file in memory if the host has twice as much (Keras 3.12 to 3.15).
-    (saving_lib, "is_memory_sufficient", _reads_from_disk),
+    # `load_model` and `model.save` hold the full file in memory if the host has twice as much (Keras 3.12 to 3.16).
+    (internals.saving_lib, "is_memory_sufficient", _reads_from_disk),
+    # Loops would move and stack the batches that a step of replicax places itself.
+    (internals.Loop, "_get_iterator", internals.wrapped_get_iterator),
 )
 
 _originals: list[tuple[Any, str, Any]] = []
@@ -92,10 +92,12 @@ def install() -> None:
 
     Raises:
       KerasBackendError: Keras does not run on the JAX backend.
+      KerasVersionError: A part of this version of Keras is not what replicax needs.
     """
     check_keras("replicax")
     if _originals:
         return
+    internals.check()
     if is_full():
         keras.config.disable_traceback_filtering()
     for owner, base in _BASES:

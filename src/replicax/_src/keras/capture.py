@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 import jax.numpy as jnp
 import keras
 import numpy as np
-from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from replicax._src import context, jax_compat
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
 from replicax._src.errors import TraceError
 from replicax._src.framework import AssignableState
+from replicax._src.keras import internals
+from replicax._src.keras.internals import accessor
 from replicax._src.keras.losses import note_added
 from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.bindings import Binding, SyncPolicy
@@ -31,31 +31,9 @@ from replicax._src.tracing.loss_counts import loss_counts
 from replicax._src.user_code import user_line
 
 
-class _KerasAccessor:
-    """Reads and writes the values of Keras variables.
-
-    ``value`` and ``assign`` cost 4 µs per variable and step, ``_value`` costs 0.04 µs (Keras 3.12 to 3.15). No public
-    name reads the stored value without conversion.
-    """
-
-    def get(self, holders: Sequence[Any]) -> list[Any]:
-        return [variable._value for variable in holders]
-
-    def set(self, holders: Sequence[Any], values: Sequence[Any]) -> None:
-        for variable, value in zip(holders, values, strict=True):
-            variable._value = value
-
-    def is_built(self, variable: Any) -> bool:
-        """True if the variable has a value. Variables made in a ``keras.StatelessScope`` get theirs afterwards."""
-        return variable._value is not None
-
-
-accessor = _KerasAccessor()
-
-
 def make_binding(variable: Any, num_replicas: int) -> Binding:
     """Returns the binding of a Keras variable."""
-    dtype = jnp.dtype(getattr(variable, "_dtype", None) or variable.dtype)
+    dtype = jnp.dtype(internals.stored_dtype(variable))
     sync_policy = _sync_policy(variable, dtype) if num_replicas > 1 else SyncPolicy.MIRRORED
     return Binding(variable, accessor, variable.path, tuple(variable.shape), dtype, sync_policy)
 
@@ -116,26 +94,11 @@ def _communicator() -> Any:
     return replica.communicator
 
 
-def stateless_scope() -> Any:
-    """Returns the innermost ``keras.StatelessScope``, or None outside of all. No public name returns it (Keras
-    3.15).
-    """
-    return get_stateless_scope()
-
-
 @contextmanager
 def outside_functions() -> Iterator[None]:
     """Gives a variable that a traced function creates its first value at once, as if no function were being traced."""
-    scope = keras.StatelessScope(initialize_variables=False)
-    scope.__enter__()
-    current, scope.original_scope = scope.original_scope, None
-    scope.__exit__()  # no scope is open any more
-    try:
-        with jax_compat.as_if_untraced(), replaced_capture(None):
-            yield
-    finally:
-        scope.original_scope = current
-        scope.__exit__()
+    with internals.outside_scopes(), jax_compat.as_if_untraced(), replaced_capture(None):
+        yield
 
 
 def _give_value(variable: Any) -> None:
@@ -144,7 +107,7 @@ def _give_value(variable: Any) -> None:
     """
     if not accessor.is_built(variable) and not planning.get():
         with outside_functions():
-            variable._deferred_initialize()
+            internals.initialize(variable)
 
 
 # --- scopes of Keras and of users: the state of a step of ``fit`` ---------------------------------------
@@ -187,7 +150,7 @@ def wrapped_add_loss(original: Any) -> Any:
 def _leaves(scope: Any, value: Any) -> bool:
     home = getattr(scope, "replicax_trace", None)
     # Keras computes the shapes of a layer's outputs in a symbolic scope, and drops all values.
-    return home is not None and not in_symbolic_scope() and jax_compat.leaves(value, home)
+    return home is not None and not internals.in_symbolic_scope() and jax_compat.leaves(value, home)
 
 
 def _loss_in_inner_trace() -> TraceError:
@@ -221,10 +184,10 @@ class _StateOfScope:
     """The innermost ``keras.StatelessScope`` as state that ``rx.cond`` passes through its branches."""
 
     def branch(self) -> _BranchScope:
-        return _BranchScope(stateless_scope())
+        return _BranchScope(internals.current_scope())
 
     def read(self, variable: Any) -> Any:
-        value = stateless_scope().get_current_value(variable)
+        value = internals.current_scope().get_current_value(variable)
         if value is None:  # the other branch assigns it, and the scope does not have it yet
             with overridden(variable, _autocast=False):
                 value = variable.value
@@ -232,12 +195,12 @@ class _StateOfScope:
 
     def write(self, variable: Any, value: Any, line: str) -> None:
         del line
-        stateless_scope().add_update((variable, value))
+        internals.current_scope().add_update((variable, value))
 
 
 def assignable_state() -> AssignableState | None:
     """Returns the innermost scope of Keras or of the user; None without one, or if a capture has the values."""
-    scope = stateless_scope()
+    scope = internals.current_scope()
     is_capture = scope is None or (isinstance(scope, CaptureScope) and current_capture() is not None)
     return None if is_capture else _StateOfScope()
 
@@ -282,4 +245,4 @@ def give_values() -> None:
     while without_values and not planning.get():
         variable = without_values.pop()
         if not accessor.is_built(variable):
-            variable._deferred_initialize()
+            internals.initialize(variable)

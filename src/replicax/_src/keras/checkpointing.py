@@ -18,12 +18,12 @@ import keras
 from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.tracked import Parts, escaped
 from replicax._src.framework import Tracking
+from replicax._src.keras import internals
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 
-# State of the fit loop, which restarts each epoch; to keep it, track model.metrics. The last attribute repeats layers.
-_OF_LOOPS = {"_loss_tracker", "_compile_metrics", "_compile_loss", "_functional"}
-_OF_TRACKERS = {"_variables", "_trainable_variables", "_non_trainable_variables", "_layers", "_metrics"}
+# To keep the state of the fit loop, track model.metrics.
+_NOT_SAVED = {*internals.ATTRIBUTES_OF_LOOPS, *internals.ATTRIBUTES_OF_TRACKERS}
 
 
 def _kind_of(tracked: Any) -> str:
@@ -78,7 +78,7 @@ def _variables_of(tracked: Any) -> list[Any]:
 @functools.cache
 def _internal_names() -> set[str]:
     """Returns the names of attributes that every layer has. They repeat what other attributes hold."""
-    return {*vars(keras.layers.Layer(name="any")), *_OF_LOOPS, *_OF_TRACKERS}
+    return {*vars(keras.layers.Layer(name="any")), *_NOT_SAVED}
 
 
 @functools.cache
@@ -91,9 +91,7 @@ def _functional_class() -> type:
 def _bring_state(tracked: Any) -> None:
     """Gives the variables their values, which are in Keras's loop while ``fit`` runs."""
     if isinstance(tracked, keras.Model):
-        sync = getattr(tracked, "jax_state_sync", None)
-        if sync is not None:
-            sync()
+        internals.sync(tracked)
 
 
 def _finish(tracked: Any) -> None:

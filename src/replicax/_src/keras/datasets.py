@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 import numpy as np
 
-# Keras accepts a custom adapter as ``x``, but the base class has no public name (Keras 3.12 to 3.15).
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
-
 from replicax._src.errors import InvalidArgumentError, KerasScopeError, MixedStrategiesError
 from replicax._src.input.agreed import AgreedParts
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
@@ -23,6 +19,7 @@ from replicax._src.input.pipeline import Dataset
 from replicax._src.input.reading import Reader
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.specs import INFINITE, Cardinality
+from replicax._src.keras.internals import DataAdapter, class_weight_to_sample_weights
 from replicax._src.lowering.batch import WorkerRows
 from replicax._src.narrowing import narrowed, narrowed_pytree
 from replicax._src.strategies.datasets import distribute
@@ -145,24 +142,6 @@ def _empty() -> EmptyDatasetError:
 
 
 @final
-class RowsOfWorker:
-    """The rows of one process in a batch. Keras passes it on without change.
-
-    Keras prefetches batches to a device (3.15: to GPUs and TPUs), and rows there would lose the sizes of all replicas.
-    JAX does not move this object, because it has no array leaves.
-
-    Attributes:
-      batch: The arrays.
-    """
-
-    def __init__(self, batch: Any):
-        self.batch = batch
-
-
-jax.tree_util.register_pytree_node(RowsOfWorker, lambda rows: ((), rows), lambda rows, _: rows)
-
-
-@final
 class DistributedInput(DataAdapter):
     """The full batches of a DistributedDataset, which a thread prefetches.
 
@@ -204,7 +183,7 @@ class DistributedInput(DataAdapter):
             self._read(self._dataset.start(), 0)
         reader, again = self._reader, self._again
         self._is_begun, self._again = False, []
-        yield from map(self._for_loop, again)
+        yield from again
         assert reader is not None
         while True:
             try:
@@ -220,12 +199,7 @@ class DistributedInput(DataAdapter):
                 self._looked_at.append(batch)
                 if len(self._looked_at) > _MOST_LOOKED_AT:
                     self._looked_at = None
-            yield self._for_loop(batch)
-
-    def _for_loop(self, batch: Any) -> Any:
-        """Returns the batch in the form that a step takes. Keras looks into it only to build a model."""
-        is_looked_at = self._looked_at is not None or self._dataset.placer.topology.peers is None
-        return batch if is_looked_at else RowsOfWorker(batch)
+            yield batch
 
     def position(self, num_batches: int | None) -> Any:
         """Returns the position after the given number of batches of the pass (None: all) as a JSON value; None if the
@@ -297,7 +271,7 @@ def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
     With several processes each has its own rows, as ``WorkerRows``.
     """
     if isinstance(step, LocalRows):
-        arrays = narrowed(step.arrays, step.tree, "batch")  # Keras moves it to a device unchanged
+        arrays = narrowed(step.arrays, step.tree, "batch")
         batch, sizes = step.tree.unflatten(arrays), step.all_sizes
     else:
         batch = narrowed_pytree(jax.tree_util.tree_map(_joined, *step), "batch")

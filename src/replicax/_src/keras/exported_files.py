@@ -15,7 +15,6 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 import numpy as np
-from keras.src.saving import saving_lib
 
 from replicax._src.checkpoint.arrays import VariableLeaf
 from replicax._src.checkpoint.checkpoint import Checkpoint
@@ -24,8 +23,8 @@ from replicax._src.checkpoint.processes import own_state
 from replicax._src.checkpoint.restoring import Restoration
 from replicax._src.checkpoint.saved import SavedCheckpoint, SavedValue
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras import unallocated_variables
-from replicax._src.keras.capture import accessor
+from replicax._src.keras import internals, unallocated_variables
+from replicax._src.keras.internals import accessor, saving_lib
 from replicax._src.keras.overriding import overridden
 from replicax._src.keras_backend import check_keras
 
@@ -111,7 +110,7 @@ def _write(model: Any, values: _Values, file: str) -> None:
         if accessor.is_built(variable):
             variable.assign(array.read())
         else:  # layers that save something computed read the value so
-            variable._initializer = functools.partial(_read, array)
+            internals.set_initializer(variable, functools.partial(_read, array))
     with (
         overridden(saving_lib, H5IOStore=_store_of(values), is_memory_sufficient=lambda model: False),
         _with_methods(keras.Variable, numpy=_without_reading),
@@ -136,7 +135,7 @@ def _store_of(values: _Values) -> type:
     """Returns the class of stores that write the values of variables in slabs."""
 
     class SlabStore(saving_lib.H5IOStore):
-        """Keras's store, for files on disk (Keras 3.12 to 3.15 have these private names)."""
+        """Keras's store, for files on disk."""
 
         def __init__(self, path_or_io: Any, archive: Any = None, mode: str = "r"):
             if archive is not None:
@@ -150,10 +149,7 @@ def _store_of(values: _Values) -> type:
             if array is None:
                 super().__setitem__(key, value.value if isinstance(value, keras.Variable) else value)
                 return
-            if not self._h5_entry_initialized:
-                self._create_h5_group(self._h5_entry_path)
-            group: Any = self._h5_entry_group
-            dataset = group.create_dataset(key, array.shape, array.dtype)
+            dataset = internals.group_of(self).create_dataset(key, array.shape, array.dtype)
             if array.dtype == jnp.bfloat16:
                 dataset.attrs["dtype"] = "bfloat16"
             for index, part in array.slabs():

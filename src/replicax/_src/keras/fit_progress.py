@@ -79,7 +79,8 @@ class DataOfFit:
 
     Keras reads the data in passes; with ``steps_per_epoch`` one pass serves several epochs.
 
-    Keras shuffles arrays and PyDatasets with the random states at the beginning of a pass, so these are saved. Datasets
+    Keras shuffles arrays and PyDatasets with the random states at the beginning of a pass, or from a number that counts
+    epochs (3.16), so these are saved. Datasets
     of replicax know their position. The state of a PyDataset with ``get_state`` and ``set_state`` is taken at the
     beginning of a pass. All other data are read again.
 
@@ -105,7 +106,11 @@ class DataOfFit:
         if self.is_there:
             self._loop.forget_length()
         if not self._num_taken:
-            self._at_pass = {"random": self._random.get_state(), "dataset": self._state_of_x()}
+            self._at_pass = {
+                "random": self._random.get_state(),
+                "dataset": self._state_of_x(),
+                "pass_number": self._loop.pass_number,
+            }
 
     @property
     def _num_taken(self) -> int:
@@ -120,6 +125,7 @@ class DataOfFit:
             "at_pass": self._at_pass,
             "random": self._random.get_state(),
             "dataset": self._state_of_x(),
+            "pass_number": self._loop.pass_number,
             "position": position,
         }
 
@@ -148,18 +154,22 @@ class DataOfFit:
         taken = state["taken"] or 0
         before = state["at_pass"] if taken else state
         self._random.set_state(before["random"])
+        number = before.get("pass_number")  # older checkpoints have none
+        self._loop.set_pass_number(number)
         if before["dataset"] is not None and self._has_state:
             self._x.set_state(before["dataset"])
         if isinstance(self._x, DistributedInput):
             self.is_there = self._x.resume(state["position"], taken)
             if self.is_there:
                 self._loop.forget_length()
-        self._at_pass = {"random": before["random"], "dataset": before["dataset"]}
+        self._at_pass = {"random": before["random"], "dataset": before["dataset"], "pass_number": number}
         return taken
 
     def end_replay(self) -> None:
         """Records that all batches that were trained on before have been read again."""
         self._random.set_state(self._restored["random"])
+        # Keras also counts the epochs in which no pass began.
+        self._loop.set_pass_number(self._restored.get("pass_number"))
 
     def _state_of_x(self) -> Any:
         return self._x.get_state() if self._has_state else None
@@ -273,7 +283,11 @@ class ReplayedSteps:
         return self._logs, state
 
     def _read(self, iterator: Iterator[Any], num_wanted: int, num_needed: int) -> None:
-        if not self._data.is_there and sum(1 for _ in itertools.islice(iterator, num_wanted)) < num_needed:
+        if self._data.is_there:
+            return
+        num_in_element = self._loop.num_in_element
+        wanted, needed = (-(-number // num_in_element) for number in (num_wanted, num_needed))
+        if sum(1 for _ in itertools.islice(iterator, wanted)) < needed:
             raise self.too_few()
 
     def too_few(self) -> InvalidArgumentError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicax._src.errors import MissingExtraError
-from replicax._src.keras import checkpoint_callback, shared_reads
+from replicax._src.keras import checkpoint_callback, internals, shared_reads
 from replicax._src.keras.accumulation import add_up
 from replicax._src.keras.overriding import muted, overridden
 from replicax._src.keras.tensorboard_callback import closed_on_error
@@ -73,12 +73,11 @@ def _written_by_chief(strategy: Strategy | None, callbacks: Sequence[Any]) -> It
             is_backup = isinstance(one, keras.callbacks.BackupAndRestore)
             if not is_backup and not isinstance(one, keras.callbacks.ModelCheckpoint):
                 continue
-            # No public name tells when these callbacks save (Keras 3.12 to 3.15).
-            due = functools.partial(_is_due, one, one._should_save_on_batch)
-            stack.enter_context(overridden(one, _should_save_on_batch=due))
+            due = functools.partial(_is_due, one, internals.should_save(one))
+            stack.enter_context(overridden(one, **{internals.SHOULD_SAVE: due}))
             if not peers.is_leader:
                 deletes = ("on_train_end",) if is_backup else ()
-                stack.enter_context(muted(one, "_save_model", *deletes))
+                stack.enter_context(muted(one, internals.SAVE, *deletes))
         yield
 
 
@@ -88,6 +87,6 @@ def _is_due(callback: Any, is_due: Any, batch: int) -> bool:
     """
     due = is_due(batch)
     if due:
-        callback.model.jax_state_sync()
+        internals.sync(callback.model)
         add_up(callback.model)
     return due

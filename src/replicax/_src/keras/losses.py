@@ -19,6 +19,7 @@ import keras
 
 from replicax._src import context
 from replicax._src.errors import KerasLossError
+from replicax._src.keras import internals
 from replicax._src.keras.loss_counts import note_keras_loss
 from replicax._src.keras.overriding import overridden
 from replicax._src.nn import SharedLoss, size_of_global_batch
@@ -168,11 +169,6 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
         yield
 
 
-_SOURCE_OF_LAYER: Final = inspect.getfile(keras.Layer)
-# True if the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15).
-_ADDS_SUMS: Final = "divide_no_nan" not in inspect.unwrap(keras.Layer.__call__).__code__.co_names
-
-
 def note_added(loss: Any, caller: Any) -> None:
     """Records a loss that Keras itself adds for an activity regulariser.
 
@@ -180,8 +176,8 @@ def note_added(loss: Any, caller: Any) -> None:
       caller: The frame of ``Layer.add_loss``.
     """
     called_by = caller.f_back.f_code
-    is_of_keras = called_by.co_name == "__call__" and called_by.co_filename == _SOURCE_OF_LAYER
-    if _ADDS_SUMS and is_of_keras and _local.rows is not None:
+    is_of_keras = called_by.co_name == "__call__" and called_by.co_filename == internals.SOURCE_OF_LAYER
+    if is_of_keras and _local.rows is not None and internals.adds_sums():
         _local.summed = (*_local.summed, loss)
 
 

@@ -41,9 +41,6 @@ _LARGEST_EXCESS: Final = 2**20
 """Users are not told if the bytes beyond an even part are fewer."""
 
 _MAX_SHOWN: Final = 5
-_STATE_OF_BUILDING: Final = ("object_name_uids", "uninitialized_variables", "global_seed_generator")
-"""What building a model changes in Keras's global state (3.12 to 3.15): counters of names, variables that await their
-first values, the generator of seeds."""
 
 
 def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_per_replica: int) -> LayoutMap:
@@ -87,6 +84,8 @@ def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_p
     check_keras("rx.experimental.layouts.for_model")
     import keras
 
+    from replicax._src.keras import internals
+
     devices_per_replica = whole_number("devices_per_replica", devices_per_replica, least=1)
     if isinstance(model, keras.Layer):
         built = model
@@ -115,7 +114,11 @@ def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_p
             "keras.Input, or call model.build(input_shape) in the function that makes it."
         )
     unbuilt = sorted(
-        {layer.path or layer.name for layer in built._flatten_layers(include_self=False) if not layer.built}
+        {
+            layer.path or layer.name
+            for layer in internals.layers_of(built, include_self=False)
+            if not layer.built
+        }
     )
     if unbuilt:
         log.warning(
@@ -150,19 +153,14 @@ def _deferred() -> Iterator[None]:
     Keras would give the variables their first values at the end of any later ``StatelessScope``.
     """
     import keras
-    from keras.src.backend.common import global_state  # no public name reads or sets the counters of names
 
-    before = {name: global_state.get_global_attribute(name) for name in _STATE_OF_BUILDING}
+    from replicax._src.keras import internals
+
     states = random.getstate(), np.random.get_state()
-    for name, value in before.items():
-        if name != "global_seed_generator" and value is not None:
-            global_state.set_global_attribute(name, value.copy())
     try:
-        with keras.StatelessScope(initialize_variables=False):
+        with internals.building_undone(), keras.StatelessScope(initialize_variables=False):
             yield
     finally:
-        for name, value in before.items():
-            global_state.set_global_attribute(name, value)
         random.setstate(states[0])
         np.random.set_state(states[1])
 
@@ -171,10 +169,12 @@ def _layers_of(model: keras.Layer) -> Iterator[ModelLayer]:
     """Yields the layers with variables of their own, in the order of ``model.variables``."""
     import keras
 
+    from replicax._src.keras import internals
+
     layer_of = {
         id(variable): layer
-        for layer in model._flatten_layers()
-        for variable in [*layer._trainable_variables, *layer._non_trainable_variables]
+        for layer in internals.layers_of(model)
+        for variable in internals.own_variables(layer)
     }
     owned: dict[int, tuple[Any, dict[str, LayerVariable]]] = {}
     for variable in model.variables:
@@ -193,6 +193,6 @@ def _layers_of(model: keras.Layer) -> Iterator[ModelLayer]:
 
 def _automatic_names(model: keras.Layer) -> set[str]:
     """Returns the names that Keras gives to layers of the classes in a model, without numbers."""
-    from keras.src.utils.naming import to_snake_case  # no public name has the rule
+    from replicax._src.keras import internals
 
-    return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}
+    return {internals.to_snake_case(type(layer).__name__) for layer in internals.layers_of(model)}

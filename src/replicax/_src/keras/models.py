@@ -25,7 +25,7 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.input.elements import EmptyDatasetError
-from replicax._src.keras import loop_callbacks, servers, shared_reads
+from replicax._src.keras import internals, loop_callbacks, servers, shared_reads
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
@@ -103,6 +103,7 @@ def _placed(name: str) -> Method:
                     _begin_loop(self, name, strategy, given)
                 stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
             if is_loop:
+                stack.enter_context(internals.placing_batches(strategy is not None))
                 stack.enter_context(loop_callbacks.in_loop(self, strategy, name, given))
             return original(*call.args, **call.kwargs)
 
@@ -286,7 +287,7 @@ def _take_datasets(
         if data is not given.get(argument):
             given[argument] = data
             made.append(data)
-            if method == "predict" and all(layer.built for layer in given["self"]._flatten_layers()):
+            if method == "predict" and all(layer.built for layer in internals.layers_of(given["self"])):
                 data.on_epoch_end()  # predict takes no batch early, unlike fit and evaluate
     return made
 
@@ -379,7 +380,7 @@ class PlacedModel(_Keras):
             function = getattr(self, phase.function_name, None)
             if isinstance(function, GlobalStepFunction):
                 state = function.hold(state)  # before the variables are empty, so that Ctrl-C loses nothing
-            self._purge_model_variables(**groups)
+            internals.purge(self, **groups)
         return state
 
 

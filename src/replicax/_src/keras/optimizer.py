@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicax._src.errors import PerReplicaUseError, VariableError
-from replicax._src.keras import accumulation, servers, sharded_state
+from replicax._src.keras import accumulation, internals, servers, sharded_state
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.tracing.capture import Capture, current_capture
 from replicax._src.user_code import user_line
@@ -70,7 +70,7 @@ class PlacedOptimizer(_Keras):
             with keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
         if capture is not None and capture.is_replica:
-            variables = self._trainable_variables if trainable_variables is None else trainable_variables
+            variables = internals.trained_by(self) if trainable_variables is None else trainable_variables
             if accumulation.has_parts(self):
                 if capture.on_aggregate is not None:
                     aggregated(capture, grads, variables)  # only to observe them
@@ -115,7 +115,7 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
             return original(self, grads, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
-        variables = list(trainable_variables or self._trainable_variables)
+        variables = list(trainable_variables or internals.trained_by(self))
         if capture.is_replica:
             # The sum comes before the finite check, so that all replicas take the same decision.
             grads = aggregated(capture, grads, variables)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, final
 
+from replicax._src.keras import internals
 from replicax._src.keras.overriding import overridden
 
 
@@ -21,32 +22,46 @@ class LoopOfFit:
 
     @contextlib.contextmanager
     def watched(self, model: Any) -> Iterator[None]:
-        """Watches a ``fit`` of this model inside the block. Keras passes its loop to the model when it builds the
-        model.
+        """Watches a ``fit`` of this model inside the block. Keras passes its loop to the model when it may have to
+        build the model.
         """
-        original = model._symbolic_build  # Keras 3.12 to 3.15 have no public name for the loop
+        original = getattr(model, internals.BUILD)
 
         def build(*args: Any, **kwargs: Any) -> Any:
             if self._loop is None:  # later loops are of evaluations
                 self._loop = kwargs.get("iterator", args[0] if args else None)
             return original(*args, **kwargs)
 
-        with overridden(model, _symbolic_build=build):
+        with overridden(model, **{internals.BUILD: build}):
             yield
 
     def num_taken(self, *, is_in_epoch: bool) -> int:
         """Returns the number of batches taken in this pass. 0 means that the next batch starts another pass."""
         loop = self._loop
-        goes_on = is_in_epoch or (loop.steps_per_epoch is not None and loop._current_iterator is not None)
-        return loop._steps_seen if goes_on else 0
+        goes_on = is_in_epoch or (loop.steps_per_epoch is not None and internals.has_pass(loop))
+        return internals.num_taken(loop) if goes_on else 0
 
     def skip(self, num_batches: int) -> None:
         """Counts batches that other code took in place of the loop."""
-        self._loop._steps_seen += num_batches
+        internals.set_num_taken(self._loop, internals.num_taken(self._loop) + num_batches)
+
+    @property
+    def num_in_element(self) -> int:
+        """The number of batches in an element of the loop's iterator."""
+        return internals.num_in_element(self._loop)
 
     def forget_length(self) -> None:
         """Makes an epoch without ``steps_per_epoch`` end with its data. Keras ends each after as many batches as the
         first one had, but an epoch that other workers began may have more or fewer.
         """
         if self._loop.steps_per_epoch is None:
-            self._loop._num_batches = None
+            internals.forget_length(self._loop)
+
+    @property
+    def pass_number(self) -> int | None:
+        """The number from which Keras shuffles this pass; None if it draws random numbers (before 3.16)."""
+        return internals.pass_number(self._loop)
+
+    def set_pass_number(self, number: int | None) -> None:
+        """Makes the pass that begins now the one with this number."""
+        internals.set_pass_number(self._loop, number)

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from replicax._src import context, jax_compat
-from replicax._src.keras.capture import accessor, stateless_scope
+from replicax._src.keras.internals import accessor, current_scope
 from replicax._src.tracing.capture import current_capture, planning
 from replicax._src.variables.placement import VariablePlacement
 
@@ -34,7 +34,7 @@ def place(variable: Any) -> None:
 
 def beside(variable: Any, value: Any) -> Any:
     """Returns a value, assigned outside of functions, moved to the devices of the variable."""
-    is_outside = current_capture() is None and stateless_scope() is None
+    is_outside = current_capture() is None and current_scope() is None
     placement = _placement_of(variable) if is_outside else None
     if placement is None or not accessor.is_built(variable):
         return value

@@ -18,6 +18,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, KerasScopeError
+from replicax._src.keras import internals
 from replicax._src.keras.losses import own_compute_loss_gathered
 from replicax._src.keras.overriding import muted, overridden
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
@@ -60,7 +61,7 @@ def placed_and_left(step: StepFunction) -> Iterator[None]:
     model, optimizer = step.model, getattr(step.model, "optimizer", None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(
-            overridden(model, **{"_get_jax_state": get_state, step.phase.function_name: place})
+            overridden(model, **{internals.GET_STATE: get_state, step.phase.function_name: place})
         )
         stack.enter_context(muted(model, "reset_metrics"))
         if optimizer is not None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, final
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras.capture import accessor
+from replicax._src.keras import internals
 from replicax._src.keras.fit_progress import CallbackStates, DataOfFit, Progress, ReplayedSteps
+from replicax._src.keras.internals import accessor
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.preemption.signals import can_watch
 from replicax._src.preemption.steps import GuardedSteps
@@ -85,7 +86,7 @@ class ResumableFit:
         self._is_to_resume = False
         # The variables and their values in the checkpoint, when it resumes in the middle of an epoch.
         self._restored: tuple[list[Any], list[Any]] = ([], [])
-        self._initial_epoch = model._initial_epoch
+        self._initial_epoch = internals.initial_epoch(model)
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
 
@@ -123,7 +124,8 @@ class ResumableFit:
             self._restored = variables, accessor.get(variables)
         is_over = progress.has_stopped or progress.epoch >= self._num_epochs
         # This follows Keras's BackupAndRestore.
-        self._model._initial_epoch = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
+        first = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
+        internals.set_initial_epoch(self._model, first)
         if is_over:
             log.warning(
                 "The training in %s has ended after %d epoch(s). To continue it, pass a larger `epochs`; for "
@@ -237,7 +239,7 @@ class ResumableFit:
 
     def close(self, *, is_failing: bool) -> None:
         """Restores everything that this object changed, also after an error."""
-        self._model._initial_epoch = self._initial_epoch
+        internals.set_initial_epoch(self._model, self._initial_epoch)
         if self._replay is not None:
             self._replay.close()
         if self._guarded is not None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from replicax._src.cluster.progress import compiling
 from replicax._src.errors import UnsupportedError
+from replicax._src.keras import internals
 from replicax._src.keras.overriding import overridden
 from replicax._src.keras.replica_steps import ReplicaStep, named, weighted_mean, without_nones
 from replicax._src.keras.steps import joined
@@ -87,7 +88,7 @@ class WorkerSteps:
             self._num_ahead = 0 if is_watched else _AHEAD_PER_WORKER * self._servers.session.num_workers
             self._iterator = self._iterator_of(x) if isinstance(x, WorkerInput) else None
         try:
-            with overridden(self._model, _get_jax_state=_empty_state, jax_state_sync=self._sync):
+            with overridden(self._model, **{internals.GET_STATE: _empty_state, internals.SYNC: self._sync}):
                 yield
         finally:
             self._num_ahead, self._iterator = before

@@ -17,8 +17,9 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.errors import UnsupportedError
-from replicax._src.keras.capture import accessor
+from replicax._src.keras import internals
 from replicax._src.keras.initial_values import InitialValue
+from replicax._src.keras.internals import accessor
 from replicax._src.keras.overriding import overridden
 from replicax._src.keras.tables import why_not_for_tables
 from replicax._src.parameter_servers.programs.events import Events, OptimizerCall
@@ -55,7 +56,7 @@ def make(
 def keep(variable: Any, placement: ServerPlacement) -> None:
     """Gives a variable an array on the servers, with its value or that of its initializer."""
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
-    initializer, value = variable._initializer, variable._value
+    initializer, value = internals.initializer_of(variable), internals.stored(variable)
     if value is None:
         initial: Any = InitialValue(initializer, shape, dtype)
     else:
@@ -64,10 +65,11 @@ def keep(variable: Any, placement: ServerPlacement) -> None:
 
     array = placement.new_array(variable.path, shape, dtype, initial)
     reference = kept_for(variable)
-    if reference is not None and isinstance(reference._value, ServerArray):
-        array.beside = reference._value
+    stored = None if reference is None else internals.stored(reference)
+    if isinstance(stored, ServerArray):
+        array.beside = stored
     accessor.set([variable], [array])
-    variable._initializer = None
+    internals.set_initializer(variable, None)
 
 
 def adopt(optimizer: Any, placement: ServerPlacement) -> None:
@@ -133,7 +135,7 @@ def apply(
             "zeros), "
             "or return them from the branches and apply them outside."
         )
-    variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+    variables = list(internals.trained_by(optimizer) if trainable_variables is None else trainable_variables)
     present = [(g, v) for g, v in zip(gradients, variables, strict=False) if g is not None]
     updated = [v for _, v in present]
     state = list(optimizer.variables)
@@ -195,9 +197,9 @@ def _of_shapes(variables: Sequence[Any], shape_of: Callable[[Any], tuple[int, ..
     try:
         for variable, shape in shapes:
             if shape_of(variable) != shape:
-                variable._shape = shape_of(variable)
+                internals.set_shape(variable, shape_of(variable))
         yield
     finally:
         for variable, shape in shapes:
             if tuple(variable.shape) != shape:
-                variable._shape = shape
+                internals.set_shape(variable, shape)

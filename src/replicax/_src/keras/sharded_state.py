@@ -20,6 +20,7 @@ import keras
 import numpy as np
 
 from replicax._src import context, jax_compat
+from replicax._src.keras import internals
 from replicax._src.keras.overriding import overridden
 from replicax._src.tracing.optimizer_slots import note_optimizer_slot
 from replicax._src.variables.layouts import VariableLayouts, note_of_optimizer, sharded
@@ -99,7 +100,7 @@ def stay_as_assigned(strategy: Strategy | None, variable: Any) -> None:
     """
     layouts = None if strategy is None else strategy.variable_placement.layouts
     if layouts is not None and layouts.topology.peers is not None:
-        variable._layout = None
+        internals.forget_layout(variable)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ import numpy as np
 from replicax._src.devices.autoshard import rows_of_global_batch
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
-from replicax._src.keras.datasets import RowsOfWorker
 from replicax._src.keras.sharded_state import ShardedRead, with_sharded_state
 from replicax._src.keras.workers import SameBatches
 from replicax._src.lowering.batch import Batch
@@ -154,7 +153,6 @@ class StepFunction(abc.ABC):
             finally:
                 counters.end_reading()
             self._num_batches = 1
-            data = data.batch if isinstance(data, RowsOfWorker) else data
             batch = Batch(self._standardised(data), is_kept=is_kept)
             self._same_batches.look_at(batch)
             counters.num_batches += 1

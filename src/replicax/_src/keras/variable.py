@@ -12,8 +12,9 @@ import keras
 
 from replicax._src import context, jax_compat
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import placed_variables, servers, sharded_state, shared_reads
-from replicax._src.keras.capture import accessor, outside_functions
+from replicax._src.keras import internals, placed_variables, servers, sharded_state, shared_reads
+from replicax._src.keras.capture import outside_functions
+from replicax._src.keras.internals import accessor
 from replicax._src.tracing.bindings import is_local
 from replicax._src.tracing.capture import current_capture, note_created, planning
 from replicax._src.variables.server_arrays import ServerArray
@@ -75,7 +76,8 @@ class PlacedVariable(_Keras):
             keras_capture.without_values.append(self)
             return
         owner = context.owners.get(id(self))
-        with sharded_state.laid_out(owner, self._initializer) as self._initializer:
+        with sharded_state.laid_out(owner, internals.initializer_of(self)) as initializer:
+            internals.set_initializer(self, initializer)
             super()._deferred_initialize()
         sharded_state.stay_as_assigned(owner, self)
         _take_leaders_value(self)
@@ -84,22 +86,22 @@ class PlacedVariable(_Keras):
     @property
     def value(self) -> Any:
         """The value, read from the servers or gathered from the processes if it is there."""
-        capture, stored = current_capture(), getattr(self, "_value", None)
+        capture, stored = current_capture(), internals.stored(self)
         if capture is None and not isinstance(stored, ServerArray):
             held = _own_value(self)
             return shared_reads.whole(self, held) if shared_reads.is_needed else held
-        scope = keras_capture.stateless_scope()
+        scope = internals.current_scope()
         value = None if scope is None else scope.get_current_value(self)
         if value is None and scope is not None:
             # A user's own scope does not map this variable, so its value is that of the trace, not a constant.
             value = servers.stand_in(self) if capture is None else keras_capture.read(capture, self)
         if value is None:
             value = stored.read() if isinstance(stored, ServerArray) else stored
-        return _own_value(self) if value is None else self._maybe_autocast(value)
+        return _own_value(self) if value is None else internals.autocast(self, value)
 
     def assign(self, value: Any) -> Any:
         """Assigns the value where the variable is kept."""
-        stored = getattr(self, "_value", None)
+        stored = internals.stored(self)
         if shared_reads.is_of_parts(self, value):  # from Keras's loop
             accessor.set([self], [value])
             return self

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras.datasets import DataAdapter, check_alone
+from replicax._src.keras.datasets import check_alone
+from replicax._src.keras.internals import DataAdapter
 from replicax._src.parameter_servers.coordinator.cluster_coordinator import coordinator_of
 from replicax._src.parameter_servers.coordinator.per_worker import (
     PerWorkerDataset,
