@@ -22,6 +22,7 @@ def files_of_ca(folder, name):
     """The same, as paths by the names of ``Credentials``."""
 
     def write(name, data):
+        (folder / name).touch(mode=0o600)
         (folder / name).write_bytes(data)
         return str(folder / name)
 

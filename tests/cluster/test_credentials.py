@@ -28,6 +28,7 @@ def test_a_token_of_the_environment():
 
 def test_a_token_of_a_file(tmp_path):
     (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
     assert Credentials.of_environment({"REPLICAX_TOKEN_FILE": str(tmp_path / "token")}).token == "secret"
 
 

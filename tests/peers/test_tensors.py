@@ -88,3 +88,16 @@ def test_dtypes_are_accepted(dtype):
 def test_variable_is_created_from_a_tensor_and_a_tf_variable():
     assert rx.Variable(tf.Variable([1.0, 2.0])).value.tolist() == [1, 2]
     assert rx.Variable(torch.ones(2), dtype=torch.float16).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (tf.sparse.from_dense(np.eye(2)), "a SparseTensor of tensorflow, not an array: it is sparse"),
+        (tf.ragged.constant([[1.0, 2.0], [3.0]]), "a RaggedTensor of tensorflow, not an array"),
+        (tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]), tf.constant([3, 2])), "rx.IndexedSlices("),
+    ],
+    ids=["sparse", "ragged", "slices"],
+)
+def test_composite_tensors_raise_an_error_that_says_how_to_pass_them(strategy, value, says):
+    message(InvalidArgumentError, lambda: strategy.run(lambda x: x, args=(value,)), "args[0] is ", says)
