@@ -469,6 +469,33 @@ def test_closed_output_ends_the_launcher(script):
         assert launcher.wait(LIMIT_S) == 141
 
 
+@pytest.mark.parametrize("is_noticed_first", [False, True])
+def test_closed_terminal_leaves_the_tasks_their_time_to_save(script, tmp_path, is_noticed_first):
+    """SIGHUP comes with it, and lines can no longer be shown. Together they are one reason to end, not two."""
+    path = script("""
+    def save(number, frame):
+        os.write(1, b"saving\\n")
+        open(sys.argv[1] + ".told", "w").close()
+        time.sleep(1)
+        open(sys.argv[1], "w").close()
+        os._exit(0)
+    signal.signal(signal.SIGTERM, save)
+    os.write(1, b"ready\\n")
+    while True:
+        time.sleep(0.01)
+        if sys.argv[2] == "True":
+            os.write(1, b"a line\\n")
+    """)
+    with launched("--grace", 60, path, tmp_path / "saved", is_noticed_first) as launcher:
+        assert "ready" in launcher.stdout.readline()
+        launcher.stdout.close()
+        if is_noticed_first:
+            until((tmp_path / "saved.told").exists, "the closed pipe is noticed")
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.wait(LIMIT_S) == 129
+    assert (tmp_path / "saved").exists()
+
+
 # --- its own end --------------------------------------------------------------------------------------
 
 FOREVER = """

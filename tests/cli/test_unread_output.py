@@ -203,6 +203,19 @@ def test_all_lines_are_shown_if_somebody_reads(tmp_path):
     assert path.read_text() == "".join(f"worker {n % 2} | line {n}\n" for n in range(20_000))
 
 
+def test_error_while_showing_ends_the_job_and_is_raised(tmp_path, monkeypatch):
+    def fail(self, entry):
+        raise RuntimeError("cannot be shown")
+
+    monkeypatch.setattr(Display, "_shown", fail)
+    start = Start(WORKERS[0], [sys.executable, "-I", "-S", "-u", "-c", "while True: print('z' * 80)"], {})
+    with (tmp_path / "shown").open("w") as stream:
+        display = Display(WORKERS, stream, stream, {})
+        assert Supervisor([start], display, SupervisorOptions()).run() == 141
+        with pytest.raises(RuntimeError, match="cannot be shown"):
+            display.close()
+
+
 def test_characters_that_the_encoding_lacks_become_escapes(tmp_path):
     path = tmp_path / "shown"
     with (

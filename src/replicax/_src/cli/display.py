@@ -93,6 +93,7 @@ class Display:
         log_dir: Path | None = None,
     ):
         self.is_broken = False
+        self._error: Exception | None = None
         self._output, self._notes = DirectOutput(output), DirectOutput(notes)
         self._has_log_failed = False
         self._logs: dict[Task, TextIO] = {}
@@ -137,7 +138,11 @@ class Display:
             self._backlog.wake()
 
     def close(self) -> None:
-        """Ends the display, once all lines are shown, at the latest after 5 s. Its last content stays visible."""
+        """Ends the display, once all lines are shown, at the latest after 5 s. Its last content stays visible.
+
+        Raises:
+          Exception: A line could not be shown, for another reason than a closed stream.
+        """
         self._backlog.close()
         self._thread.join(_DRAIN_S)
         unread = self._backlog.rest()
@@ -147,6 +152,9 @@ class Display:
         for file in self._logs.values():
             with contextlib.suppress(OSError):
                 file.close()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _note_unread(self, num_lines: int) -> None:
         """Says that lines are lost, if somebody reads that."""
@@ -167,6 +175,8 @@ class Display:
                     self._show(entries)
                 except OSError:
                     self.is_broken = True
+                except Exception as error:  # otherwise this thread would end, and the tasks wait for it
+                    self.is_broken, self._error = True, error
             self._num_in_hand = 0
         if self._table is not None:
             with contextlib.suppress(OSError):

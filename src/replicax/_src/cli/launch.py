@@ -134,8 +134,8 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         metavar="DIR",
         help=f"where the script saves; it reads the path from {CHECKPOINT_DIR_VARIABLE}. Restarts after a failure need "
-        "--max-restarts too; one that follows a new checkpoint of rx.Checkpoint is then not counted. Compiled programs are kept in DIR, so that a "
-        "restart does not compile them again",
+        "--max-restarts too; one that follows a new checkpoint of rx.Checkpoint is then not counted. Compiled programs are kept "
+        "in DIR, so that a restart does not compile them again",
     )
     how.add_argument(
         "--server-restarts",

@@ -402,7 +402,12 @@ class Supervisor:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
+        if number == signal.SIGHUP and self._signals == [
+            signal.SIGPIPE
+        ]:  # both tell that the terminal was closed
+            self._signals[0] = number
+        else:
+            self._signals.append(number)
         self._wake.put(None)
 
     # --- the table ----------------------------------------------------------------------------------------

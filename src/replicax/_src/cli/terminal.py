@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO, final
 
 
-def is_terminal(output: TextIO, environment: Mapping[str, str]) -> bool:
+def is_terminal(output: TextIO | DirectOutput, environment: Mapping[str, str]) -> bool:
     """Returns True if ``output`` is a terminal that can move its cursor and shows colours."""
     return output.isatty() and environment.get("TERM") != "dumb"
 
@@ -114,7 +114,7 @@ class LiveTable:
       ImportError: rich is not installed.
     """
 
-    def __init__(self, output: TextIO):
+    def __init__(self, output: TextIO | DirectOutput):
         self._text: Any = importlib.import_module("rich.text").Text.from_ansi
         self._table: Any = importlib.import_module("rich.table").Table
         rich_console: Any = importlib.import_module("rich.console")
@@ -161,7 +161,7 @@ class LiveTable:
             self._live.stop()
 
 
-def live_table(output: TextIO, environment: Mapping[str, str]) -> LiveTable | None:
+def live_table(output: TextIO | DirectOutput, environment: Mapping[str, str]) -> LiveTable | None:
     """Returns a table on a terminal; None if the output is not a terminal or rich is not installed."""
     if is_terminal(output, environment):
         with contextlib.suppress(ImportError):
