@@ -15,12 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import strict_json
+from replicax._src.dtypes import dtype_name
 from replicax._src.parameter_servers.errors import SnapshotError
 from replicax._src.parameter_servers.store.held_values import Spec
 
 FORMAT: Final = 2
 MAX_FILES: Final = 64
 """The most files in a chain. A restore opens all of them. At the default interval there is a new base every hour."""
+
+_MOST_UNIT_BYTES: Final = 64 << 10
+"""The most bytes of a unit of several rows. This version writes units of some hundred bytes."""
 
 GROWTH: Final = 1.5
 """The largest size of a chain, relative to the shards. So at worst two thirds of the bytes written are bases."""
@@ -111,6 +115,11 @@ class ShardRecord:
         shape, dtype = self.spec
         where = f"shard {self.key!r:.60}"
         strict_json.check_size(shape, dtype.itemsize, where)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        if self.rows_per_unit > 1 and self.rows_per_unit * max(1, row_bytes) > _MOST_UNIT_BYTES:
+            raise strict_json.wrong(
+                f"{where}: rows_per_unit", self.rows_per_unit, f"units of {_MOST_UNIT_BYTES} bytes"
+            )
         whole, *later = self.parts
         if whole.units is not None or whole.values.num_bytes != self.num_bytes:
             raise strict_json.wrong(where, whole, f"a part of {self.num_bytes} bytes first")
@@ -184,17 +193,6 @@ class Manifest:
 # --- the form of an index ---------------------------------------------------------------------------------------
 
 
-def _dtype(value: Any, where: str) -> str:
-    strict_json.string(value, where)
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-        raise strict_json.wrong(where, value, "the name of a dtype of numbers")
-    return value
-
-
 _BLOCK_FIELDS: Final = strict_json.fixed(
     strict_json.count, strict_json.count, strict_json.count, strict_json.crc32
 )
@@ -205,7 +203,7 @@ _PART_FIELDS: Final = strict_json.fixed(
 _SHARD: Final = {
     "key": strict_json.string,
     "shape": strict_json.items(strict_json.count, most=64),
-    "dtype": _dtype,
+    "dtype": dtype_name,
     "number": strict_json.count,
 }
 _SHARD_OF_FORMAT_1: Final = strict_json.record(
