@@ -128,6 +128,43 @@ def test_a_file_that_does_not_fit_changes_nothing(saved, tmp_path):
         np.testing.assert_array_equal(now, value)
 
 
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+WRONG_HEADERS = {
+    "deep": "[" * 100_000,
+    "list": [],
+    "tensor that is no object": {"a": 1},
+    "unknown dtype": {"a": TENSOR | {"dtype": "F33"}},
+    "shape of strings": {"a": TENSOR | {"shape": ["2"]}},
+    "negative size": {"a": TENSOR | {"shape": [-1, -2]}},
+    "huge empty shape": {"a": TENSOR | {"shape": [0, 2**61, 2**61], "data_offsets": [0, 0]}},
+    "many dims": {"a": TENSOR | {"shape": [1] * 40 + [2]}},
+    "one offset": {"a": TENSOR | {"data_offsets": [0]}},
+    "end beyond the file": {"a": TENSOR | {"shape": [2**40], "data_offsets": [0, 2**42]}},
+    "offset that is no number": {"a": TENSOR | {"data_offsets": [None, 8]}},
+}
+
+
+@pytest.mark.parametrize("header", WRONG_HEADERS.values(), ids=WRONG_HEADERS)
+def test_wrong_header_is_one_typed_error(header, tmp_path):
+    file = tmp_path / "wrong.safetensors"
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"\x00" * 8)
+    small = rx.Checkpoint(a=rx.Variable(np.zeros(2, "f4")))
+    message(InvalidArgumentError, lambda: load_safetensors(small, file), "wrong.safetensors")
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[" * 100_000, "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../other"}}'],
+    ids=len,
+)
+def test_wrong_index_is_one_typed_error(index, tmp_path):
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(index)
+    small = rx.Checkpoint(a=rx.Variable(np.zeros(2, "f4")))
+    message(InvalidArgumentError, lambda: load_safetensors(small, file), "model.safetensors.index.json")
+
+
 def test_it_reads_one_variable_at_a_time(tmp_path):
     """The host holds one variable, beside those that the first CPU device may take over."""
     width, count = 512, 12

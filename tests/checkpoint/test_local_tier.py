@@ -98,6 +98,26 @@ def test_damaged_local_checkpoint_is_skipped(tmp_path, caplog):
     assert "ckpt-5" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "text", ["../../elsewhere", "/elsewhere", "", "\0" * 8, "x" * 300, "a\nb", " ", "ABCDEF01"]
+)
+def test_token_that_is_none_does_not_become_a_path(text, tmp_path, caplog):
+    training = Training(tmp_path)
+    training.run(5)
+    (tmp_path / "shared" / ".local-checkpoints").write_text(
+        text.replace("/elsewhere", f"/{tmp_path}/elsewhere")
+    )
+    training, path = restored(tmp_path)
+    assert path == "shared/ckpt-1"
+    training.run(3)
+    token = (tmp_path / "shared" / ".local-checkpoints").read_text()
+    assert len(token) == 8
+    assert token in os.listdir(training.local)
+    assert len(os.listdir(training.local)) == 2
+    assert sorted(os.listdir(tmp_path)) == ["local", "shared"]
+    assert ("not a token" in caplog.text) is bool(text)
+
+
 def test_part_of_another_local_save_is_found(tmp_path, caplog):
     training = Training(tmp_path)
     training.run(5)

@@ -1,5 +1,6 @@
 """``replicax top``: how it shows a coordinator's status, where it looks for it, and how it ends."""
 
+import http.server
 import io
 import itertools
 import json
@@ -153,6 +154,23 @@ def test_invalid_options_raise(capsys, arguments, message):
         main(["top", *arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"", b"\xff", b'{"tasks": ' + b"[" * 300], ids=len)
+def test_text_of_another_program_is_reported(capsys, text):
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        assert main(["top", f"127.0.0.1:{other.server_port}", "--once"]) == 1
+    assert "is not the chief of a replicax job." in capsys.readouterr().err
 
 
 def test_no_listener_is_reported(server, capsys):

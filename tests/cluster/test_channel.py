@@ -20,6 +20,7 @@ from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.service import ControllerServer
 from replicax._src.cluster.spec import ClusterSpec, Task, split_address
 from replicax._src.wire.errors import ForeignPeerError, TokenError
+from replicax._src.wire.frames import Kind
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import bind_shared, listen
 from replicax.errors import ClusterStartError, PeerFailureError, ProgramMismatchError
@@ -464,6 +465,28 @@ def test_peer_with_invalid_messages_does_not_disturb_the_controller(said):
             ask(address, said, SECURITY, PATIENCE_S)
         with channels(address) as members:
             assert gathered_by_all(members, "a", [1, 2, 3]) == [[1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"[" * 100_000, b'{"kind": "heartbeat", "status": {"position": "x"}}', b'{"kind": "offer"}'],
+    ids=len,
+)
+def test_member_with_invalid_messages_is_lost_to_the_others_only(said):
+    with serving() as address, channels(address) as members:
+        members[2]._connection.send([(Kind.MESSAGE, said, ())], time.monotonic() + PATIENCE_S)
+        until_failed(members[0])
+        assert "worker 2" in str(members[0].failure)
+        assert ask(address, {"kind": "ping"}, SECURITY, PATIENCE_S)["kind"] == "pong"
+
+
+@pytest.mark.parametrize("said", [{"kind": "gone"}, {"kind": "gathered", "key": "a"}, {"kind": "timeout"}])
+def test_invalid_message_of_the_controller_is_a_failure_and_no_endless_wait(said, monkeypatch):
+    with serving(NAMES[:1]) as address, channels(address, NAMES[:1]) as members:
+        monkeypatch.setattr(Controller, "tick", lambda controller, now: [(0, said)])
+        until_failed(members[0])
+        assert type(members[0].failure) is PeerFailureError
+        assert "none of this version" in str(members[0].failure)
 
 
 @pytest.mark.parametrize("token", [b"", b"another"])

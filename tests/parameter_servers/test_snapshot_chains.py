@@ -1,5 +1,6 @@
 """Snapshots that build on earlier ones: each writes the changes, and together they equal the store bit for bit."""
 
+import contextlib
 import json
 import os
 import random
@@ -329,6 +330,42 @@ def test_files_of_earlier_versions(tmp_path):
     assert not store.snapshot(tmp_path)["is_base"]
     assert numbers(tmp_path) == [7, 8]
     assert_same(restored(tmp_path)[0], values(store))
+
+
+def places_in(value, path=()):
+    yield path
+    if isinstance(value, (dict, list)):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places_in(child, (*path, key))
+
+
+WRONG = (None, True, -1, 0, 7, 2**40, 2**70, 0.5, "", "x", [], [1], {}, {"a": 1}, [[[1, 2, 3, 4], None]])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_wrong_index_with_a_right_checksum_is_refused(chains, tmp_path_factory, data):
+    """Another snapshot is taken, or the only error is a SnapshotError, also for shapes that no memory holds."""
+    folder = tmp_path_factory.mktemp("wrong") / "copy"
+    shutil.copytree(chains[0], folder)
+    path = folder / "snapshot-0000000006.rxps"
+    content = path.read_bytes()
+    offset, length, *_ = struct.unpack("<QQII8s", content[-32:])
+    header = json.loads(content[offset : offset + length])
+    *above, last = data.draw(st.sampled_from([place for place in places_in(header) if place]))
+    inner = header
+    for key in above:
+        inner = inner[key]
+    if data.draw(st.booleans()):
+        inner[last] = data.draw(st.sampled_from(WRONG))
+    else:
+        del inner[last]
+    text = json.dumps(header).encode()
+    footer = struct.pack("<QQII8s", offset, len(text), zlib.crc32(text), 0, b"rx-ps-01")
+    path.write_bytes(content[:offset] + text + footer)
+    with contextlib.suppress(SnapshotError):
+        restored(folder)
+    shutil.rmtree(folder)
 
 
 class Killed(BaseException):

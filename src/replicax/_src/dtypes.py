@@ -7,6 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from replicax._src.strict_json import string, wrong
+
 
 def as_dtype(dtype: Any) -> Any:
     """Returns a dtype of another library, such as ``tf.float32``, as NumPy and JAX accept it; any other dtype
@@ -22,3 +24,19 @@ def as_dtype(dtype: Any) -> Any:
         except TypeError:
             pass  # JAX's own kinds, such as that of random keys, or no dtype at all, which JAX says
     return dtype
+
+
+def dtype_name(value: Any, where: str) -> str:
+    """Accepts the name of a dtype of numbers or booleans, in a text of another program.
+
+    Raises:
+      TextError: It is something else.
+    """
+    try:
+        dtype = np.dtype(string(value, where))
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses names with commas
+        raise wrong(where, value, "the name of a dtype") from None
+    is_of_numbers = np.issubdtype(dtype, np.number) or dtype == np.bool_ or value in dir(ml_dtypes)
+    if dtype.name != value or not is_of_numbers:
+        raise wrong(where, value, "the name of a dtype of numbers")
+    return value

@@ -5,7 +5,6 @@ The module does not import Keras.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Final, final
 
 from replicax._src.errors import KerasBackendError
 from replicax._src.extras import EXTRAS, missing_extra
+from replicax._src.strict_json import read_json
 
 VARIABLE: Final = "KERAS_BACKEND"
 LINE: Final = 'import os; os.environ["KERAS_BACKEND"] = "jax"'
@@ -53,7 +53,7 @@ def chosen_backend(environ: Mapping[str, str]) -> KerasBackend:
         return KerasBackend(environ[VARIABLE], f"{VARIABLE}={environ[VARIABLE]}")
     path = _config_path(environ)
     try:
-        named = json.loads(path.read_text()).get("backend")
+        named = read_json(path.read_text()).get("backend")
     except (OSError, ValueError, AttributeError):
         named = None
     if named:

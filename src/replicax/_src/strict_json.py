@@ -65,7 +65,7 @@ def _too_deep(most_depth: int) -> TextError:
 
 def _is_deeper(value: Any, most_depth: int) -> bool:
     level = [value]
-    for _ in range(most_depth + 1):
+    for _ in range(most_depth):
         inside: list[Any] = []
         for each in level:
             if isinstance(each, dict):
@@ -133,6 +133,7 @@ def whole(least: int = 0, most: int = MOST_COUNT) -> Check:
 
 
 count: Final = whole()
+integer: Final = whole(-MOST_COUNT)
 crc32: Final = whole(0, 2**32 - 1)
 
 

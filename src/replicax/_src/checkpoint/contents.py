@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from replicax._src import strict_json
 from replicax._src.checkpoint.chunks import grid_of
 from replicax._src.checkpoint.errors import CorruptCheckpointError
+from replicax._src.dtypes import dtype_name
 from replicax._src.options import VariableAggregation
 
 MANIFEST = "manifest.json"
@@ -319,18 +320,6 @@ def _key(value: Any, where: str) -> str:
     return value
 
 
-def _dtype(value: Any, where: str) -> str:
-    strict_json.string(value, where)
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    is_known = dtype is not None and dtype.name == value
-    if not is_known or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-        raise strict_json.wrong(where, value, "the name of a dtype of numbers")
-    return value
-
-
 def _state(value: Any, where: str) -> Any:
     if value is None:  # of a process that did not track it
         return value
@@ -358,7 +347,7 @@ _STORED = _as(
     StoredArray,
     {
         "shape": _SHAPE,
-        "dtype": _dtype,
+        "dtype": dtype_name,
         "chunk": _STEP,
         "file": _STEP,
         "writers": strict_json.items(strict_json.count),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
@@ -16,15 +17,17 @@ from typing import Any, Final, final
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.directory import records_in
-from replicax._src.checkpoint.errors import CheckpointWriteError
+from replicax._src.checkpoint.errors import CheckpointError, CheckpointWriteError
 from replicax._src.checkpoint.retention import Record, Retention
-from replicax._src.checkpoint.writing import clean, probe, remove, write_error
+from replicax._src.checkpoint.writing import beside, clean, probe, remove, write_error
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import path_of
 
 log = logging.getLogger("replicax")
 
 _TOKEN_FILE: Final = ".local-checkpoints"
+_TOKEN: Final = re.compile(r"[0-9a-f]{8}")
+_LONGEST_READ: Final = 100
 # If a process is killed while it writes, all processes still have the one before.
 _RETENTION: Final = Retention(max_to_keep=2)
 
@@ -91,6 +94,8 @@ class LocalTier:
 
         what = "opening the local directories"
         _, (token, *_) = processes.told_together(what, chiefs_token, lambda token: token)
+        if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+            raise CheckpointError(f"The chief told {token!r:.60} as the token of the local checkpoints.")
         self._directory = os.path.join(self._root, token, str(processes.process_number()))
         processes.together(what, open_here)
 
@@ -164,14 +169,39 @@ class LocalTier:
 
 
 def _token_of(shared: str) -> str:
-    """Returns the token of a shared directory, after creating it if there is none."""
+    """Returns the token of a shared directory, after creating it if there is none.
+
+    The token becomes a part of paths, so another text is replaced.
+    """
     path = os.path.join(shared, _TOKEN_FILE)
     try:
-        with open(path, "a+") as file:
-            file.seek(0)
-            token = file.read() or uuid.uuid4().hex[:8]
-            if not file.tell():
-                file.write(token)
-        return token
+        token = _read_token(path)
+        if token and not _TOKEN.fullmatch(token):
+            log.warning(
+                "%s has %.60r, and not a token, so local checkpoints of earlier runs are not used. It gets a new one.",
+                path,
+                token,
+            )
+            token = ""
+        return token or _new_token(path)
     except OSError as error:
         raise write_error(shared, error) from error
+
+
+def _read_token(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read(_LONGEST_READ)
+    except FileNotFoundError:
+        return ""
+
+
+def _new_token(path: str) -> str:
+    token = uuid.uuid4().hex[:8]
+    part = beside(path, "part")
+    with open(part, "w") as file:
+        file.write(token)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    return token

@@ -16,10 +16,12 @@ from typing import Any, Final, final
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src import strict_json
 from replicax._src.checkpoint.chunks import slabs
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.saved import SavedValue
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.strict_json import read_json
 
 _NAMES: Final = {
     "float64": "F64",
@@ -42,6 +44,27 @@ _NAMES: Final = {
 _DTYPES: Final = {name: jnp.dtype(dtype) for dtype, name in _NAMES.items()}
 _INDEX: Final = ".index.json"
 _MOST_HEADER_BYTES: Final = 100_000_000  # the limit of the format
+_MOST_DIMS: Final = 32
+
+
+def _name_of_file(value: Any, where: str) -> str:
+    """Accepts names of files beside an index, or in folders there."""
+    strict_json.string(value, where)
+    if "\0" in value or not {"", ".", ".."}.isdisjoint(value.split("/")):
+        raise strict_json.wrong(where, value, "the name of a file beside it")
+    return value
+
+
+_INDEX_OF_FILES: Final = strict_json.record({"weight_map": strict_json.table(_name_of_file)}, others=True)
+_HEADER: Final = strict_json.table(
+    strict_json.record(
+        {
+            "dtype": strict_json.one_of(*_DTYPES),
+            "shape": strict_json.items(strict_json.count, most=_MOST_DIMS),
+            "data_offsets": strict_json.fixed(strict_json.count, strict_json.count),
+        }
+    )
+)
 
 
 def write(file: str, *, arrays: Mapping[str, SavedValue]) -> None:
@@ -131,7 +154,7 @@ def tensors_of(file: str) -> dict[str, Tensor]:
         return _of_index(file) if file.endswith(_INDEX) else _of_file(file)
     except OSError as error:
         raise InvalidArgumentError(f"The safetensors file {file!r} cannot be read ({error}).") from error
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, struct.error) as error:
         raise InvalidArgumentError(
             f"{file!r} is no safetensors file, or is truncated ({type(error).__name__}: {error!s:.200}). Give a file "
             f"such as 'model.safetensors', or an index such as 'model.safetensors{_INDEX}'."
@@ -139,8 +162,9 @@ def tensors_of(file: str) -> dict[str, Tensor]:
 
 
 def _of_index(file: str) -> dict[str, Tensor]:
-    with open(file, encoding="utf-8") as opened:
-        files: dict[str, str] = json.load(opened)["weight_map"]
+    with open(file, "rb") as opened:
+        text = opened.read(_MOST_HEADER_BYTES + 1)
+    files = _INDEX_OF_FILES(read_json(text, most_bytes=_MOST_HEADER_BYTES), "the index")["weight_map"]
     tensors: dict[str, Tensor] = {}
     for name in dict.fromkeys(files.values()):
         tensors |= _of_file(os.path.join(os.path.dirname(file), name))
@@ -153,13 +177,14 @@ def _of_file(file: str) -> dict[str, Tensor]:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > min(size, _MOST_HEADER_BYTES):
             raise ValueError("its header is longer than the file")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
+        header = read_json(opened.read(length), most_bytes=_MOST_HEADER_BYTES)
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
     tensors = {}
-    for name, each in header.items():
-        start, end = each["data_offsets"]
-        shape, dtype = tuple(each["shape"]), _DTYPES[each["dtype"]]
-        if start < 0 or end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+    for name, each in _HEADER(header, "the header").items():
+        (start, end), shape, dtype = each["data_offsets"], each["shape"], _DTYPES[each["dtype"]]
+        strict_json.check_size(shape, dtype.itemsize, f"the shape of {name!r:.60}")
+        if end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
             raise ValueError(f"{name!r} has {end - start} bytes at {start}, and the file {size}")
         tensors[name] = Tensor(file, 8 + length + start, shape, dtype)
     return tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -16,6 +15,7 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ReplicaxError
+from replicax._src.strict_json import TextError, read_json
 
 _LONGEST_END_S: Final = 10.0
 _DESCRIPTION: Final = """\
@@ -142,8 +142,8 @@ def _which(options: argparse.Namespace) -> tuple[ClusterSpec, str | None, int | 
     if options.cluster is None:
         return resolver.cluster_spec(), resolver.task_type, resolver.task_id
     try:
-        described = json.loads(options.cluster)
-    except json.JSONDecodeError as error:
+        described = read_json(options.cluster)
+    except TextError as error:
         raise ClusterError(f"--cluster {options.cluster!r} is not JSON: {error}.") from None
     return ClusterSpec(described, source="--cluster"), resolver.task_type, resolver.task_id
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from replicax._src.strict_json import read_json
+
 _WINDOW_S: Final = 10.0
+_MOST_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Status:
 def read_status(path: Path) -> Status | None:
     """Returns the status of a task; None if the file is missing or malformed."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path.read_text(), most_bytes=_MOST_BYTES)
         left_at = content.get("left_at")
         return Status(
             int(content["step"]),
@@ -39,7 +41,7 @@ def read_status(path: Path) -> Status | None:
             str(content.get("state", "")),
             None if left_at is None else float(left_at),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

@@ -31,6 +31,7 @@ from replicax._src.status.status import (
     staleness_of,
     summary_of,
 )
+from replicax._src.strict_json import read_json
 
 _DESCRIPTION: Final = f"""\
 Shows a live table of the tasks of a job. The chief (worker 0 without one; with parameter servers the coordinator) serves it
@@ -41,6 +42,7 @@ A job that no longer answers may be restarting: this command waits for it (--wai
 ended or you press Ctrl-C, and 1 if nothing answers at the address from the start.
 """
 _TIMEOUT_S: Final = 5.0
+_MOST_BYTES: Final = 64 << 20
 _LEAST_INTERVAL_S: Final = 0.1
 _LEFT_OUT_FIRST: Final = ("pid", "up", "function", "host", "cpu", "sent/s", "restarts", "received/s")
 _GAP: Final = 2
@@ -190,7 +192,7 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            status = json.load(answer)
+            status = read_json(answer.read(_MOST_BYTES + 1), most_bytes=_MOST_BYTES)
             lines_of(status)
             return status
     except urllib.error.HTTPError as error:
@@ -202,7 +204,8 @@ def fetch(request: urllib.request.Request) -> dict[str, Any]:
         why = f"Nobody answers at {where}: {reason}."
         advice = "Is the program running, with a status address?"
         raise StatusUnavailable(f"{why} {advice}", is_over=is_over) from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # no JSON, or not of this form
+    # No JSON, or not of this form.
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise StatusUnavailable(
             f"The program that answers at {where} is not the chief of a replicax job."
         ) from error

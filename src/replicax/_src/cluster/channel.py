@@ -399,7 +399,12 @@ class Channel:
                 except OSError:
                     self._lose("ended the connection")
                     return
-                self._receive(message)
+                try:
+                    self._receive(message)
+                except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                    log.debug("A message of the controller cannot be read: %r", message, exc_info=error)
+                    self._lose("sent a message that is none of this version of replicax")
+                    return
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._silence_s:
                 self._lose(f"has not been heard of for {self._silence_s:.0f} s")

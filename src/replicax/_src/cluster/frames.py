@@ -6,18 +6,55 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.strict_json import (
+    TextError,
+    anything,
+    count,
+    flag,
+    integer,
+    items,
+    optional,
+    read_json,
+    record,
+    string,
+    table,
+)
 from replicax._src.wire.client import connect as wire_connect
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError
 from replicax._src.wire.frames import Kind
 from replicax._src.wire.security import Security
+
+_STATUS: Final = record(
+    {},
+    {"position": integer, "program": optional(string), "doing": string, "done": integer},
+    others=True,
+)
+_MESSAGE: Final = record(
+    {"kind": string},
+    {
+        "cluster": optional(string),
+        "figures": table(anything),
+        "is_final": flag,
+        "key": string,
+        "member": count,
+        "position": optional(integer),
+        "round": count,
+        "started": integer,
+        "status": _STATUS,
+        "text": string,
+        "values": lambda value, where: list(items(anything)(value, where)),
+    },
+    others=True,
+)
+"""Each field has one type in all messages. Fields that are not listed are not checked here."""
 
 
 def security_of(environ: Mapping[str, str] | None = None) -> Security:
@@ -64,12 +101,9 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     """
     text = bytes(connection.receive(deadline) or b"")
     try:
-        message = json.loads(text)
-    except ValueError as error:
-        raise ForeignPeerError(f"a message is not JSON: {text[:40]!r}") from error
-    if not isinstance(message, dict) or "kind" not in message:
-        raise ForeignPeerError(f"a message has no kind: {text[:40]!r}")
-    return message
+        return _MESSAGE(read_json(text), "it")
+    except TextError as error:
+        raise ForeignPeerError(f"{text[:40]!r} is not a message: {error}") from error
 
 
 def ask(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.spec import split_address
+from replicax._src.strict_json import TextError, read_json
 
 ROUTES_VARIABLE: Final = "REPLICAX_ROUTES"
 
@@ -40,8 +40,8 @@ def routed_address(address: str, environment: Mapping[str, str]) -> str:
                 f"{ROUTES_VARIABLE} is {said!r}, and no such file can be read: {error}. {_FORM}"
             ) from error
     try:
-        routes = json.loads(text)
-    except json.JSONDecodeError as error:
+        routes = read_json(text)
+    except TextError as error:
         raise ClusterEnvironmentError(
             f"{ROUTES_VARIABLE} is not JSON ({error}): {said!r}. {_FORM}"
         ) from error

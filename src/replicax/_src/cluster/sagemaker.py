@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.resolver import EnvironmentResolver, is_one_task, master_of
 from replicax._src.cluster.spec import ClusterSpec, join_address
+from replicax._src.strict_json import TextError, read_json
 
 HOSTS = "SM_HOSTS"
 CURRENT_HOST = "SM_CURRENT_HOST"
@@ -93,8 +93,8 @@ class SageMakerClusterResolver(EnvironmentResolver):
 
 def _host_list(text: str) -> list[str]:
     try:
-        hosts = json.loads(text or "[]")
-    except json.JSONDecodeError:
+        hosts = read_json(text or "[]")
+    except TextError:
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, str) and host for host in hosts):
         raise ClusterEnvironmentError(

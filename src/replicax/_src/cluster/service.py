@@ -119,7 +119,7 @@ class ControllerServer:
                         self._send(self._controller.receive(number, message, time.monotonic()))
             finally:
                 self._leave(number)
-        except (LookupError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return  # the peer does not speak this protocol
 
     def _met(self, connection: Connection, message: dict[str, Any]) -> int | None:

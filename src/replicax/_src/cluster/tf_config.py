@@ -10,6 +10,7 @@ from typing import Any, final
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.resolver import EnvironmentResolver, given_or_read, is_one_task, master_of
 from replicax._src.cluster.spec import ClusterSpec
+from replicax._src.strict_json import TextError, read_json
 
 VARIABLE = "TF_CONFIG"
 
@@ -26,8 +27,8 @@ def read_tf_config(environ: Mapping[str, str]) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        config = json.loads(text, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
+        config = read_json(text, object_pairs_hook=_without_repeats)
+    except TextError as error:
         raise ClusterEnvironmentError(_not_json(text, error)) from None
     if not isinstance(config, dict):
         raise ClusterEnvironmentError(
@@ -152,7 +153,10 @@ def _part(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _not_json(text: str, error: json.JSONDecodeError) -> str:
+def _not_json(text: str, error_of_text: TextError) -> str:
+    error = error_of_text.__cause__
+    if not isinstance(error, json.JSONDecodeError):
+        return f"TF_CONFIG cannot be read: {error_of_text}. Write {_EXAMPLE}."
     start, end = max(0, error.pos - 30), error.pos + 30
     here = f"{'…' if start else ''}{text[start : error.pos]}⟨here⟩{text[error.pos : end]}{'…' if end < len(text) else ''}"
     hint = "JSON has double quotes: set it to json.dumps(config), not to str(config)" if "'" in text else ""

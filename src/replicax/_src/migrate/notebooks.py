@@ -13,6 +13,8 @@ from typing import Any, Final, final
 
 import libcst as cst
 
+from replicax._src.strict_json import read_json
+
 _CELL: Final = "__replicax_cell__"
 _BEHIND_CELLS: Final = 1_000_000  # lines; more than the cells of a notebook have
 _MASK: Final = "__replicax_mask_{}__"
@@ -65,7 +67,7 @@ class Notebook:
     def __init__(self, text: str) -> None:
         self._text = text
         try:
-            document = json.loads(text)
+            document = read_json(text)
             self._cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
             sources = [_source(cell) for cell in self._cells]
             language = document.get("metadata", {}).get("kernelspec", {}).get("language", "python")
@@ -102,7 +104,7 @@ class Notebook:
 
     def text(self, code: str) -> str:
         """Returns the file with the cells of ``code``. Everything else stays, including outputs."""
-        document = json.loads(self._text)
+        document = read_json(self._text)
         cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
         for cell, new in zip(cells, self._split(code), strict=True):
             if new != _source(cell):

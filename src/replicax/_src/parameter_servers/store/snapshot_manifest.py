@@ -14,12 +14,17 @@ from typing import Any, Final, NamedTuple, Self, final
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src import strict_json
+from replicax._src.dtypes import dtype_name
 from replicax._src.parameter_servers.errors import SnapshotError
 from replicax._src.parameter_servers.store.held_values import Spec
 
 FORMAT: Final = 2
 MAX_FILES: Final = 64
 """The most files in a chain. A restore opens all of them. At the default interval there is a new base every hour."""
+
+_MOST_UNIT_BYTES: Final = 64 << 10
+"""The most bytes of a unit of several rows. This version writes units of some hundred bytes."""
 
 GROWTH: Final = 1.5
 """The largest size of a chain, relative to the shards. So at worst two thirds of the bytes written are bases."""
@@ -92,16 +97,34 @@ class ShardRecord:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], file: int) -> Self:
-        """Makes the record that a file describes."""
-        spec = (tuple(described["shape"]), np.dtype(jnp.dtype(described["dtype"])))
+        """Makes the record that a file describes, whose fields are checked."""
+        spec = (described["shape"], np.dtype(jnp.dtype(described["dtype"])))
         if "parts" not in described:  # format 1: the whole shard, in the same file
             place = Block(file, described["offset"], described["bytes"], described["checksum"])
             return cls(described["key"], spec, described["number"], 1, (Part(place),))
-        parts = tuple(
-            Part(Block(*values), None if units is None else Block(*units))
-            for values, units in described["parts"]
+        return cls(
+            described["key"], spec, described["number"], described["rows_per_unit"], described["parts"]
         )
-        return cls(described["key"], spec, described["number"], described["rows_per_unit"], parts)
+
+    def check(self) -> None:
+        """Checks that its parts have the bytes that its shape needs.
+
+        Raises:
+          TextError: They have not.
+        """
+        shape, dtype = self.spec
+        where = f"shard {self.key!r:.60}"
+        strict_json.check_size(shape, dtype.itemsize, where)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        if self.rows_per_unit > 1 and self.rows_per_unit * max(1, row_bytes) > _MOST_UNIT_BYTES:
+            raise strict_json.wrong(
+                f"{where}: rows_per_unit", self.rows_per_unit, f"units of {_MOST_UNIT_BYTES} bytes"
+            )
+        whole, *later = self.parts
+        if whole.units is not None or whole.values.num_bytes != self.num_bytes:
+            raise strict_json.wrong(where, whole, f"a part of {self.num_bytes} bytes first")
+        if any(part.units is None for part in later) or (later and not shape):
+            raise strict_json.wrong(where, later, "parts of some rows, after the first")
 
 
 @final
@@ -150,10 +173,77 @@ class Manifest:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], file: int) -> Self:
-        """Makes the index that a file has. Raises SnapshotError if it has another format."""
-        if described["format"] not in (1, FORMAT):
-            raise SnapshotError(f"it has format {described['format']}, and this version reads up to {FORMAT}")
-        shards = {shard["key"]: ShardRecord.of(shard, file) for shard in described["shards"]}
+        """Makes the index that a file has. Raises SnapshotError if it has another format, or wrong contents."""
+        number = described.get("format") if isinstance(described, dict) else None
+        if number not in _MANIFEST:
+            raise SnapshotError(f"it has format {number!r:.60}, and this version reads up to {FORMAT}")
+        try:
+            known = _MANIFEST[number](described, "its index")
+            shards = {shard["key"]: ShardRecord.of(shard, file) for shard in known["shards"]}
+            for shard in shards.values():
+                shard.check()
+        except strict_json.TextError as error:
+            raise SnapshotError(
+                f"its index has the right checksum and wrong contents: {error}; another program has written it"
+            ) from error
         whole = (file, sum(shard.num_bytes for shard in shards.values()))
-        chain = [(number, num_bytes) for number, num_bytes in described.get("chain", [whole])]
-        return cls(described["content"], shards, chain)
+        return cls(known["content"], shards, list(known.get("chain", [whole])))
+
+
+# --- the form of an index ---------------------------------------------------------------------------------------
+
+
+_BLOCK_FIELDS: Final = strict_json.fixed(
+    strict_json.count, strict_json.count, strict_json.count, strict_json.crc32
+)
+_PART_FIELDS: Final = strict_json.fixed(
+    lambda value, where: Block(*_BLOCK_FIELDS(value, where)),
+    strict_json.optional(lambda value, where: Block(*_BLOCK_FIELDS(value, where))),
+)
+_SHARD: Final = {
+    "key": strict_json.string,
+    "shape": strict_json.items(strict_json.count, most=64),
+    "dtype": dtype_name,
+    "number": strict_json.count,
+}
+_SHARD_OF_FORMAT_1: Final = strict_json.record(
+    {**_SHARD, "offset": strict_json.count, "bytes": strict_json.count, "checksum": strict_json.crc32}
+)
+_SHARD_OF_FORMAT_2: Final = strict_json.record(
+    {
+        **_SHARD,
+        "rows_per_unit": strict_json.whole(1),
+        "parts": strict_json.items(lambda value, where: Part(*_PART_FIELDS(value, where)), least=1),
+    }
+)
+_WINDOW: Final = strict_json.record(
+    {
+        "low": strict_json.count,
+        "runs": strict_json.items(strict_json.fixed(strict_json.count, strict_json.count)),
+    }
+)
+_CONTENT: Final = strict_json.record(
+    {
+        "epoch": strict_json.count,
+        "incarnation": strict_json.optional(strict_json.string),
+        "updates": strict_json.count,
+        "highest_number": strict_json.count,
+        "windows": strict_json.table(_WINDOW),
+        "programs": strict_json.items(strict_json.record({"digest": strict_json.string}, others=True)),
+    },
+    {"time": strict_json.number, "num_held_gradients": strict_json.count},
+    others=True,
+)
+_MANIFEST: Final = {
+    1: strict_json.record(
+        {"format": strict_json.count, "content": _CONTENT, "shards": strict_json.items(_SHARD_OF_FORMAT_1)}
+    ),
+    FORMAT: strict_json.record(
+        {
+            "format": strict_json.count,
+            "content": _CONTENT,
+            "shards": strict_json.items(_SHARD_OF_FORMAT_2),
+            "chain": strict_json.items(strict_json.fixed(strict_json.count, strict_json.count), least=1),
+        }
+    ),
+}

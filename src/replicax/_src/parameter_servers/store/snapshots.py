@@ -23,6 +23,7 @@ from replicax._src.parameter_servers.errors import SnapshotError
 from replicax._src.parameter_servers.store.snapshot_entries import Plan, write_entry
 from replicax._src.parameter_servers.store.snapshot_manifest import Block, Manifest, ShardRecord
 from replicax._src.parameter_servers.store.snapshot_parts import Bytes, read_value
+from replicax._src.strict_json import TextError, read_json
 
 log = logging.getLogger("replicax")
 
@@ -287,7 +288,10 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
     header = file.read(length)
     if zlib.crc32(header) != checksum:
         raise SnapshotError("the checksum of its header is wrong")
-    return json.loads(header)
+    try:
+        return read_json(header)
+    except TextError as error:
+        raise SnapshotError(f"its header is not JSON: {error}") from error
 
 
 def _sync(directory: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from replicax._src.parameter_servers.errors import MessageError
 from replicax._src.parameter_servers.transport.buffers import aligned
+from replicax._src.strict_json import TextError, read_json
 
 INLINE_BYTES: Final = 60 * 1024
 """The most bytes of arrays in the head."""
@@ -79,8 +80,8 @@ def announced_layout(text: bytes) -> Layout:
     found = _kept.get(text)
     if found is None:
         try:
-            given = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            given = read_json(text)
+        except TextError as error:
             raise MessageError(f"The description of arrays is not JSON: {text[:40]!r}.") from error
         if not isinstance(given, list):
             raise MessageError(f"The description of arrays is not a list: {text[:40]!r}.")

@@ -18,6 +18,7 @@ import numpy as np
 from replicax._src.parameter_servers.errors import MessageError
 from replicax._src.parameter_servers.transport.buffers import ALIGNMENT, Buffers, aligned_empty
 from replicax._src.parameter_servers.transport.layouts import Layout, announced_layout, layout_of, sendable
+from replicax._src.strict_json import TextError, read_json
 from replicax._src.wire.frames import LARGEST_BODY, Part
 
 LARGEST_HEADER: Final = 16 * 2**20
@@ -199,8 +200,8 @@ def decoded_header(text: bytes) -> dict[str, Any]:
       MessageError: It is not JSON, or not an object.
     """
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        fields = read_json(text)
+    except TextError as error:
         raise MessageError(f"The header of a message is not JSON: {bytes(text[:40])!r}.") from error
     if not isinstance(fields, dict):
         raise MessageError(f"The header of a message is not a JSON object: {bytes(text[:40])!r}.")
