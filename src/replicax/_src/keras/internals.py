@@ -290,7 +290,7 @@ def has_pass(loop: Any) -> bool:
 
 
 def forget_length(loop: Any) -> None:
-    """Makes a loop find out anew how many batches a pass has."""
+    """Makes a loop count again how many batches a pass has."""
     loop._num_batches = None
 
 
