@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, final
@@ -292,6 +293,14 @@ class Dataset(abc.ABC):
         return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle))
 
 
+_yielded: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+
+
+def is_of_dataset(value: Any) -> bool:
+    """Returns True if a dataset yielded this array as a part of a batch."""
+    return isinstance(value, np.ndarray) and _yielded.get(id(value)) is value
+
+
 @final
 class DatasetIterator(Pass):
     """A single pass through a dataset. The pass starts when the first element or the position is requested.
@@ -308,7 +317,12 @@ class DatasetIterator(Pass):
         chunk = (self._cursor or self._begin()).read(1)
         if not len(chunk):
             raise StopIteration
-        return elements_of(chunk)[0]
+        element = elements_of(chunk)[0]
+        if self._dataset.is_batched:
+            for leaf in jax.tree_util.tree_leaves(element):
+                if isinstance(leaf, np.ndarray):
+                    _yielded[id(leaf)] = leaf
+        return element
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last returned element as JSON."""

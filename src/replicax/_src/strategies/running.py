@@ -23,6 +23,7 @@ from replicax._src.lowering.spmd import Launcher
 from replicax._src.options import RunOptions
 from replicax._src.strategies import drift
 from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
+from replicax._src.strategies.undistributed import warn_of_whole_batch
 from replicax._src.tracing import key
 from replicax._src.tracing.arguments import Call, ClosureCheck
 from replicax._src.tracing.bindings import own_copy
@@ -296,6 +297,7 @@ class Runner:
                 drift.tell(name, drifted, reduced_at=traced.reduced_at, raises=options.check_same)
 
         tell_drift(call.leaves)
+        warn_of_whole_batch(name, program, paths(), described, call.leaves)
         if current_capture() is None:
             for variant in program.variants:
                 check_no_leaks(variant)

@@ -269,7 +269,9 @@ class Strategy:
             ``rx.get_replica_context()``.
           args, kwargs: The arguments. A replica gets its own component of each ``DistributedValues`` (at any depth);
             arrays, variables and Python values are passed unchanged. Numbers and strings are constants of the program,
-            except floats that change between calls.
+            except floats that change between calls. A plain array is the same on all replicas. One log line says so if
+            it is a batch: no argument differs between replicas, and a dataset of ``rx.data`` yielded the array, or
+            ``rx.nn.compute_average_loss`` averages over as many losses as it has rows.
           options: See ``RunOptions``; ``eager=True`` runs the Python function itself, for debugging.
 
         Returns:

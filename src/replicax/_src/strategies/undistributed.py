@@ -1,0 +1,78 @@
+"""Warns of a batch that was not distributed: every replica computes all of its rows."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from replicax._src import jax_compat
+from replicax._src.input.pipeline import is_of_dataset
+from replicax._src.tracing.cache import Leaf
+from replicax._src.tracing.equations import equations, inner_jaxprs
+from replicax._src.tracing.gradient_scale import AVERAGE_LOSS
+from replicax._src.tracing.program import ReplicaProgram
+from replicax._src.user_code import user_line
+
+log = logging.getLogger("replicax")
+_warned: set[tuple[str, str]] = set()
+_MAX_SHOWN = 3
+
+
+def warn_of_whole_batch(
+    name: str,
+    program: ReplicaProgram,
+    paths: Sequence[str],
+    described: Sequence[Leaf],
+    leaves: Sequence[Any],
+) -> None:
+    """Warns, once for each function and line, if a batch is the same on all replicas.
+
+    That is certain only if no argument differs between replicas, the function does not ask for its replica's number,
+    and one of these holds. A dataset of ``rx.data`` yielded the array. Or ``rx.nn.compute_average_loss`` takes the
+    mean over as many losses as the array has rows. Parameters, scalars and random keys are therefore no batches.
+
+    Args:
+      name: The name of the function.
+      paths, described, leaves: The names of the arguments, their descriptions, and the arguments.
+    """
+    if len(program.variant_of_replica) == 1 or any(leaf.kind == "row" for leaf in described):
+        return
+    variant = program.variants[0]
+    names = collections.Counter(eqn.primitive.name for eqn in equations(variant.jaxpr))
+    if names["axis_index"] > names["replicax_seed_shift"] + names["replicax_seed_unshift"]:
+        return  # the function may take rows of its own by the number of its replica
+    sizes = set(_averaged_sizes(variant.jaxpr))
+    found = [
+        path
+        for path, leaf, value in zip(paths, described, leaves, strict=True)
+        if leaf.kind == "whole" and leaf.shape and (leaf.shape[0] in sizes or is_of_dataset(value))
+    ]
+    line = user_line()
+    if not found or (name, line) in _warned:
+        return
+    _warned.add((name, line))
+    more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    log.warning(
+        "%s, run at %s: the batch (%s%s) was not distributed, so each of the %d replicas computes all of its rows. Iterate the "
+        "distributed dataset: for batch in strategy.experimental_distribute_dataset(dataset). For arrays of one batch: "
+        "(batch,) = strategy.experimental_distribute_dataset([batch]).",
+        name,
+        line,
+        ", ".join(found[:_MAX_SHOWN]),
+        more,
+        len(program.variant_of_replica),
+    )
+
+
+def _averaged_sizes(jaxpr: Any, is_caller_average: bool = False) -> Iterator[int]:
+    """Yields the numbers of losses, two or more, over which ``rx.nn.compute_average_loss`` takes a mean."""
+    for eqn in jaxpr.eqns:
+        is_average = is_caller_average or AVERAGE_LOSS in str(eqn.source_info.name_stack)
+        for inner in inner_jaxprs(eqn):
+            yield from _averaged_sizes(inner, is_average)
+        if is_average and eqn.primitive.name == "reduce_sum" and not jax_compat.is_transposed(eqn):
+            shape = eqn.invars[0].aval.shape
+            if shape and shape[0] > 1:
+                yield shape[0]
