@@ -432,8 +432,8 @@ class Channel:
         return of_gone(self._names, number, how, message["text"], theirs)
 
     def _heartbeat(self) -> None:
-        """Sends the figures of this process, its position and its line of code, and the line of a callback if it has not
-        moved since the last heartbeat.
+        """Sends the figures of this process, its position and its line of code, and the line of a callback if it has
+        not moved since the last heartbeat.
         """
         status, more = self._status, {"at": user_line_of_main_thread()}
         has_moved, self._last_status = status is not self._last_status, status

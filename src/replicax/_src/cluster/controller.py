@@ -15,11 +15,11 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
   every position. All members must run the same programs in the same order. It is a *mismatch* if two members ran
   different programs at one position, or if one waits to agree on a program at a position that another has passed. All
   are told.
-- Programs and the all-gathers that block a member's program thread are one sequence. Such an all-gather has the position
-  of the next program: between two programs all members wait in the same all-gathers, in the same order. It is a mismatch
-  if a member waits in one, and another one waits in a different one at that position or has begun the program there. An
-  all-gather of another thread (a thread that reads ahead, an asynchronous save) has no position, and is not in the
-  sequence. A member that is late is no mismatch.
+- Programs and the all-gathers that block the thread that runs them are one sequence. Such an all-gather has the
+  position of the next program: between two programs all members wait in the same all-gathers, in the same order. It is
+  a mismatch if a member waits in one, and another one waits in a different one at that position or has begun the
+  program there. An all-gather of another thread (which reads ahead, or writes a checkpoint) has no position, and is not
+  in the sequence. A member that is late is no mismatch.
 - Batches that members read together are in the sequence too. A member that waits for a batch says after how many reads,
   and after which program. It is a mismatch if another member has gone on to the next program, or waits in an all-gather
   before it, without this read, or if it makes this read elsewhere.
@@ -82,8 +82,8 @@ class _Member:
       since: The time at which it reached its position.
       behind_at: The last time at which others had not reached its position.
       warned_s: The time that it had waited there when it was last told for which members.
-      next: If it waits in an all-gather of the sequence: the position, and the purpose or the name of the program to agree
-        on; see ``failures.describe_status``.
+      next: If it waits in an all-gather of the sequence: the position, and the purpose or the name of the program to
+        agree on; see ``failures.describe_status``.
       reads: The number of batches that it has read together with others, at least.
       reading: If it waits for a batch: the position before, the number of reads before, and the dataset.
       runs: The programs that it has run. Those that were compared with all members are dropped.
@@ -308,11 +308,12 @@ class Controller:
             member.heartbeat(dict(message["status"]), now)
             member.next = (position, message["purpose"])
         gather = self._all_gathers.setdefault(key, _AllGather({}, position))
+        gather.position = position if gather.position is None else gather.position
         gather.values[number] = message["value"]
         if len(gather.values) < len(self._members):
             return self._apart(now)
         del self._all_gathers[key]
-        if position is not None:
+        if gather.position is not None:
             for member in self._members:
                 member.next = None
         values = [gather.values[n] for n in range(len(self._members))]

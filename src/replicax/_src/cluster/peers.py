@@ -81,8 +81,8 @@ class Peers:
         """All-gathers ``value``: returns the values of all processes, by number. All call it, in the same order for
         each topic.
 
-        In the thread that runs programs, all processes call it before the same program. A process that skips it, or waits
-        in a different one, is a mismatch. Other threads may call it at any time.
+        In the thread that runs programs, all processes call it before the same program. A process that skips it, or
+        waits in a different one, is a mismatch. Other threads may call it at any time.
 
         Args:
           topic: The subject of the value. Each thread that gathers needs its own topics.
