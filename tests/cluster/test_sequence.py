@@ -180,7 +180,7 @@ def scripts_of(names, seed, num_workers=3):
     return [script] * num_workers
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.lists(st.sampled_from(list(SAID)), max_size=25), st.integers(0, 10**6))
 def test_equal_sequences_are_never_a_mismatch(names, seed):
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -188,7 +188,7 @@ def test_equal_sequences_are_never_a_mismatch(names, seed):
             assert worker.error is None
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     st.lists(st.sampled_from(list(SAID)), min_size=1, max_size=15), st.integers(0, 10**6), st.data()
 )
