@@ -13,6 +13,8 @@ from replicax._src.cluster.spec import ClusterSpec, Task
 class Channel:
     """The other process offers the values of this one, unless told otherwise."""
 
+    program_thread = None
+
     def __init__(self):
         self.gathered, self.begun, self.ended, self.other = [], [], [], None
 

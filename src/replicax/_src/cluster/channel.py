@@ -27,7 +27,7 @@ from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.status.figures import figures
-from replicax._src.user_code import user_line, user_line_of_callback, user_line_of_main_thread
+from replicax._src.user_code import user_line, user_line_of_callback, user_line_of_thread
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
@@ -62,6 +62,7 @@ class Channel:
 
     Attributes:
       is_lost: True once the controller has ended the connection, or has been silent for too long.
+      program_thread: The thread that ran the last program, at first the one that made this object.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Channel:
         self._done = _NO_PROGRAM
         self._is_closed = False
         self.is_lost = False
+        self.program_thread = threading.get_ident()
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
         self._reads = 0
         self._reading: tuple[int, int, str] | None = None
@@ -435,7 +437,7 @@ class Channel:
         """Sends the figures of this process, its position and its line of code, and the line of a callback if it has
         not moved since the last heartbeat.
         """
-        status, more = self._status, {"at": user_line_of_main_thread()}
+        status, more = self._status, {"at": user_line_of_thread(self.program_thread)}
         has_moved, self._last_status = status is not self._last_status, status
         if not has_moved and status["doing"] == "in" and (callback := user_line_of_callback()) is not None:
             more["callback"] = callback

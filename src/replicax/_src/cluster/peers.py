@@ -50,8 +50,6 @@ class Peers:
         self._orders: set[tuple[str | None, str]] = set()  # pairs of programs that followed each other
         self._last: str | None = None
         self._position = -1
-        # Its calls are in the sequence of the programs: the thread that ran the last one, at first the one that joined.
-        self._program_thread = threading.get_ident()
         self._lock = threading.RLock()
         self._is_running = False
         self.waits = True
@@ -100,7 +98,8 @@ class Peers:
 
     @property
     def _runs_programs(self) -> bool:
-        return threading.get_ident() == self._program_thread
+        """True in the thread whose exchanges and reads are in the sequence of the programs."""
+        return threading.get_ident() == self._channel.program_thread
 
     @contextlib.contextmanager
     def reading(self, topic: str) -> Iterator[None]:
@@ -235,7 +234,7 @@ class Peers:
             if agrees or (self._last, label) not in self._orders:
                 self._agree_now(self._digests[label], label.partition(" ")[2])
             self._last = label
-            self._program_thread = threading.get_ident()
+            self._channel.program_thread = threading.get_ident()
             self._position += 1
             self._is_running, is_done = True, False
             counters.programs.begin()
