@@ -38,7 +38,7 @@ class Cluster:
         monkeypatch.setattr(channel_module, "time", clock)
         monkeypatch.setattr(channel_module, "user_line", lambda: f"script.py:{self.current.number} in work")
         monkeypatch.setattr(
-            channel_module, "user_line_of_main_thread", lambda: f"script.py:{self.current.number} in work"
+            channel_module, "user_line_of_thread", lambda thread: f"script.py:{self.current.number} in work"
         )
         self.workers = [Worker(self, number, len(scripts)) for number in range(len(scripts))]
         self.current = self.workers[0]
@@ -172,6 +172,7 @@ class Worker:
 
     def start(self, script):
         def body():
+            self.channel.program_thread = threading.get_ident()
             self.peers = Peers(self.channel, self.membership, 600.0)
             self.channel.on_failure = lambda failure: None
             try:

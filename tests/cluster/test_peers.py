@@ -13,6 +13,11 @@ from replicax._src.cluster.spec import ClusterSpec, Task
 class Channel:
     """The other process offers the values of this one, unless told otherwise."""
 
+    has_threads, program_thread = False, None
+
+    def note_thread(self):
+        pass
+
     def __init__(self):
         self.gathered, self.begun, self.ended, self.other = [], [], [], None
 

@@ -122,6 +122,33 @@ def test_exchanges_of_other_threads_are_not_in_the_sequence(monkeypatch):
         assert worker.error is None
 
 
+def test_exchanges_beside_programs_of_another_thread_are_no_mismatch(monkeypatch):
+    """A thread evaluates while the script reads data and saves, in another order on each worker."""
+
+    def script(worker):
+        worker.run()
+        for _ in range(10):
+            is_over = []
+
+            def evaluate(is_over=is_over):
+                worker.work(1.5 * worker.number)
+                for _ in range(3):
+                    worker.reduce()
+                    worker.work(0.5)
+                is_over.append(True)
+
+            worker.in_background(evaluate)
+            make(worker, "dataset", "dataset", "restore", "dataset")
+            worker.work(1.0 - worker.number)
+            make(worker, "restore")
+            while not is_over:
+                worker.work(0.1)
+            make(worker, "run", "dataset")
+
+    for worker in Cluster(monkeypatch, [script] * 2).run():
+        assert worker.error is None
+
+
 def test_data_of_different_lengths_end_together(monkeypatch):
     """The end is a read too, which may take longer than a heartbeat."""
 
@@ -180,7 +207,7 @@ def scripts_of(names, seed, num_workers=3):
     return [script] * num_workers
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.lists(st.sampled_from(list(SAID)), max_size=25), st.integers(0, 10**6))
 def test_equal_sequences_are_never_a_mismatch(names, seed):
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -188,7 +215,7 @@ def test_equal_sequences_are_never_a_mismatch(names, seed):
             assert worker.error is None
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     st.lists(st.sampled_from(list(SAID)), min_size=1, max_size=15), st.integers(0, 10**6), st.data()
 )

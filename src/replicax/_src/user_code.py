@@ -43,10 +43,10 @@ def user_line() -> str:
     return _innermost(sys._getframe(1))
 
 
-def user_line_of_main_thread() -> str:
-    """The position of the main thread: ``file:line in function`` of its innermost user code. It may be called from any
+def user_line_of_thread(thread_id: int) -> str:
+    """The position of a thread: ``file:line in function`` of its innermost user code. It may be called from any
     thread."""
-    return _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
+    return _innermost(sys._current_frames().get(thread_id))
 
 
 def user_line_of_callback() -> str | None:

@@ -28,7 +28,7 @@ from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.drawing.text import printable_lines
 from replicax._src.status.figures import figures
-from replicax._src.user_code import user_line, user_line_of_callback, user_line_of_main_thread
+from replicax._src.user_code import user_line, user_line_of_callback, user_line_of_thread
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
@@ -63,6 +63,9 @@ class Channel:
 
     Attributes:
       is_lost: True once the controller has ended the connection, or has been silent for too long.
+      program_thread: The thread that ran the last program, at first the one that made this object.
+      has_threads: True once several threads have run programs, or one runs them and another has made exchanges before.
+        Then exchanges and reads have no common order with programs.
     """
 
     def __init__(
@@ -86,6 +89,9 @@ class Channel:
         self._done = _NO_PROGRAM
         self._is_closed = False
         self.is_lost = False
+        self.program_thread = threading.get_ident()
+        self.has_threads = False
+        self._is_ordered = False  # True once the program thread has run a program or made an ordered exchange
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
         self._reads = 0
         self._reading: tuple[int, int, str] | None = None
@@ -282,7 +288,8 @@ class Channel:
         self.check()
         offer: dict[str, Any] = {"kind": "offer", "key": key, "value": value}
         if position is not None:
-            status = {**self._status, "reads": self._reads, "at": user_line()}
+            self._is_ordered = True
+            status = {**self._status, **self._order, "at": user_line()}
             purpose = {"what": what} if program is None else {"program": program}
             offer |= {"position": position, "purpose": purpose, "status": status}
         self._send(offer)
@@ -327,6 +334,14 @@ class Channel:
             tuple(self._names[number] for number in self._missing.get(key, ())),
         )
 
+    def note_thread(self) -> None:
+        """Notes that the calling thread is about to agree on a program or to begin it."""
+        here = threading.get_ident()
+        if here != self.program_thread:
+            self.has_threads |= self._is_ordered
+            self.program_thread = here
+        self._is_ordered = True
+
     def begin(self, position: int, program: str) -> None:
         """Notes the start of a program. Sends a heartbeat at once if the program differs from the last one.
 
@@ -336,8 +351,7 @@ class Channel:
         before = self._status.get("program")
         self._status = {"position": position, "program": program, "doing": "in"}
         if program != before:
-            status = {**self._status, "reads": self._reads, "at": user_line()}
-            self._send({"kind": "heartbeat", "status": status})
+            self._send({"kind": "heartbeat", "status": {**self._status, **self._order, "at": user_line()}})
         self.check(position)  # a failure may have arrived while this process was between programs
 
     def end(self, is_done: bool = False) -> None:
@@ -445,16 +459,23 @@ class Channel:
         return of_gone(self._names, number, how, message["text"], theirs)
 
     def _heartbeat(self) -> None:
-        """Sends the figures of this process, its position and its line of code, and the line of a callback if it has not
-        moved since the last heartbeat.
+        """Sends the figures of this process, its position and its line of code, and the line of a callback if it has
+        not moved since the last heartbeat.
         """
-        status, more = self._status, {"at": user_line_of_main_thread()}
+        status, more = self._status, {"at": user_line_of_thread(self.program_thread)}
         has_moved, self._last_status = status is not self._last_status, status
         if not has_moved and status["doing"] == "in" and (callback := user_line_of_callback()) is not None:
             more["callback"] = callback
-        # The reads come last: they are at least those before the program at this position.
-        read = {"reading": self._reading, "reads": self._reads}
-        self._send({"kind": "heartbeat", "status": {**status, **more, **read}, "figures": figures()})
+        reading = {"reading": self._reading}
+        order = self._order  # last: the reads are at least those before the program at this position
+        self._send(
+            {"kind": "heartbeat", "status": {**status, **more, **reading, **order}, "figures": figures()}
+        )
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What the controller compares besides the position."""
+        return {"reads": self._reads, "has_threads": self.has_threads}
 
     def _write_status(self) -> None:
         """Tells the launcher how many programs this process has run."""

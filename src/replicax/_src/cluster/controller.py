@@ -17,11 +17,12 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
   every position. All members must run the same programs in the same order. It is a *mismatch* if two members ran
   different programs at one position, or if one waits to agree on a program at a position that another has passed. All
   are told.
-- Programs and the all-gathers that block a member's program thread are one sequence. Such an all-gather has the position
-  of the next program: between two programs all members wait in the same all-gathers, in the same order. It is a mismatch
-  if a member waits in one, and another one waits in a different one at that position or has begun the program there. An
-  all-gather of another thread (a thread that reads ahead, an asynchronous save) has no position, and is not in the
-  sequence. A member that is late is no mismatch.
+- Programs and the all-gathers that block the thread that runs them are one sequence. Such an all-gather has the
+  position of the next program: between two programs all members wait in the same all-gathers, in the same order. It is
+  a mismatch if a member waits in one, and another one waits in a different one at that position or has begun the
+  program there. An all-gather of another thread (which reads ahead, or writes a checkpoint) has no position, and is not
+  in the sequence. Nor are all-gathers and reads of a member that runs programs in several threads, except the agreement
+  on a program. A member that is late is no mismatch.
 - Batches that members read together are in the sequence too. A member that waits for a batch says after how many reads,
   and after which program. It is a mismatch if another member has gone on to the next program, or waits in an all-gather
   before it, without this read, or if it makes this read elsewhere.
@@ -84,10 +85,11 @@ class _Member:
       since: The time at which it reached its position.
       behind_at: The last time at which others had not reached its position.
       warned_s: The time that it had waited there when it was last told for which members.
-      next: If it waits in an all-gather of the sequence: the position, and the purpose or the name of the program to agree
-        on; see ``failures.describe_status``.
+      next: If it waits in an all-gather of the sequence: the position, and the purpose or the name of the program to
+        agree on; see ``failures.describe_status``.
       reads: The number of batches that it has read together with others, at least.
       reading: If it waits for a batch: the position before, the number of reads before, and the dataset.
+      has_threads: True once it has run programs in several threads.
       runs: The programs that it has run. Those that were compared with all members are dropped.
       gone: The way in which it ended; None while it is present.
       text: Its ending in words, if it failed before it joined.
@@ -104,6 +106,7 @@ class _Member:
     next: tuple[int, dict[str, str]] | None = None
     reads: int = 0
     reading: tuple[int, int, str] | None = None
+    has_threads: bool = False
     runs: Runs = field(default_factory=list)
     gone: str | None = None
     text: str = ""
@@ -126,12 +129,18 @@ class _Member:
         """The position of the last program that it has begun, or before which it waits."""
         return self.position if self.next is None else max(self.position, self.next[0])
 
+    @property
+    def reached_program(self) -> int:
+        """The position of the last program that it has begun, or waits to agree on."""
+        return self.reached if self.next is not None and "program" in self.next[1] else self.position
+
     def heartbeat(self, status: dict[str, Any], now: float) -> None:
         """Takes a status. An earlier position than the known one is stale and ignored."""
         position, program = status["position"], status["program"]
         if position < self.position:
             return
         self.reads = max(self.reads, status.pop("reads", 0))
+        self.has_threads |= status.pop("has_threads", False)
         reading = status.get("reading")
         self.reading = None if reading is None else (reading[0], reading[1], reading[2])
         if (position, status["doing"]) != (self.position, self.status.get("doing")):
@@ -153,7 +162,8 @@ class _Member:
 @dataclass
 class _AllGather:
     values: dict[int, Any]
-    position: int | None
+    position: int | None = None
+    is_agreement: bool = False
 
 
 @final
@@ -309,12 +319,14 @@ class Controller:
         if position is not None:
             member.heartbeat(dict(message["status"]), now)
             member.next = (position, message["purpose"])
-        gather = self._all_gathers.setdefault(key, _AllGather({}, position))
+        gather = self._all_gathers.setdefault(key, _AllGather({}))
+        if position is not None:
+            gather.position, gather.is_agreement = position, "program" in message["purpose"]
         gather.values[number] = message["value"]
         if len(gather.values) < len(self._members):
             return self._apart(now)
         del self._all_gathers[key]
-        if position is not None:
+        if gather.position is not None:
             for member in self._members:
                 member.next = None
         values = [gather.values[n] for n in range(len(self._members))]
@@ -395,14 +407,24 @@ class Controller:
     def _waiting_apart(self) -> Iterator[tuple[int, int]]:
         """Yields members in an all-gather, with members that have reached its position without it."""
         for gather in self._all_gathers.values():
+            has_threads = any(self._members[number].has_threads for number in gather.values)
             for number, member in enumerate(self._members):
-                is_late = gather.position is None or member.reached < gather.position
-                if member.is_present and number not in gather.values and not is_late:
+                if not member.is_present or number in gather.values or gather.position is None:
+                    continue
+                if has_threads or member.has_threads:
+                    has_reached = gather.is_agreement and member.reached_program >= gather.position
+                else:
+                    has_reached = member.reached >= gather.position
+                if has_reached:
                     yield next(iter(gather.values)), number
 
     def _reading_apart(self) -> Iterator[tuple[int, int]]:
         """Yields members that read a batch, with members that go on without this read or make it elsewhere."""
-        present = [(number, member) for number, member in enumerate(self._members) if member.is_present]
+        present = [
+            (number, member)
+            for number, member in enumerate(self._members)
+            if member.is_present and not member.has_threads
+        ]
         for number, member in present:
             if member.reading is None:
                 continue

@@ -135,7 +135,8 @@ def _place(status: Mapping[str, Any]) -> str:
         if "program" in purpose:
             return f"about to run its program number {number}, {purpose['program']}"
         return f"waiting {purpose['what']}, before its program number {number}"
-    if status.get("reading") is not None and status["reading"][0] == position:
+    reading = status.get("reading")
+    if reading is not None and position is not None and reading[0] == position:
         return f"waiting to read the next batch of a dataset, before its program number {position + 1}"
     if program is None or position is None or position < 0:
         return "before its first program"

@@ -50,8 +50,6 @@ class Peers:
         self._orders: set[tuple[str | None, str]] = set()  # pairs of programs that followed each other
         self._last: str | None = None
         self._position = -1
-        # Its calls are in the sequence of the programs: the thread that ran the last one, at first the one that joined.
-        self._program_thread = threading.get_ident()
         self._lock = threading.RLock()
         self._is_running = False
         self.waits = True
@@ -81,8 +79,8 @@ class Peers:
         """All-gathers ``value``: returns the values of all processes, by number. All call it, in the same order for
         each topic.
 
-        In the thread that runs programs, all processes call it before the same program. A process that skips it, or waits
-        in a different one, is a mismatch. Other threads may call it at any time.
+        In the thread that runs programs, all processes call it before the same program. A process that skips it, or
+        waits in a different one, is a mismatch. Other threads may call it at any time.
 
         Args:
           topic: The subject of the value. Each thread that gathers needs its own topics.
@@ -93,14 +91,13 @@ class Peers:
         Raises:
           ClusterFailureError: A task is gone, has not called it in time, or does something else.
         """
-        if not self._runs_programs:
-            return self._gathered(topic, value, what, is_cancelled=is_cancelled)
-        with self._lock:
-            return self._gathered(topic, value, what, position=self._position + 1, is_cancelled=is_cancelled)
+        position = self._position + 1 if self._runs_programs else None
+        return self._gathered(topic, value, what, position=position, is_cancelled=is_cancelled)
 
     @property
     def _runs_programs(self) -> bool:
-        return threading.get_ident() == self._program_thread
+        """True in the thread whose exchanges and reads are in the sequence of the programs."""
+        return threading.get_ident() == self._channel.program_thread and not self._channel.has_threads
 
     @contextlib.contextmanager
     def reading(self, topic: str) -> Iterator[None]:
@@ -195,6 +192,7 @@ class Peers:
 
     def _agree_now(self, digest: str, name: str) -> str:
         """Raises unless all processes are about to run this program next."""
+        self._channel.note_thread()
         position = self._position + 1
         offer = [digest, name, position, user_line()]
         offers = self._gathered("program", offer, f"to run {name}", position=position, program=name)
@@ -235,7 +233,7 @@ class Peers:
             if agrees or (self._last, label) not in self._orders:
                 self._agree_now(self._digests[label], label.partition(" ")[2])
             self._last = label
-            self._program_thread = threading.get_ident()
+            self._channel.note_thread()
             self._position += 1
             self._is_running, is_done = True, False
             counters.programs.begin()

@@ -19,7 +19,8 @@ class SharedProgram:
       peers: The processes.
       has_one_form: True if all calls have arrays of the same shapes and dtypes.
       is_read: True if one process may call it alone by mistake, as one may read a variable. The processes then agree
-        before each call, also on the name, so that it never meets another program. That costs one message and its answer.
+        before each call, also on the name, so that it never meets another program. That costs one message and its
+        answer.
     """
 
     def __init__(
