@@ -5,15 +5,12 @@ nothing: each name is loaded when it is first asked for. JAX takes a second, whi
 not to wait.
 """
 
-from replicax._src.cli.standard_streams import EndingAtInterrupt as _EndingAtInterrupt
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
-with _EndingAtInterrupt():
-    import importlib
-    import sys
-    from typing import TYPE_CHECKING, Any
-
-    from replicax._src.public_names import publish, publish_all, publish_loaded
-    from replicax._src.version import __version__ as __version__
+from replicax._src.public_names import publish, publish_all, publish_loaded
+from replicax._src.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from replicax import (

@@ -5,14 +5,19 @@ A checkpoint is a directory such as ``ckpt-7`` whose manifest has its number; se
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Final
+
+from replicax._src import strict_json
 
 NO_CHECKPOINT: Final = -1
 _MANIFEST: Final = "manifest.json"
+_HAS_NUMBER: Final = strict_json.record(
+    {"contents": strict_json.record({"number": strict_json.count}, others=True)}, others=True
+)
 _NAME: Final = re.compile(r".+-(\d+)", re.ASCII)
 # Directories that are being written or replaced, whose names may end like those of checkpoints.
 _TEMPORARY: Final = re.compile(r"\.(part|replaced)-")
@@ -37,11 +42,10 @@ def newest_checkpoint(directory: str | os.PathLike[str]) -> int:
 def _number_of(manifest: str) -> int | None:
     """Returns the number in a manifest; None if there is no manifest, or it is damaged."""
     try:
-        with open(manifest, encoding="utf-8") as file:
-            number = json.load(file)["contents"]["number"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        checked = _HAS_NUMBER(strict_json.read_json(Path(manifest).read_bytes()), "the manifest")
+    except (OSError, strict_json.TextError):
         return None
-    return number if type(number) is int and number >= 0 else None
+    return checked["contents"]["number"]
 
 
 if __name__ == "__main__":

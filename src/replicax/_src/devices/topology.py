@@ -334,7 +334,7 @@ class Topology:
         if self.peers is None:
             return self.put_by(value, layout or self.replicated)
         if layout is not None and not jax_compat.is_typed_key(value.dtype):
-            of_all = self.peers.gather_before_program("making variables in shards", digest(value))
+            of_all = self.peers.gather("variables in shards", digest(value), "to make variables in shards")
             if len(set(of_all)) == 1:
                 return jax_compat.put_shards(np.asarray(value), layout)
         here = jax_compat.copied(value) if isinstance(value, np.ndarray) else value
