@@ -17,6 +17,7 @@ from replicax._src.strict_json import (
     TextError,
     anything,
     count,
+    fixed,
     flag,
     integer,
     items,
@@ -34,7 +35,16 @@ from replicax._src.wire.security import Security
 
 _STATUS: Final = record(
     {},
-    {"position": integer, "program": optional(string), "doing": string, "done": integer},
+    {
+        "at": string,
+        "callback": string,
+        "doing": string,
+        "done": integer,
+        "position": integer,
+        "program": optional(string),
+        "reading": optional(fixed(integer, count, string)),
+        "reads": count,
+    },
     others=True,
 )
 _MESSAGE: Final = record(
@@ -46,6 +56,7 @@ _MESSAGE: Final = record(
         "key": string,
         "member": count,
         "position": optional(integer),
+        "purpose": table(string),
         "round": count,
         "started": integer,
         "status": _STATUS,

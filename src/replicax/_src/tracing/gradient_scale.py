@@ -175,8 +175,8 @@ class _Walk:
         """
         for line, members in self._members.items():
             gradients = [each for each in members if each.is_gradient]
-            powers = [each.power for each in gradients]
-            if not gradients or None in powers:
+            powers = [each.power for each in gradients if each.power is not None]
+            if not gradients or len(powers) < len(gradients):
                 continue
             divided_at = self._divided_at.get(line, set())
             if not divided_at and min(powers) >= 1:
