@@ -27,6 +27,7 @@ import fit
 import memory
 import models
 import multi_worker
+import nnx_step
 import overhead
 import parameter_server
 import peers
@@ -52,6 +53,7 @@ def step_time(arguments: argparse.Namespace) -> None:
 SECTIONS = {
     "step": step_time,
     "overhead": lambda arguments: overhead.main(arguments.rounds),
+    "nnx": lambda arguments: nnx_step.main(arguments.rounds),
     "uneven": lambda arguments: uneven.main(arguments.rounds),
     "feeding": lambda arguments: feeding.main(arguments.rounds, arguments.tensorflow, arguments.torch),
     "fit": lambda arguments: fit.main(arguments.rounds, arguments.tensorflow),

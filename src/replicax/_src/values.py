@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -512,6 +513,50 @@ def per_replica_from_components(
     padded = largest_shape(shapes)
     array = topology.join_rows([pad(a, padded)[None] for a in arrays], padded)
     return PerReplica(array, topology.num_replicas, shapes if len(set(shapes)) > 1 else None)
+
+
+@final
+class LocalViews:
+    """Results that are the same on all replicas, by the array on one device that a caller got of each: its view.
+
+    If a view comes back unchanged as an argument, the result takes its place, so that nothing is copied to the other
+    devices. Results live until their owners get others, or one of them ends.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[int, tuple[Any, Any]] = {}
+        self._owned: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], list[int]]] = {}
+
+    def views_of(self, owners: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """Returns the views of results, in place of those that the owners got before. Other values stay as they are."""
+        views, numbers = [], []
+        for result in results:
+            view = result
+            if isinstance(result, PerReplica):
+                whole = result.stored
+                view = result.as_array() if not whole.is_fully_replicated else whole.addressable_data(0)
+                self._results[id(view)] = view, whole
+                numbers.append(id(view))
+            views.append(view)
+        group = tuple(map(id, owners))
+        self._drop(group, set(numbers))
+        self._owned[group] = [weakref.ref(owner, lambda _: self._drop(group)) for owner in owners], numbers
+        return views
+
+    def result_of(self, view: Any, sharding: Any) -> Any:
+        """Returns the result of a view, or None if there is none of this sharding."""
+        found = self._results.get(id(view))
+        if found is None or found[0] is not view or view.is_deleted():
+            return None
+        return found[1] if found[1].sharding == sharding else None
+
+    def _drop(self, owners: tuple[int, ...], kept: Collection[int] = ()) -> None:
+        for number in self._owned.pop(owners, ([], ()))[1]:
+            if number not in kept:
+                self._results.pop(number, None)
+
+
+local_views = LocalViews()
 
 
 def is_value(value: Any) -> bool:

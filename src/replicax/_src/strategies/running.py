@@ -46,6 +46,7 @@ from replicax._src.values import (
     PerReplica,
     Results,
     is_value,
+    local_views,
 )
 
 if TYPE_CHECKING:
@@ -205,7 +206,12 @@ class Runner:
     def _describe(self, call: Call, programs: FunctionPrograms | None, *, is_traced: bool = False) -> None:
         """Describes the leaves and puts their arrays on the devices, unless they are traced."""
 
+        replicated = self._topology.replicated
+
         def rule(leaf: Any) -> tuple[Leaf, Any] | None:
+            result = local_views.result_of(leaf, replicated)
+            if result is not None and not is_traced:
+                return array_leaf(leaf), result
             is_distributed = isinstance(leaf, (PerReplica, Mirrored))
             array = leaf.stored if is_distributed else leaf
             if isinstance(array, jax_compat.Tracer) and not is_traced:

@@ -6,6 +6,7 @@ It warns once, with the reason, about a function that is traced too often.
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -61,7 +62,12 @@ def array_leaf(array: Any) -> Leaf:
     dtype = array.dtype
     if isinstance(dtype, np.dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return Leaf("whole", tuple(array.shape), dtype, bool(getattr(array, "weak_type", False)))
+    return _whole_leaf(array.shape, dtype, bool(getattr(array, "weak_type", False)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_leaf(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Leaf:
+    return Leaf("whole", tuple(shape), dtype, weak_type)
 
 
 def static_leaf(value: Any) -> Leaf:
