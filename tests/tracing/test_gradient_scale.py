@@ -439,6 +439,50 @@ def two_losses_of_different_kinds():
     return step
 
 
+@right
+def sum_whose_derivative_is_the_identity():
+    @jax.custom_vjp
+    def total(value):
+        return jax.lax.psum(value, "replica")
+
+    total.defvjp(lambda value: (total(value), None), lambda _, cotangent: (cotangent,))
+    return with_sum(lambda w, batch: total(share(w, batch)))
+
+
+@right
+def covariance_of_the_global_batch():
+    def loss_of(w, batch):
+        own = normalized(jnp.tanh(batch[0] * w))
+        covariance = jax.lax.psum(own.T @ own, "replica") / 7
+        return share(w, batch) + jnp.sum((covariance - jnp.diag(jnp.diag(covariance))) ** 2) / num_replicas()
+
+    return with_sum(loss_of)
+
+
+@right
+def average_of_models_after_a_summed_loss():
+    def step(batch, w):
+        return jax.lax.psum(updated(w, jax.grad(summed)(w, batch)), "replica") / num_replicas()
+
+    return step
+
+
+@right
+def mean_of_gathered_gradients():
+    return with_sum(summed, lambda g: jnp.mean(jax.lax.all_gather(g, "replica"), axis=0))
+
+
+@right
+def steps_in_a_loop():
+    def step(batch, w):
+        def one(_, w):
+            return updated(w, jax.lax.pmean(jax.grad(summed)(w, batch), "replica"))
+
+        return jax.lax.fori_loop(0, 3, one, w)
+
+    return step
+
+
 UNEVEN = [
     share_of_the_loss,
     mean_of_gradients_of_a_summed_loss,

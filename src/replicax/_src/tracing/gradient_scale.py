@@ -13,8 +13,7 @@ import logging
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -45,8 +44,7 @@ _KEPT: Final = (MOVES - _ADDED) | frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """A fact about one value.
 
     Attributes:
@@ -201,7 +199,7 @@ class _Walk:
                 for operand, replication in zip(operands, replications, strict=True)
             ]
         fact = self._combined(eqn, operands, replications[0] if replications else None, is_backward)
-        return [replace(fact, replication=replication) for replication in replications]
+        return [fact._replace(replication=replication) for replication in replications]
 
     def _summed(self, eqn: Any, operand: Fact, replication: Replication, is_backward: bool) -> Fact:
         """Returns the fact of a sum over the replicas."""
@@ -220,7 +218,7 @@ class _Walk:
     def _transposed(self, line: str, operand: Fact, replication: Replication, *, is_whole: bool) -> Fact:
         """Returns the fact of a sum in a backward pass. A sum of equal cotangents is R times one of them."""
         if operand.number == 0:
-            return replace(operand, replication=replication)
+            return operand._replace(replication=replication)
         power = operand.power if is_whole else None
         reduced_at = operand.reduced_at
         if operand.replication.is_same and power is not None:
@@ -228,8 +226,7 @@ class _Walk:
             power += 0 if is_divided_by_seed else 1
             reduced_at = reduced_at or line
             self.reduced_at = self.reduced_at or line
-        return replace(
-            operand,
+        return operand._replace(
             replication=replication,
             number=None,
             is_gradient=True,
@@ -246,7 +243,7 @@ class _Walk:
         if replication is None or not operands:
             return Fact(replication or Replication.INVARIANT)
         if name == "select_n" and operands[0].number is not None:
-            return replace(operands[1 + int(operands[0].number)], parts=())
+            return operands[1 + int(operands[0].number)]._replace(parts=())
         numbers = [each.number for each in operands]
         if name in _FOLDED and None not in numbers:
             return Fact(replication, _FOLDED[name](*numbers))
@@ -259,19 +256,19 @@ class _Walk:
             terms = operands[1:] if name == "select_n" else operands[:1] + operands[-1:]
             terms = operands if name == "concatenate" else terms
             parts = tuple(terms) if name == "concatenate" else ()
-            fact = replace(_added(terms), sums=sums, parts=parts)
+            fact = _added(terms)._replace(sums=sums, parts=parts)
         elif name in _KEPT:
             fact = self._after_sum_of_rows(eqn, operands[0]) if name == "reduce_sum" else operands[0]
-            fact = replace(fact, parts=())
+            fact = fact._replace(parts=())
         elif name in ("mul", "div"):
-            fact = replace(self._scaled(eqn, operands, is_backward), sums=sums)
+            fact = self._scaled(eqn, operands, is_backward)._replace(sums=sums)
         else:
-            fact = replace(_multiplied(operands, is_known=is_backward), sums=sums)
+            fact = _multiplied(operands, is_known=is_backward)._replace(sums=sums)
         if is_backward:
             is_seed = not any(each.is_gradient for each in operands) and not replication.is_same
             is_share = fact.is_share or AVERAGE_LOSS in str(eqn.source_info.name_stack)
-            fact = replace(fact, is_gradient=fact.is_gradient or is_seed, is_share=is_share)
-        return replace(fact, is_from_sum=is_from_sum)
+            fact = fact._replace(is_gradient=fact.is_gradient or is_seed, is_share=is_share)
+        return fact._replace(is_from_sum=is_from_sum)
 
     def _scaled(self, eqn: Any, operands: list[Fact], is_backward: bool) -> Fact:
         """Returns the fact of a product or a quotient."""
@@ -283,18 +280,18 @@ class _Walk:
         if not factor.is_number:
             fact = _multiplied(operands, is_known=is_backward)
             if is_division and is_backward:
-                fact = replace(fact, divisors=fact.divisors | {math.nan})
+                fact = fact._replace(divisors=fact.divisors | {math.nan})
             # A number that comes from outside, such as a loss scale, may be 1/R.
             scales = operands[1:] if is_division else operands
             is_unknown = is_scalar and any(
                 each.number is None and each.is_constant and not each.is_from_sum for each in scales
             )
-            return replace(fact, power=None) if is_unknown and is_backward else fact
-        fact = value if value.number is None else replace(value, number=_product(value, factor, is_division))
-        fact = replace(fact, parts=())
+            return fact._replace(power=None) if is_unknown and is_backward else fact
+        fact = value if value.number is None else value._replace(number=_product(value, factor, is_division))
+        fact = fact._replace(parts=())
         if is_backward and factor.number:
-            fact = replace(
-                fact, divisors=fact.divisors | {factor.number if is_division else 1 / factor.number}
+            fact = fact._replace(
+                divisors=fact.divisors | {factor.number if is_division else 1 / factor.number}
             )
         # A loss of rows often has the factor 1/2; the factor 1/R of a user stands at a sum, or at a gradient.
         divides = factor.number == (self._num if is_division else 1 / self._num)
@@ -302,7 +299,7 @@ class _Walk:
         if divides:
             self._note_division(value.sums, jax_compat.equation_line(eqn))
             power = None if fact.power is None else fact.power - 1
-            fact = replace(fact, power=power, is_divided=True)
+            fact = fact._replace(power=power, is_divided=True)
         return fact
 
     def _note_division(self, sums: frozenset[str], line: str) -> None:
@@ -317,8 +314,8 @@ class _Walk:
             if count > 1 and any(
                 math.isnan(d) or math.isclose(d, count * self._num) for d in operand.divisors
             ):
-                return replace(operand, power=None, number=None)
-        return replace(operand, number=None)
+                return operand._replace(power=None, number=None)
+        return operand._replace(number=None)
 
     # --- control flow -------------------------------------------------------------------------------------
 
@@ -332,7 +329,7 @@ class _Walk:
         num_consts, num_carry = jax_compat.scan_counts(eqn)
         body, _ = jax_compat.inner_jaxpr(eqn.params["jaxpr"])
         consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
-        xs = [replace(each, parts=()) for each in operands[num_consts + num_carry :]]
+        xs = [each._replace(parts=()) for each in operands[num_consts + num_carry :]]
 
         def step(carry: list[Fact]) -> list[Fact]:
             return self.run(body, [*consts, *carry, *xs], is_backward=is_backward)
@@ -392,8 +389,7 @@ def _added(terms: Sequence[Fact]) -> Fact:
     if not gradients:
         first = counted[0]
         powers = {each.power for each in counted}
-        return replace(
-            first,
+        return first._replace(
             number=first.number if len(counted) == 1 and len(terms) == 1 else None,
             power=first.power if len(powers) == 1 else None,
             is_share=all(each.is_share for each in counted),
@@ -402,8 +398,7 @@ def _added(terms: Sequence[Fact]) -> Fact:
         )
     is_certain = all(each.is_gradient or each.is_constant for each in counted)
     powers = {each.power for each in gradients}
-    return replace(
-        gradients[0],
+    return gradients[0]._replace(
         number=None,
         power=gradients[0].power if len(powers) == 1 and is_certain else None,
         is_divided=any(each.is_divided for each in gradients),
@@ -418,8 +413,7 @@ def _multiplied(operands: Sequence[Fact], *, is_known: bool) -> Fact:
     if not gradients:
         powers = {each.power for each in operands}
         scaled = next((each for each in operands if each.power), operands[0])
-        return replace(
-            scaled,
+        return scaled._replace(
             number=None,
             parts=(),
             power=scaled.power if is_known and len(powers - {0}) < 2 else 0 if not is_known else None,
@@ -429,8 +423,7 @@ def _multiplied(operands: Sequence[Fact], *, is_known: bool) -> Fact:
         )
     scaled = [each for each in gradients if each.power != 0]
     first = scaled[0] if scaled else gradients[0]
-    return replace(
-        first,
+    return first._replace(
         number=None,
         parts=(),
         power=first.power if is_known and len(scaled) < 2 else None,
@@ -444,8 +437,7 @@ def _merged(facts: Sequence[Fact]) -> Fact:
     """Returns the fact of a value that is one of several."""
     worst = max(each.replication for each in facts)
     numbers = {each.number for each in facts}
-    return replace(
-        _added(facts),
+    return _added(facts)._replace(
         replication=worst,
         number=numbers.pop() if len(numbers) == 1 else None,
         parts=(),
@@ -454,7 +446,7 @@ def _merged(facts: Sequence[Fact]) -> Fact:
 
 
 def _varying(fact: Fact) -> Fact:
-    return replace(fact, replication=Replication.VARYING)
+    return fact._replace(replication=Replication.VARYING)
 
 
 # --- the messages -------------------------------------------------------------------------------------------
