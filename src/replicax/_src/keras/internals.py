@@ -224,11 +224,12 @@ def accumulator_of(optimizer: Any, variable: Any) -> Any:
 
 
 def num_small_batches(optimizer: Any) -> Any:
-    """Returns the number of gradients that an optimizer has been given; ``iterations`` counts its updates."""
+    """Returns the number of gradients that an optimizer has received; ``iterations`` counts its updates."""
     return optimizer._iterations.value
 
 
 SOURCE_OF_LAYER: Final = inspect.getfile(keras.Layer)
+"""The file that adds the losses of activity regularizers."""
 
 
 @functools.cache
@@ -595,9 +596,9 @@ def _loop_case(method: str, function: str, groups: Sequence[str]) -> list[Any]:
             ["build", isinstance(loop, Loop), loop.data_adapter is data, num_taken(loop), has_pass(loop)]
         )
 
-    def give_state(**asked: bool) -> Any:
-        events.append(["state", sorted(name for name in asked if asked[name])])
-        return get_state(**asked)
+    def give_state(**requested: bool) -> Any:
+        events.append(["state", sorted(name for name in requested if requested[name])])
+        return get_state(**requested)
 
     def synced() -> None:
         events.append("sync")
@@ -688,10 +689,10 @@ def _arrays_case() -> list[Any]:
     arrays = Loop(x=np.zeros((3, 1), np.int64), batch_size=2, steps_per_execution=2)
     with placing_batches(True):
         batches = [*wrapped_get_iterator(vars(Loop)["_get_iterator"])(arrays)]
-    given = _CheckedData([])
+    data = _CheckedData([])
     return [
         [(type(batch) is np.ndarray, batch.dtype.name, batch.shape) for batch in batches],
-        Loop(x=given).data_adapter is given,
+        Loop(x=data).data_adapter is data,
         num_taken(arrays),
         _mentions(
             Loop._enumerate_iterator, "_get_iterator", "_steps_seen", "_current_iterator", "_num_batches"
