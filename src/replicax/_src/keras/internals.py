@@ -383,7 +383,9 @@ def check() -> None:
     with building_undone():
         for part in PARTS:
             try:
-                got = part.case()
+                # The first strategy, or ``rx.cond`` in a layer, may meet Keras while a model is built in scopes.
+                with outside_scopes():
+                    got = part.case()
             except Exception as error:
                 raise _misfit(part.name, f"A small case failed: {type(error).__name__}: {error}.") from error
             if got not in part.allowed:
@@ -431,7 +433,8 @@ def _variable_case() -> list[Any]:
 
 def _variable() -> Any:
     with keras.StatelessScope(initialize_variables=False):
-        return keras.Variable(_no_value, shape=(2,), dtype="float32", name="checked")
+        # Without autocast, a layer in mixed precision around the check makes no difference.
+        return keras.Variable(_no_value, shape=(2,), dtype="float32", autocast=False, name="checked")
 
 
 def _first_values_case() -> list[str]:
