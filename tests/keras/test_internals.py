@@ -54,7 +54,8 @@ def test_check_passes_in_a_layer_while_a_model_is_built():
         def call(self, x):
             scope = internals.current_scope()
             internals.check()
-            assert scope is not None and internals.current_scope() is scope
+            assert scope is not None
+            assert internals.current_scope() is scope
             assert internals.in_symbolic_scope()
             return x
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
 import random
@@ -68,8 +69,10 @@ current_scope: Any = _imported("keras.src.backend.common.stateless_scope", "get_
 in_symbolic_scope: Any = _imported("keras.src.backend.common.symbolic_scope", "in_symbolic_scope")
 """True while Keras computes the shapes of outputs."""
 
-nn: Any = _imported("keras.src.backend", "nn")
-"""The functions that losses, metrics and ``keras.ops`` call."""
+_IN_OPS: Final = importlib.util.find_spec("keras.src.backend.jax.ops") is not None
+
+nn: Any = _imported("keras.src.backend.jax.ops" if _IN_OPS else "keras.src.backend.jax", "nn")
+"""The functions that losses, metrics and ``keras.ops`` call (3.16: in ``ops``)."""
 
 saving_lib: Any = _imported("keras.src.saving", "saving_lib")
 to_snake_case: Any = _imported("keras.src.utils.naming", "to_snake_case")
