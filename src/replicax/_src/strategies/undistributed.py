@@ -44,23 +44,23 @@ def warn_of_whole_batch(
     if names["axis_index"] > names["replicax_seed_shift"] + names["replicax_seed_unshift"]:
         return  # the function may take rows of its own by the number of its replica
     sizes = set(_averaged_sizes(variant.jaxpr))
-    batches = [
+    found = [
         path
         for path, leaf, value in zip(paths, described, leaves, strict=True)
         if leaf.kind == "whole" and leaf.shape and (leaf.shape[0] in sizes or is_of_dataset(value))
     ]
     line = user_line()
-    if not batches or (name, line) in _warned:
+    if not found or (name, line) in _warned:
         return
     _warned.add((name, line))
-    more = f" and {len(batches) - _MAX_SHOWN} more" if len(batches) > _MAX_SHOWN else ""
+    more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     log.warning(
         "%s, run at %s: the batch (%s%s) was not distributed, so each of the %d replicas computes all of its rows. Iterate the "
         "distributed dataset: for batch in strategy.experimental_distribute_dataset(dataset). For arrays of one batch: "
         "(batch,) = strategy.experimental_distribute_dataset([batch]).",
         name,
         line,
-        ", ".join(batches[:_MAX_SHOWN]),
+        ", ".join(found[:_MAX_SHOWN]),
         more,
         len(program.variant_of_replica),
     )
