@@ -30,7 +30,7 @@ class Cluster:
       limit_s: The longest time, in seconds of the cluster.
     """
 
-    def __init__(self, monkeypatch, scripts, limit_s=1000.0, **options):
+    def __init__(self, monkeypatch, scripts, limit_s=700.0, **options):
         self.now, self.limit_s = 0.0, limit_s
         self.controller = Controller([f"worker {n}" for n in range(len(scripts))], **options)
         self.messages, self.threads, self.at = [], [], {}
@@ -52,7 +52,7 @@ class Cluster:
         """Runs until all scripts have ended. Returns the workers."""
         next_beat = 0.0
         while any(thread.is_alive for thread in self.threads if thread.is_script):
-            assert self.now < 700, "the workers wait without end"
+            assert self.now < self.limit_s, "the workers wait without end"
             for thread in list(self.threads):
                 thread.step()
                 self.deliver()

@@ -99,7 +99,7 @@ def save(part, cut, value, dtype):
         for origin in cut.files
     ]
     written = [write_pieces(str(part), {"a": stored}, pieces[number::3]).get("a", []) for number in range(3)]
-    files = WrittenFiles.of_rows(itertools.chain(*written), stored.num_files)
+    files = WrittenFiles.from_rows(itertools.chain(*written), stored.num_files)
     checksums = write_metadata(str(part), {"a": stored}, "a save")
     return reader_of(part, stored, checksums["a"], files)
 

@@ -47,6 +47,21 @@ def test_check_changes_nothing_in_keras():
     assert not rx.has_strategy()
 
 
+def test_check_passes_in_a_layer_while_a_model_is_built():
+    """Keras computes the shapes of outputs in scopes of its own, and casts variables in mixed precision."""
+
+    class Checks(keras.layers.Layer):
+        def call(self, x):
+            scope = internals.current_scope()
+            internals.check()
+            assert scope is not None
+            assert internals.current_scope() is scope
+            assert internals.in_symbolic_scope()
+            return x
+
+    Checks(dtype="mixed_float16")(keras.Input((2,)))
+
+
 def owner_of(cls, name):
     """Returns the class of Keras that defines a method."""
     return next(c for c in cls.__mro__ if name in vars(c) and c.__module__.startswith("keras."))

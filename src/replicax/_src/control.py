@@ -60,22 +60,22 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
                 result = _arrays(fn(*values))
                 result = None if is_for_effect else result
                 return result, [
-                    [state.read(variable) for variable, _ in found.values()]
-                    for state, found in zip(states, written, strict=True)
+                    [state.read(variable) for variable, _ in assigned.values()]
+                    for state, assigned in zip(states, written, strict=True)
                 ]
 
         return branch_function
 
     is_true = jnp.asarray(pred).astype(bool)
     result, values = jax.lax.cond(is_true, threaded(true_fn), threaded(false_fn), *operands)
-    for state, found, new in zip(states, written, values, strict=True):
-        for (variable, line), value in zip(found.values(), new, strict=True):
+    for state, assigned, new in zip(states, written, values, strict=True):
+        for (variable, line), value in zip(assigned.values(), new, strict=True):
             state.write(variable, value, line)
     return result
 
 
 def _assignable_states() -> list[AssignableState]:
-    """Returns the state that branches may assign: that of the trace of ours, and that of a framework."""
+    """Returns the state that branches may assign: that of frameworks, and that of the current trace."""
     use_imported()
     capture = current_capture()
     states: list[AssignableState | None] = [framework.assignable() for framework in frameworks_in_use()]
@@ -96,9 +96,9 @@ def _find_writes(
         with contextlib.ExitStack() as stack:
             branches = [stack.enter_context(state.branch()) for state in states]
             result = _arrays(fn(*values))
-            for branch, found in zip(branches, written, strict=True):
+            for branch, assigned in zip(branches, written, strict=True):
                 for key, (variable, _, line) in branch.writes.items():
-                    found.setdefault(key, (variable, line))
+                    assigned.setdefault(key, (variable, line))
             return result
 
     return jax.eval_shape(probe, *operands)

@@ -1,11 +1,10 @@
-"""Who else may write or read a file or folder that this process must trust. Root may do everything, and is no other."""
+"""Names the other users who may write or read a file that this process must trust. Root does not count."""
 
 from __future__ import annotations
 
 import functools
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 _WRITE_GROUP, _WRITE_ALL = stat.S_IWGRP, stat.S_IWOTH
@@ -18,12 +17,12 @@ def writers_of(about: os.stat_result) -> str:
         return ""
     if not is_own(about):
         return f"it belongs to another user ({about.st_uid})"
-    return _of_mode(about, _WRITE_GROUP, _WRITE_ALL, "write", _is_private_group)
+    return _allowed_by_mode(about, _WRITE_GROUP, _WRITE_ALL, "write")
 
 
 def readers_of(about: os.stat_result) -> str:
     """Returns which other users may read a file; "" for none."""
-    return _of_mode(about, _READ_GROUP, _READ_ALL, "read", _is_private_group) if os.name == "posix" else ""
+    return _allowed_by_mode(about, _READ_GROUP, _READ_ALL, "read") if os.name == "posix" else ""
 
 
 def writers_above(path: str | os.PathLike[str]) -> str:
@@ -40,12 +39,10 @@ def is_own(about: os.stat_result) -> bool:
     return os.name != "posix" or about.st_uid in (0, os.geteuid())
 
 
-def _of_mode(
-    about: os.stat_result, group: int, everybody: int, what: str, is_private: Callable[[int], bool]
-) -> str:
+def _allowed_by_mode(about: os.stat_result, group: int, everybody: int, what: str) -> str:
     if about.st_mode & everybody:
         return f"all users may {what} it (mode {_mode(about)})"
-    if about.st_mode & group and not is_private(about.st_gid):
+    if about.st_mode & group and not _is_private_group(about.st_gid):
         return f"the group {about.st_gid} may {what} it (mode {_mode(about)})"
     return ""
 

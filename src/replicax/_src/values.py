@@ -517,7 +517,7 @@ def per_replica_from_components(
 
 @final
 class LocalViews:
-    """Results that are the same on all replicas, by the array on one device that a caller got of each: its view.
+    """Replicated results, each with its *view*: the array on one device that the caller got in its place.
 
     If a view comes back unchanged as an argument, the result takes its place, so that nothing is copied to the other
     devices. Results live until their owners get others, or one of them ends.
@@ -545,10 +545,10 @@ class LocalViews:
 
     def result_of(self, view: Any, sharding: Any) -> Any:
         """Returns the result of a view, or None if there is none of this sharding."""
-        found = self._results.get(id(view))
-        if found is None or found[0] is not view or view.is_deleted():
+        known = self._results.get(id(view))
+        if known is None or known[0] is not view or view.is_deleted():
             return None
-        return found[1] if found[1].sharding == sharding else None
+        return known[1] if known[1].sharding == sharding else None
 
     def _drop(self, owners: tuple[int, ...], kept: Collection[int] = ()) -> None:
         for number in self._owned.pop(owners, ([], ()))[1]:

@@ -2,7 +2,7 @@
 
 Every process writes files of its own, which begin and end at the edges of chunks. So nobody reads or locks a file that
 another process writes. Reading a chunk verifies it: the codec compares the values with the checksum after them, and
-the manifest knows the checksums of each file, so that a file of another save, or of another place, is found.
+the manifest has a checksum of each file, so that a file of another save or another place is an error.
 """
 
 from __future__ import annotations
@@ -192,14 +192,16 @@ def _write_pieces(part: str, arrays: Mapping[str, StoredArray], pieces: Iterable
     for _, written in flying:
         written.result()
     # Opening them also finds out if somebody has deleted the folder, which tensorstore then makes again.
-    found: Written = {}
+    written_files: Written = {}
     for path, folder, origin in places:
         stored = arrays[folder]
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             checksum = _checksum_of_chunks(file.fileno(), size, stored)
-        found.setdefault(folder, []).append((position_of(origin, stored.file, stored.shape), size, checksum))
-    return found
+        written_files.setdefault(folder, []).append(
+            (position_of(origin, stored.file, stored.shape), size, checksum)
+        )
+    return written_files
 
 
 def _name_of(stored: StoredArray, origin: tuple[int, ...]) -> str:

@@ -124,7 +124,7 @@ class WrittenFiles:
             raise strict_json.wrong(f"{where}.sizes", self.sizes, f"one number, or {num_files}")
 
     @classmethod
-    def of_rows(cls, rows: Iterable[tuple[int, int, int]], num_files: int) -> Self:
+    def from_rows(cls, rows: Iterable[tuple[int, int, int]], num_files: int) -> Self:
         """Combines the position, size and checksum of each file."""
         known = {position: (size, checksum) for position, size, checksum in rows}
         sizes = {size for size, _ in known.values()}

@@ -95,7 +95,10 @@ class LocalTier:
         what = "opening the local directories"
         _, (token, *_) = processes.told_together(what, chiefs_token, lambda token: token)
         if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
-            raise CheckpointError(f"The chief told {token!r:.60} as the token of the local checkpoints.")
+            raise CheckpointError(
+                f"The chief sent {token!r:.60} as the token of the local checkpoints; a token has eight hexadecimal digits. "
+                "Use one version of replicax in all processes."
+            )
         self._directory = os.path.join(self._root, token, str(processes.process_number()))
         processes.together(what, open_here)
 
@@ -178,7 +181,7 @@ def _token_of(shared: str) -> str:
         token = _read_token(path)
         if token and not _TOKEN.fullmatch(token):
             log.warning(
-                "%s has %.60r, and not a token, so local checkpoints of earlier runs are not used. It gets a new one.",
+                "%s contains %.60r, which is not a token, so local checkpoints of earlier runs are not used. It gets a new token.",
                 path,
                 token,
             )

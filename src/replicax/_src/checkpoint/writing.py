@@ -91,7 +91,7 @@ def write(path: str, snapshot: Snapshot) -> int:
         return checksums, snapshot.written | write_pieces(snapshot.part, folders, snapshot.pieces)
 
     try:
-        (checksums, own), told = processes.told_together(
+        (checksums, own), of_all = processes.told_together(
             f"writing {name}",
             lambda: _failing_as(path, write_own),
             lambda result: {} if is_own else result[1],
@@ -100,7 +100,7 @@ def write(path: str, snapshot: Snapshot) -> int:
 
         def commit() -> None:
             if leads:
-                files = _files_of(contents, [own] if is_own else told)
+                files = _files_of(contents, [own] if is_own else of_all)
                 _write_manifest(
                     snapshot.part, dataclasses.replace(contents, checksums=checksums, files=files)
                 )
@@ -123,11 +123,11 @@ def write(path: str, snapshot: Snapshot) -> int:
 def _files_of(contents: Contents, written: Iterable[Written]) -> dict[str, WrittenFiles]:
     """Combines the files that processes have written, by the folder of their array."""
     rows: Written = {}
-    for of_one in written:
-        for folder, files in of_one.items():
+    for files_by_folder in written:
+        for folder, files in files_by_folder.items():
             rows.setdefault(folder, []).extend(files)
     return {
-        folder: WrittenFiles.of_rows(rows.get(folder, ()), stored.num_files)
+        folder: WrittenFiles.from_rows(rows.get(folder, ()), stored.num_files)
         for folder, _, stored in contents.folders()
     }
 

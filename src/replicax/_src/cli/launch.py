@@ -228,14 +228,14 @@ def run(options: argparse.Namespace) -> int:
             if options.task_index is None:
                 print("\n".join(_lines_to_paste(options, parser, hosts, command)))
                 return 0
-            shown, of_status = _status(options)
+            shown, status_notes = _status(options)
             starts, renew = [_start_on_host(options, parser, hosts, command, shown)], None
-            notes += of_status if options.task_index == 0 else []
+            notes += status_notes if options.task_index == 0 else []
         else:
             notes += _choose_num_workers(options, parser)
             here = _TasksHere(options, parser, command)
-            (starts, of_status), renew = here.starts(), here.starts
-            notes += of_status
+            (starts, status_notes), renew = here.starts(), here.starts
+            notes += status_notes
         if options.gpus_per_worker is not None:
             starts, renew = _with_gpus(starts, renew, options.gpus_per_worker)
         if options.log_dir is not None:
@@ -326,7 +326,7 @@ def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
 
 @final
 class _TasksHere:
-    """The tasks of a job on this machine, with ports for one start after the other."""
+    """The tasks of a job on this machine. Each start gets ports that are free then."""
 
     def __init__(self, options: argparse.Namespace, parser: argparse.ArgumentParser, command: Sequence[str]):
         has_chief = bool(options.ps) if options.chief is None else options.chief
@@ -362,11 +362,11 @@ class _TasksHere:
 
     def _start(self, task: Task, cluster: Mapping[str, Sequence[str]]) -> Start:
         is_chief = task == self._layout.tasks[0]  # the task chief, or worker 0
-        told = (
+        variables = (
             self._token | self._layout.told(task, self._options.script_in) | (self._shown if is_chief else {})
         )
         is_server = task in self._servers
-        environment = _environment(self._options, cluster, task, told, is_server=is_server)
+        environment = _environment(self._options, cluster, task, variables, is_server=is_server)
         if is_server:
             return _start_of_server(self._options, task, environment)
         arguments = [sys.executable, *self._command]
@@ -384,11 +384,11 @@ def _start_of_server(options: argparse.Namespace, task: Task, environment: Mappi
 def _with_gpus(
     starts: Sequence[Start], renew: Renew | None, num_each: int
 ) -> tuple[list[Start], Renew | None]:
-    """Returns the tasks, each with its own GPUs, now and when they are renewed. Parameter servers see no GPU."""
+    """Gives each task its own GPUs, now and at each renewal. Parameter servers see no GPU."""
     tasks = [start.task for start in starts if start.task.type != "ps"]
     gpus = gpus_of_tasks(visible_gpus(os.environ), tasks, num_each)
 
-    def given(starts: Sequence[Start]) -> list[Start]:
+    def restricted(starts: Sequence[Start]) -> list[Start]:
         return [
             dataclasses.replace(
                 start, environment={**start.environment, GPUS_VARIABLE: gpus.get(start.task, "")}
@@ -399,9 +399,9 @@ def _with_gpus(
     def renewed() -> tuple[Sequence[Start], Sequence[str]]:
         assert renew is not None
         new, notes = renew()
-        return given(new), notes
+        return restricted(new), notes
 
-    return given(starts), None if renew is None else renewed
+    return restricted(starts), None if renew is None else renewed
 
 
 def _token(environ: Mapping[str, str]) -> dict[str, str]:

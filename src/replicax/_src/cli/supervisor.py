@@ -402,9 +402,8 @@ class Supervisor:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self._signals == [
-            signal.SIGPIPE
-        ]:  # both tell that the terminal was closed
+        # Both mean that the terminal was closed, so they are one reason to end.
+        if number == signal.SIGHUP and self._signals == [signal.SIGPIPE]:
             self._signals[0] = number
         else:
             self._signals.append(number)

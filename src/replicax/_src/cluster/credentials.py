@@ -231,7 +231,7 @@ def _read_trusted(what: str, path: str, *, is_secret: bool) -> bytes:
 def _warn_of_readers(what: str, path: str, readers: str) -> None:
     """Warns once for each file. It is no error, because Kubernetes mounts secrets with mode 0644."""
     log.warning(
-        "%s %r is no secret: %s. Give it the mode 0600; in Kubernetes, give its volume defaultMode: 0400 and the pod an "
+        "%s %r is not secret: %s. Give it the mode 0600; in Kubernetes, give its volume defaultMode: 0400 and the pod an "
         "fsGroup.",
         what,
         path,

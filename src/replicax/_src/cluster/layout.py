@@ -224,10 +224,10 @@ def free_ports(num_ports: int, kept: Sequence[int] = ()) -> list[int]:
             while port is None and (number := next(numbers, None)) is not None:
                 port = _held_port(number, held)
             ports[place] = port
-    found = [port for port in ports if port is not None]
-    if len(found) < num_ports:
-        raise ProcessStartError(f"Only {len(found)} of {num_ports} requested ports are free.")
-    return found
+    free = [port for port in ports if port is not None]
+    if len(free) < num_ports:
+        raise ProcessStartError(f"Only {len(free)} of {num_ports} requested ports are free.")
+    return free
 
 
 def _held_port(port: int, held: contextlib.ExitStack, *, is_kept: bool = False) -> int | None:

@@ -31,7 +31,7 @@ _GUARD: Final = str(Path(__file__).with_name("process_guard.py"))
 _START_TIMEOUT_S: Final = 60.0  # a process guard takes 30 ms on an idle machine
 _CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_LINE_BYTES: Final = 1 << 16
-# The pauses between two questions whether output that is held may be read again.
+# The pauses between two calls of ``is_held`` while output is held.
 _SHORTEST_HOLD_S: Final = 0.001
 _LONGEST_HOLD_S: Final = 0.1
 _LINE_END: Final = re.compile(rb"(\r\n|\n|\r(?!\Z))")
@@ -254,9 +254,10 @@ class Process:
             while True:
                 if is_read != (is_open and not self._is_held()):
                     is_read = not is_read
-                    selector.register(output, selectors.EVENT_READ) if is_read else selector.unregister(
-                        output
-                    )
+                    if is_read:
+                        selector.register(output, selectors.EVENT_READ)
+                    else:
+                        selector.unregister(output)
                 hold_s = _SHORTEST_HOLD_S if is_read else min(2 * hold_s, _LONGEST_HOLD_S)
                 ready = [
                     key.fileobj for key, _ in selector.select(hold_s if is_open and not is_read else None)

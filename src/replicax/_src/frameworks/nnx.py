@@ -133,7 +133,7 @@ class _Walk:
     Attributes:
       parts: The types, names and static values, hashable.
       variables: The variables, each once.
-      compared: The mappings that ``parts`` has by their identity. They must live as long as ``parts`` is used.
+      compared: The mappings that ``parts`` holds as ids. They must live as long as ``parts`` is used.
 
     Raises:
       _UnknownPartError: A part is neither a module, a variable of one array, a list, tuple or dict, nor static.
@@ -198,7 +198,7 @@ _CLASSES: Final = (
 
 
 class _Kinds(dict[type, str]):
-    """How ``nnx.split`` takes the objects of a class."""
+    """The kind of object that ``nnx.split`` takes each class for."""
 
     def of(self, part: Any) -> str:
         cls = type(part)
@@ -250,9 +250,9 @@ _splits: Final = _Splits()
 def _split(modules: Any, walk: _Walk | None = None) -> tuple[_Split, list[Any]]:
     variables = [] if walk is None else walk.variables
     graph, state = nnx.split(modules)
-    found = jax.tree_util.tree_flatten_with_path(state)[0]
-    paths = tuple(jax.tree_util.keystr(path) for path, _ in found)
-    arrays = [array for _, array in found]
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    paths = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
+    arrays = [array for _, array in leaves]
     numbers = {id(variable.get_raw_value()): i for i, variable in enumerate(variables)}
     is_known = len(numbers) == len(variables) == len(arrays) and all(id(array) in numbers for array in arrays)
     order = tuple(numbers[id(array)] for array in arrays) if is_known else None

@@ -117,9 +117,8 @@ def wrapped_enter(original: Any) -> Any:
     """Makes a ``keras.StatelessScope`` in a step remember the trace in which it is entered."""
 
     def __enter__(self: Any) -> Any:
-        self.replicax_trace = (
-            None if loss_counts() is None else jax_compat.current_trace()
-        )  # None outside of steps
+        is_in_step = loss_counts() is not None
+        self.replicax_trace = jax_compat.current_trace() if is_in_step else None
         return original(self)
 
     return __enter__

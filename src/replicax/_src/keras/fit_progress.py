@@ -80,9 +80,8 @@ class DataOfFit:
     Keras reads the data in passes; with ``steps_per_epoch`` one pass serves several epochs.
 
     Keras shuffles arrays and PyDatasets with the random states at the beginning of a pass, or from a number that counts
-    epochs (3.16), so these are saved. Datasets
-    of replicax know their position. The state of a PyDataset with ``get_state`` and ``set_state`` is taken at the
-    beginning of a pass. All other data are read again.
+    epochs (3.16), so these are saved. Datasets of replicax know their position. The state of a PyDataset with
+    ``get_state`` and ``set_state`` is taken at the beginning of a pass. All other data are read again.
 
     Args:
       x: The argument ``x`` of ``fit``.

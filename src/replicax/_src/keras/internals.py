@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
 import random
@@ -68,8 +69,10 @@ current_scope: Any = _imported("keras.src.backend.common.stateless_scope", "get_
 in_symbolic_scope: Any = _imported("keras.src.backend.common.symbolic_scope", "in_symbolic_scope")
 """True while Keras computes the shapes of outputs."""
 
-nn: Any = _imported("keras.src.backend", "nn")
-"""The functions that losses, metrics and ``keras.ops`` call."""
+_IN_OPS: Final = importlib.util.find_spec("keras.src.backend.jax.ops") is not None
+
+nn: Any = _imported("keras.src.backend.jax.ops" if _IN_OPS else "keras.src.backend.jax", "nn")
+"""The functions that losses, metrics and ``keras.ops`` call (3.16: in ``ops``)."""
 
 saving_lib: Any = _imported("keras.src.saving", "saving_lib")
 to_snake_case: Any = _imported("keras.src.utils.naming", "to_snake_case")
@@ -224,11 +227,12 @@ def accumulator_of(optimizer: Any, variable: Any) -> Any:
 
 
 def num_small_batches(optimizer: Any) -> Any:
-    """Returns the number of gradients that an optimizer has been given; ``iterations`` counts its updates."""
+    """Returns the number of gradients that an optimizer has received; ``iterations`` counts its updates."""
     return optimizer._iterations.value
 
 
 SOURCE_OF_LAYER: Final = inspect.getfile(keras.Layer)
+"""The file that adds the losses of activity regularizers."""
 
 
 @functools.cache
@@ -382,7 +386,9 @@ def check() -> None:
     with building_undone():
         for part in PARTS:
             try:
-                got = part.case()
+                # The first strategy, or ``rx.cond`` in a layer, may meet Keras while a model is built in scopes.
+                with outside_scopes():
+                    got = part.case()
             except Exception as error:
                 raise _misfit(part.name, f"A small case failed: {type(error).__name__}: {error}.") from error
             if got not in part.allowed:
@@ -430,7 +436,8 @@ def _variable_case() -> list[Any]:
 
 def _variable() -> Any:
     with keras.StatelessScope(initialize_variables=False):
-        return keras.Variable(_no_value, shape=(2,), dtype="float32", name="checked")
+        # Without autocast, a layer in mixed precision around the check makes no difference.
+        return keras.Variable(_no_value, shape=(2,), dtype="float32", autocast=False, name="checked")
 
 
 def _first_values_case() -> list[str]:
@@ -595,9 +602,9 @@ def _loop_case(method: str, function: str, groups: Sequence[str]) -> list[Any]:
             ["build", isinstance(loop, Loop), loop.data_adapter is data, num_taken(loop), has_pass(loop)]
         )
 
-    def give_state(**asked: bool) -> Any:
-        events.append(["state", sorted(name for name in asked if asked[name])])
-        return get_state(**asked)
+    def give_state(**requested: bool) -> Any:
+        events.append(["state", sorted(name for name in requested if requested[name])])
+        return get_state(**requested)
 
     def synced() -> None:
         events.append("sync")
@@ -688,10 +695,10 @@ def _arrays_case() -> list[Any]:
     arrays = Loop(x=np.zeros((3, 1), np.int64), batch_size=2, steps_per_execution=2)
     with placing_batches(True):
         batches = [*wrapped_get_iterator(vars(Loop)["_get_iterator"])(arrays)]
-    given = _CheckedData([])
+    data = _CheckedData([])
     return [
         [(type(batch) is np.ndarray, batch.dtype.name, batch.shape) for batch in batches],
-        Loop(x=given).data_adapter is given,
+        Loop(x=data).data_adapter is data,
         num_taken(arrays),
         _mentions(
             Loop._enumerate_iterator, "_get_iterator", "_steps_seen", "_current_iterator", "_num_batches"

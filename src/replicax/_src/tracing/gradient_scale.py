@@ -115,7 +115,7 @@ def _is_backward(eqn: Any, is_caller_backward: bool) -> bool:
 
 def _is_worth_a_walk(jaxpr: Any, num_replicas: int) -> bool:
     """Returns True if a backward pass sums over replicas, or gradients of a known average may be averaged again."""
-    found: set[str] = set()
+    divisions: set[str] = set()
 
     def look(jaxpr: Any, is_caller_backward: bool) -> bool:
         for eqn in jaxpr.eqns:
@@ -129,10 +129,10 @@ def _is_worth_a_walk(jaxpr: Any, num_replicas: int) -> bool:
                     return True
             elif eqn.primitive.name == "div":
                 if AVERAGE_LOSS in str(eqn.source_info.name_stack):
-                    found.add("average")
+                    divisions.add("average")
                 elif _is_number(eqn.invars[1], num_replicas):
-                    found.add("mean")
-        return len(found) == 2
+                    divisions.add("mean")
+        return len(divisions) == 2
 
     return look(jaxpr, False)
 
@@ -190,8 +190,8 @@ class _Walk:
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, operands, is_backward)
         if is_call(eqn):
-            inner, _, given = called(eqn, operands)
-            return self.run(inner, given, is_backward=is_backward)
+            inner, _, arguments = called(eqn, operands)
+            return self.run(inner, arguments, is_backward=is_backward)
         replications = transfer(eqn, [each.replication for each in operands], None)
         if name in _SUMMED and is_replica_collective(eqn):
             return [
@@ -320,8 +320,8 @@ class _Walk:
     # --- control flow -------------------------------------------------------------------------------------
 
     def _cond(self, eqn: Any, operands: list[Fact], is_backward: bool) -> list[Fact]:
-        predicate, *given = operands
-        branches = [self.run(branch, given, is_backward=is_backward) for branch in inner_jaxprs(eqn)]
+        predicate, *arguments = operands
+        branches = [self.run(branch, arguments, is_backward=is_backward) for branch in inner_jaxprs(eqn)]
         merged = [_merged(column) for column in zip(*branches, strict=True)]
         return merged if predicate.replication.is_same else list(map(_varying, merged))
 

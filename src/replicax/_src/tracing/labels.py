@@ -22,25 +22,25 @@ _watching: contextvars.ContextVar[LabelWatch | None] = contextvars.ContextVar("r
 
 @final
 class LabelWatch:
-    """The labels outside the range that programs have met, which were traced in the block of ``watching_labels``."""
+    """Collects the labels outside the range that programs meet, if they were traced in ``watching_labels``."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[int, int, int]] = {}
+        self._by_line: dict[str, tuple[int, int, int]] = {}
 
     def note(self, line: str, num_classes: int, count: Any, label: Any) -> None:
         """Called by the program with the number of labels outside the range, and the first of them."""
         if int(count):
-            known = self._found.get(line, (num_classes, 0, int(label)))
-            self._found[line] = (num_classes, known[1] + int(count), known[2])
+            known = self._by_line.get(line, (num_classes, 0, int(label)))
+            self._by_line[line] = (num_classes, known[1] + int(count), known[2])
 
     def taken(self) -> list[str]:
         """Waits for the programs, and returns a sentence for each line that had such labels. Forgets them."""
         jax.effects_barrier()
-        found, self._found = self._found, {}
+        by_line, self._by_line = self._by_line, {}
         return [
             f"{count} label(s) at {line} are outside [0, {num_classes}), for example {label}: their one-hot rows are zeros, so "
             f"their loss and gradient are 0."
-            for line, (num_classes, count, label) in found.items()
+            for line, (num_classes, count, label) in by_line.items()
         ]
 
     def check(self, name: str) -> None:
@@ -49,10 +49,10 @@ class LabelWatch:
         Raises:
           LabelError: It met labels outside the range.
         """
-        told = self.taken()
-        if told:
+        sentences = self.taken()
+        if sentences:
             raise LabelError(
-                f"{name}: {' '.join(told)} Number the classes from 0, give the model one output for each class, or leave out such "
+                f"{name}: {' '.join(sentences)} Number the classes from 0, give the model one output for each class, or leave out such "
                 f"rows: ignore_class of the loss. The variables keep the values that they had before this step."
             )
 

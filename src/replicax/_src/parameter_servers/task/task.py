@@ -173,9 +173,8 @@ class Server:
                 self.stop()
                 raise
         is_main = threading.current_thread() is threading.main_thread()
-        if has_come.is_set() or (
-            is_main and not self._is_stopped
-        ):  # the rest of a script is the coordinator's
+        # The rest of a script is the coordinator's, so it does not run here.
+        if has_come.is_set() or (is_main and not self._is_stopped):
             code = 128 + signal.SIGTERM if has_come.is_set() else 0
             if self._transport is not None and self._transport.statistics()["streams"]:
                 jax_compat.end_beside_programs(code)
