@@ -6,6 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -82,11 +83,12 @@ def called_twice(method):
         owner = owner_of(keras.Model, method)
         original = vars(owner)[method]
 
-        @functools.wraps(original)
-        def twice(*args, **kwargs):
-            original(*args, **kwargs)
-            return original(*args, **kwargs)
+        def twice(self, *args, **kwargs):
+            if self._initial_epoch is None:
+                original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
+        twice.__module__ = original.__module__  # a function of Keras, and no wrapper of another package
         patch.setattr(owner, method, twice)
 
     return doctor
@@ -174,6 +176,63 @@ def test_version_with_another_part_is_an_error_that_names_it(name, monkeypatch):
     assert all(version in str(found.value) for version in internals.TRIED)
     monkeypatch.undo()
     internals.check()
+
+
+def in_a_closure(original):
+    def wrapper(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    wrapper.__name__ = original.__name__
+    return wrapper
+
+
+def as_functools_does(original):
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+PUBLIC = [
+    (keras.Model, "fit"),
+    (keras.Model, "evaluate"),
+    (keras.Model, "predict"),
+    (keras.Variable, "assign"),
+    (keras.Layer, "__call__"),
+    (keras.losses.Loss, "__call__"),
+    (keras.optimizers.Optimizer, "build"),
+    (keras.callbacks.ModelCheckpoint, "on_train_batch_end"),
+]
+
+
+@pytest.mark.parametrize("wrap", [in_a_closure, as_functools_does])
+@pytest.mark.parametrize(("cls", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value))
+def test_public_methods_that_another_package_wraps_are_no_other_version(cls, name, wrap, monkeypatch):
+    owner = owner_of(cls, name)
+    for _ in range(2):
+        monkeypatch.setattr(owner, name, wrap(vars(owner)[name]))
+    internals.check()
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_check_does_not_call_the_wrappers_of_other_packages(method, monkeypatch):
+    owner, models = owner_of(keras.Model, method), []
+    original = vars(owner)[method]
+
+    @functools.wraps(original)
+    def logged(self, *args, **kwargs):
+        models.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, method, logged)
+    internals.check()
+    assert not models
+
+
+def test_check_runs_while_jax_looks_for_leaked_tracers():
+    with jax.checking_leaks():
+        internals.check()
 
 
 def test_first_strategy_that_meets_keras_raises_it_and_changes_nothing(monkeypatch):

@@ -154,7 +154,16 @@ def evaluation_with_a_constant_table(strategy):
     strategy.run(lambda batch, table: average(table[0], batch), args=(batch, X[:4]))
 
 
+def rows_in_a_variable_of_each_replica(strategy):
+    with strategy.scope():
+        rows = rx.Variable(jnp.ones((4, 4)), synchronization="on_read", aggregation="sum")
+    strategy.run(
+        lambda w: rx.nn.compute_average_loss(jnp.sum(rows @ w, axis=1)), args=(np.ones((4, 4), np.float32),)
+    )
+
+
 SILENT = [
+    rows_in_a_variable_of_each_replica,
     with_weights_of_as_many_rows,
     with_parameters_and_optimizer_state,
     without_a_batch,

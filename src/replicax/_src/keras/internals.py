@@ -383,7 +383,7 @@ def check() -> None:
     Raises:
       KerasVersionError: A part is missing, has other arguments or does something else.
     """
-    with building_undone():
+    with building_undone(), jax.check_tracer_leaks(False):  # a small case looks at what a trace holds
         for part in PARTS:
             try:
                 # The first strategy, or ``rx.cond`` in a layer, may meet Keras while a model is built in scopes.
@@ -397,7 +397,7 @@ def check() -> None:
 
 
 def _arguments(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    return tuple(inspect.signature(_unwrapped(function)).parameters)
 
 
 def _names(code: CodeType) -> frozenset[str]:
@@ -407,7 +407,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _mentions(function: Any, *names: str) -> bool:
     """True if the code of a function uses all these attributes."""
-    return {*names} <= _names(inspect.unwrap(function).__code__)
+    return {*names} <= _names(_unwrapped(function).__code__)
 
 
 def _own_method(owner: type, name: str) -> Any:
@@ -415,8 +415,28 @@ def _own_method(owner: type, name: str) -> Any:
     return next(vars(cls)[name] for cls in owner.__mro__ if name in vars(cls) and _is_of_keras(cls))
 
 
-def _is_of_keras(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "keras"
+def _unwrapped(method: Any) -> Any:
+    """Returns Keras's method behind wrappers of other packages, which hold it in a closure or a global variable.
+
+    Tools that log a training replace public methods, such as ``keras.Model.fit``, in this way.
+    """
+    for _ in range(_MAX_WRAPPERS):
+        method = inspect.unwrap(method)
+        if not inspect.isfunction(method) or _is_of_keras(method):
+            break
+        held = inspect.getclosurevars(method)
+        values = (*held.nonlocals.values(), *held.globals.values())
+        method = next(
+            (each for each in values if inspect.isfunction(each) and each.__name__ == method.__name__), method
+        )
+    return method
+
+
+_MAX_WRAPPERS: Final = 8
+
+
+def _is_of_keras(definition: Any) -> bool:
+    return definition.__module__.partition(".")[0] == "keras"
 
 
 def _no_value(shape: Any, dtype: Any = None) -> Any:
@@ -626,7 +646,7 @@ def _loop_case(method: str, function: str, groups: Sequence[str]) -> list[Any]:
     Loop._get_iterator = wrapped_get_iterator(own)
     try:
         with placing_batches(True), overridden(model, **hooks):
-            _own_method(keras.Model, method)(model, data, verbose=0, **options)
+            _unwrapped(_own_method(keras.Model, method))(model, data, verbose=0, **options)
     finally:
         Loop._get_iterator = own
     return [*events, [each.value for each in held]]
@@ -672,7 +692,7 @@ def _optimizer_case() -> list[Any]:
     build = _own_method(optimizer, "build")
     return [
         _mentions(build, "_trainable_variables", "_accumulated_gradients", "add_variable_from_reference"),
-        "gradient_accumulator" in inspect.unwrap(build).__code__.co_consts,
+        "gradient_accumulator" in _unwrapped(build).__code__.co_consts,
         _arguments(_own_method(optimizer, "_get_variable_index")),
         _mentions(_own_method(optimizer, "iterations").fget, "_iterations", "gradient_accumulation_steps"),
     ]

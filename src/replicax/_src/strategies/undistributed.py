@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from replicax._src import jax_compat
 from replicax._src.input.pipeline import is_of_dataset
 from replicax._src.tracing.cache import Leaf
-from replicax._src.tracing.equations import equations, inner_jaxprs
+from replicax._src.tracing.equations import called, equations, inner_jaxprs, walked
 from replicax._src.tracing.gradient_scale import AVERAGE_LOSS
 from replicax._src.tracing.program import ReplicaProgram
+from replicax._src.tracing.replication import Replication, is_call, join, transfer
 from replicax._src.user_code import user_line
 
 log = logging.getLogger("replicax")
@@ -31,7 +32,8 @@ def warn_of_whole_batch(
 
     That is certain only if no argument differs between replicas, the function does not ask for its replica's number,
     and one of these holds. A dataset of ``rx.data`` yielded the array. Or ``rx.nn.compute_average_loss`` takes the
-    mean over as many losses as the array has rows. Parameters, scalars and random keys are therefore no batches.
+    mean over as many losses as the array has rows, and no variable that differs between replicas enters
+    these losses. Parameters, scalars and random keys are therefore no batches.
 
     Args:
       name: The name of the function.
@@ -43,7 +45,7 @@ def warn_of_whole_batch(
     names = collections.Counter(eqn.primitive.name for eqn in equations(variant.jaxpr))
     if names["axis_index"] > names["replicax_seed_shift"] + names["replicax_seed_unshift"]:
         return  # the function may take rows of its own by the number of its replica
-    sizes = set(_averaged_sizes(variant.jaxpr))
+    sizes = _averaged_sizes(variant.jaxpr, variant.input_replications)
     found = [
         path
         for path, leaf, value in zip(paths, described, leaves, strict=True)
@@ -66,13 +68,31 @@ def warn_of_whole_batch(
     )
 
 
-def _averaged_sizes(jaxpr: Any, is_caller_average: bool = False) -> Iterator[int]:
-    """Yields the numbers of losses, two or more, over which ``rx.nn.compute_average_loss`` takes a mean."""
-    for eqn in jaxpr.eqns:
-        is_average = is_caller_average or AVERAGE_LOSS in str(eqn.source_info.name_stack)
-        for inner in inner_jaxprs(eqn):
-            yield from _averaged_sizes(inner, is_average)
-        if is_average and eqn.primitive.name == "reduce_sum" and not jax_compat.is_transposed(eqn):
-            shape = eqn.invars[0].aval.shape
-            if shape and shape[0] > 1:
-                yield shape[0]
+def _averaged_sizes(jaxpr: Any, inputs: Sequence[Replication]) -> set[int]:
+    """Returns the numbers of losses, two or more, over which ``rx.nn.compute_average_loss`` takes a mean.
+
+    Losses that differ between replicas do not count, unless only random numbers make them differ, as in dropout.
+    """
+    sizes: set[int] = set()
+
+    def run(jaxpr: Any, inputs: Sequence[Replication], is_caller_average: bool) -> list[Replication]:
+        def rule(eqn: Any, operands: list[Replication]) -> list[Replication]:
+            is_average = is_caller_average or AVERAGE_LOSS in str(eqn.source_info.name_stack)
+            if is_call(eqn):
+                inner, _, given = called(eqn, operands)
+                return run(inner, given, is_average)
+            for inner in inner_jaxprs(eqn):
+                run(inner, [join(operands)] * len(inner.invars), is_average)
+            if is_average and eqn.primitive.name == "reduce_sum" and not jax_compat.is_transposed(eqn):
+                shape = eqn.invars[0].aval.shape
+                if operands[0].is_same and shape and shape[0] > 1:
+                    sizes.add(shape[0])
+            if eqn.primitive.name == "replicax_seed_shift":
+                return [Replication.INVARIANT]
+            return transfer(eqn, operands, None)
+
+        consts = [Replication.INVARIANT] * len(jaxpr.constvars)
+        return walked(jaxpr, inputs, rule, consts, lambda atom: Replication.INVARIANT)[0]
+
+    run(jaxpr, inputs, False)
+    return sizes
