@@ -68,7 +68,8 @@ TEXTS = {
     "top's notes": told_by_top,
     "launcher": shown_by_the_launcher,
     "a program's name": lambda: failures.describe_status(PLACE),
-    "the next program's name": lambda: failures.describe_status({"next": [3, NAME]}),
+    "the next program's name": lambda: failures.describe_status({"next": [3, {"program": NAME}]}),
+    "an exchange": lambda: failures.describe_status({"next": [3, {"what": NAME}]}),
     "mismatch": lambda: str(failures.of_mismatch(["worker 0"], [(0, PLACE)])),
     "timeout": lambda: str(
         failures.of_timeout(

@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -265,11 +266,15 @@ while True:
 def test_ctrl_c_acts_at_once_while_tasks_print_2000_lines_a_second_above_the_table(tmp_path):
     script = tmp_path / "talks.py"
     script.write_text(TALKS)
-    pid, terminal = pty.fork()
-    if pid == 0:
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
-        command = [sys.executable, "-m", "replicax", "launch", "--workers", "2", str(script)]
-        os.execve(sys.executable, command, environment)
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, "-m", "replicax", "launch", "--workers", "2", str(script)],
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
+    )
+    os.close(other_end)
     text, interrupted_at, began = b"", None, time.monotonic()
     try:
         while time.monotonic() < began + LIMIT_S and select.select([terminal], [], [], LIMIT_S)[0]:
@@ -281,10 +286,10 @@ def test_ctrl_c_acts_at_once_while_tasks_print_2000_lines_a_second_above_the_tab
                 interrupted_at = time.monotonic()
                 os.write(terminal, b"\x03")
         ended_at = time.monotonic()
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+        assert process.wait(LIMIT_S) == 130
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
         os.close(terminal)
     assert b"steps/s" in text
     assert b"SIGINT: ending worker 0, worker 1." in text

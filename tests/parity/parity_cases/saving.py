@@ -62,9 +62,15 @@ def on_one_side(side: Side, asserted: str, saved: str) -> Any:
         path = side.checkpoint(**of_saved).save(folder + "/saved")
         v.assign(5.0)
         w.assign(6.0)
-        status = side.checkpoint(**here).restore(path)
-        outcome = attempt(lambda: discard(getattr(status, asserted)()))
-        discard(status.expect_partial())
+
+        def restore() -> None:
+            status = side.checkpoint(**here).restore(path)
+            try:
+                discard(getattr(status, asserted)())
+            finally:
+                discard(status.expect_partial())
+
+        outcome = attempt(restore)
     return [side.read(v), side.read(w), outcome]
 
 
