@@ -12,7 +12,7 @@ from replicax.errors import PeerFailureError, ProgramMismatchError
 from simulated_tasks import Cluster, Dataset
 
 SOON_S = 3.0
-SAID = {  # the name of a call in messages
+NAME_IN_MESSAGES = {  # the name of a call in messages
     "run": "#0 step",
     "reduce": "strategy.reduce",
     "gather": "strategy.gather",
@@ -24,7 +24,7 @@ SAID = {  # the name of a call in messages
     "dataset": "to read the next batch of a dataset",
     "on_read": "reading variable 'total'",
 }
-PAIRS = [pair for pair in itertools.product(SAID, SAID) if pair[0] != pair[1]]
+PAIRS = [pair for pair in itertools.product(NAME_IN_MESSAGES, NAME_IN_MESSAGES) if pair[0] != pair[1]]
 LOOPS = {"fit", "evaluate", "predict"}  # they compare their names themselves: see tests/keras/test_workers.py
 
 
@@ -51,11 +51,11 @@ def test_workers_in_different_places_are_told_both_places_soon(monkeypatch, firs
         for number, call in enumerate((first, second)):
             if not {first, second} <= LOOPS:
                 (line,) = [line for line in str(worker.error).splitlines() if f"  worker {number}: " in line]
-                assert SAID[call] in line
+                assert NAME_IN_MESSAGES[call] in line
                 assert f"at script.py:{number} in work" in line
 
 
-@pytest.mark.parametrize("call", SAID)
+@pytest.mark.parametrize("call", NAME_IN_MESSAGES)
 def test_worker_that_ends_is_named_at_once(monkeypatch, call):
     def script(worker):
         make(worker, "run", call, call)
@@ -69,7 +69,7 @@ def test_worker_that_ends_is_named_at_once(monkeypatch, call):
     assert waiting.error_at < SOON_S
 
 
-@pytest.mark.parametrize("call", SAID)
+@pytest.mark.parametrize("call", NAME_IN_MESSAGES)
 def test_late_worker_is_no_mismatch(monkeypatch, call):
     """It loads data for 50 s before the call, and for 300 s before the next one."""
 
@@ -83,7 +83,7 @@ def test_late_worker_is_no_mismatch(monkeypatch, call):
         assert worker.error is None
 
 
-@pytest.mark.parametrize("call", SAID)
+@pytest.mark.parametrize("call", NAME_IN_MESSAGES)
 def test_compiling_for_a_minute_is_no_mismatch(monkeypatch, call):
     def script(worker):
         make(worker, call)
@@ -94,7 +94,7 @@ def test_compiling_for_a_minute_is_no_mismatch(monkeypatch, call):
         assert worker.error is None
 
 
-@pytest.mark.parametrize("call", SAID)
+@pytest.mark.parametrize("call", NAME_IN_MESSAGES)
 def test_run_that_still_goes_on_is_no_mismatch(monkeypatch, call):
     """Its collectives have ended, so the other worker has left it."""
 
@@ -208,7 +208,7 @@ def scripts_of(names, seed, num_workers=3):
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(st.lists(st.sampled_from(list(SAID)), max_size=25), st.integers(0, 10**6))
+@hypothesis.given(st.lists(st.sampled_from(list(NAME_IN_MESSAGES)), max_size=25), st.integers(0, 10**6))
 def test_equal_sequences_are_never_a_mismatch(names, seed):
     with pytest.MonkeyPatch.context() as monkeypatch:
         for worker in Cluster(monkeypatch, scripts_of(names, seed)).run():
@@ -217,7 +217,9 @@ def test_equal_sequences_are_never_a_mismatch(names, seed):
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
-    st.lists(st.sampled_from(list(SAID)), min_size=1, max_size=15), st.integers(0, 10**6), st.data()
+    st.lists(st.sampled_from(list(NAME_IN_MESSAGES)), min_size=1, max_size=15),
+    st.integers(0, 10**6),
+    st.data(),
 )
 def test_call_that_one_worker_skips_never_waits_without_end(names, seed, data):
     """It may go unnoticed only if the next calls are the same, until the others end."""
