@@ -6,7 +6,6 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src.keras.capture import without_values
 
 pytestmark = pytest.mark.rest
 
@@ -85,7 +84,6 @@ def test_rows_are_kept_on_more_replicas_and_may_be_given(strategy, data):
 def forgotten():
     """Any further trace would give values to variables without values, so no trace may follow."""
     yield
-    without_values.clear()
     keras.utils.clear_session()
 
 
@@ -102,6 +100,24 @@ def test_model_without_values_stays_without(strategy, forgotten):
     plan = strategy.plan(model.fit, (x, y), {"batch_size": 4, "verbose": 0})
     assert plan.memory.arguments > 32_000_000_000
     assert all(variable._value is None for variable in model.variables)
+
+
+def test_other_models_make_no_values_for_a_model_that_was_only_planned(strategy):
+    """A plan may be of a model that does not fit here, so only its own ``fit`` gives it values."""
+    with strategy.scope():
+        planned = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        planned.compile("adam", loss="mse")
+        other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        other.compile("adam", loss="mse")
+    x, y = np.zeros((4, 4), "float32"), np.zeros((4, 2), "float32")
+    strategy.plan(planned.fit, (x, y), {"batch_size": 4, "verbose": 0})
+    slots = [slot for slot in planned.optimizer.variables if slot.path.startswith("adam/sequential")]
+    assert len(slots) == 4
+    other.fit(x, y, verbose=0)
+    strategy.run(lambda: other(x))
+    assert all(slot._value is None for slot in slots)
+    planned.fit(x, y, verbose=0)
+    assert all(slot._value is not None for slot in slots)
 
 
 class OwnStep(keras.Sequential):

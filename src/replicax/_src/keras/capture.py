@@ -230,18 +230,18 @@ class CaptureScope(keras.StatelessScope):
 def capture_scope(capture: Capture) -> Iterator[None]:
     """Returns the scope that is entered around each trace."""
     del capture
-    give_values()
     with CaptureScope():
         yield
 
 
-# Variables that stayed without values while a plan was made. Keras would have given them values.
-without_values: list[Any] = []
+def give_values(model: Any) -> None:
+    """Gives the variables of a model and its optimizer first values if a plan left them without.
 
-
-def give_values() -> None:
-    """Gives the variables that a plan left without values their first values. Inside of a plan it does nothing."""
-    while without_values and not planning.get():
-        variable = without_values.pop()
+    Inside of a plan it does nothing.
+    """
+    if planning.get():
+        return
+    optimizer = getattr(model, "optimizer", None)
+    for variable in (*model.variables, *(() if optimizer is None else optimizer.variables)):
         if not accessor.is_built(variable):
             internals.initialize(variable)

@@ -79,7 +79,7 @@ def _placed(name: str) -> Method:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_not_in_a_function(self, name)
-        give_values()
+        give_values(self)
         strategy = _strategy_of(self, name)
         if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
             strategy = context.get_strategy()  # Keras on JAX cannot run its step

@@ -73,7 +73,6 @@ class PlacedVariable(_Keras):
             servers.keep(self, placement)
             return
         if planning.get():
-            keras_capture.without_values.append(self)
             return
         owner = context.owners.get(id(self))
         with sharded_state.laid_out(owner, internals.initializer_of(self)) as initializer:
@@ -137,7 +136,6 @@ def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
         return
     with keras.StatelessScope(initialize_variables=False):  # a plan needs only shapes
         init(*args, **kwargs)
-    keras_capture.without_values.append(variable)
 
 
 def _take_leaders_value(variable: Any) -> None:
