@@ -190,7 +190,7 @@ class _StateOfScope:
         if value is None:  # the other branch assigns it, and the scope does not have it yet
             with overridden(variable, _autocast=False):
                 value = variable.value
-        return value
+        return jnp.asarray(value, internals.stored_dtype(variable))  # Keras 3.12 keeps autocast values
 
     def write(self, variable: Any, value: Any, line: str) -> None:
         del line
