@@ -187,7 +187,7 @@ _OF_TENSORFLOW: Final = "%s: `%s` runs in TensorFlow once, while the function is
 # The modules of functions that work on Python values.
 _HARMLESS: Final = frozenset(
     {
-        "tensorflow.python.util.pytree",
+        "tensorflow.python.util.nest",
         "tensorflow.python.framework.tensor_shape",
         "tensorflow.python.framework.tensor",
         "tensorflow.python.framework.dtypes",
