@@ -82,7 +82,7 @@ def test_rows_are_kept_on_more_replicas_and_may_be_given(strategy, data):
 
 @pytest.fixture
 def forgotten():
-    """Any further trace would give values to variables without values, so no trace may follow."""
+    """Keras gives values to variables without values at its next trace, so it has to forget them."""
     yield
     keras.utils.clear_session()
 
