@@ -8,10 +8,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from parity_cases.assigning import EQUAL, METHODS
 from parity_cases.feeding import rows_and_batch
 from parity_cases.registry import CASES, Case
 from parity_cases.scattering import OPERATIONS
+from parity_cases.training import DENOMINATOR, LOOKED_UP, NORMALISED_ROWS, TABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +207,55 @@ for _op, _like in (
     DIFFERENCES[f"training.keras_all_reduced_before_apply[{_op}]@S2"] = Difference(
         "The aggregation of gradients: all are summed, except one that has already been reduced", like=_like
     )
+
+
+def _averaged_statistics() -> Any:
+    """Half of the mean of two replicas' means, and half of the 1 that a variance begins with."""
+    halves = NORMALISED_ROWS.reshape(2, 2, 2)
+    mean = 0.5 * halves.mean(axis=1).mean(axis=0)
+    variance = 0.5 + 0.5 * halves.var(axis=1).mean(axis=0)
+    evaluated = (halves - mean) / np.sqrt(variance)
+    return {"evaluated": evaluated.tolist(), "mean and variance": [mean.tolist(), variance.tolist()]}
+
+
+def _gradient_of_table(rows: str) -> np.ndarray:
+    gradient = np.zeros_like(TABLE)
+    np.add.at(gradient, LOOKED_UP[rows], 2 * TABLE[LOOKED_UP[rows]] / DENOMINATOR)
+    return gradient
+
+
+def _clipped_table(clip: str, rows: str) -> Any:
+    """One step of SGD with rate 1: the gradient of the whole table, over the global batch, is clipped once."""
+    gradient = _gradient_of_table(rows)
+    if clip == "clipvalue":
+        return (TABLE - np.clip(gradient, -0.5, 0.5)).tolist()
+    return (TABLE - gradient * min(1.0, 0.5 / np.linalg.norm(gradient))).tolist()
+
+
+_differ(
+    "evaluation in run reads the average of the replicas' moving statistics; in TensorFlow each replica reads its own",
+    {"training.keras_moving_statistics_read_in_run@S2": _averaged_statistics()},
+)
+_differ(
+    "a Keras optimizer clips the sum of the replicas' gradients; in TensorFlow each replica clips its own before the sum",
+    {
+        f"training.keras_clipped_table[{clip},{rows}]@S2": _clipped_table(clip, rows)
+        for clip, rows in (("global_clipnorm", "once"), ("clipnorm", "once"))
+    },
+)
+_differ(
+    "the gradient of a table is clipped as a whole; TensorFlow clips and counts each lookup of a row by itself",
+    {
+        f"training.keras_clipped_table[{clip},again]@{on}": _clipped_table(clip, "again")
+        for clip in ("global_clipnorm", "clipnorm", "clipvalue")
+        for on in ("S1", "S2")
+    }
+    | {
+        "training.norm_of_the_gradient_of_a_table[again]@S1": [
+            float(np.linalg.norm(_gradient_of_table("again")))
+        ]
+    },
+)
 
 # In no table yet: TensorFlow fails, or answers wrongly, by accident, and there is one sensible answer.
 

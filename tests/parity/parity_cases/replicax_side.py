@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import replicax as rx
 from parity_cases.side import Side
@@ -64,6 +65,9 @@ class ReplicaxSide(Side):
 
     def stop_gradient(self, x: Any) -> Any:
         return jax.lax.stop_gradient(x)
+
+    def global_norm(self, gradients: Sequence[Any]) -> Any:
+        return optax.tree.norm(gradients)  # as replicax migrate writes it
 
     def random_normal(self) -> Any:
         seed = np.random.default_rng().integers(2**31)

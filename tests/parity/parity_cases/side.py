@@ -72,6 +72,10 @@ class Side(abc.ABC):
     def stop_gradient(self, x: Any) -> Any: ...
 
     @abc.abstractmethod
+    def global_norm(self, gradients: Sequence[Any]) -> Any:
+        """What ``tf.clip_by_global_norm`` divides by."""
+
+    @abc.abstractmethod
     def random_normal(self) -> Any:
         """A new random scalar."""
 

@@ -93,6 +93,9 @@ class TensorFlowSide(Side):
     def stop_gradient(self, x: Any) -> Any:
         return tf.stop_gradient(x)
 
+    def global_norm(self, gradients: Sequence[Any]) -> Any:
+        return tf.clip_by_global_norm(gradients, 1.0)[1]
+
     def random_normal(self) -> Any:
         return tf.random.normal([])
 

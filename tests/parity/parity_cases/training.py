@@ -293,3 +293,73 @@ def keras_all_reduced_by_hand(side: Side, op: str) -> Any:
         xs, ys = (side.per_replica(cut(a, side.num_replicas)) for a in (x, y))
         losses.append(step(xs, ys))
     return {"losses": losses, "weights": keras_weights(side, model)}
+
+
+# What evaluation reads, and how the gradient of a table is clipped.
+
+# Two replicas see different rows.
+NORMALISED_ROWS = np.array([[1.0, 0.0], [3.0, 2.0], [7.0, 10.0], [5.0, 4.0]], "float32")
+DENOMINATOR = 5.0
+TABLE = np.array([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0], [-1.0, 3.0]], "float32")
+LOOKED_UP = {"once": [0, 1, 2, 3], "again": [0, 1, 1, 1]}
+
+
+@case(on="S1 S2")
+def keras_moving_statistics_read_in_run(side: Side) -> Any:
+    """One step of training, then evaluation in ``run``: what it computes, and what the variables are after it."""
+    with side.strategy.scope():
+        layer = side.keras().layers.BatchNormalization(momentum=0.5, epsilon=0.0)
+        layer.build((None, 2))
+
+    def train(x: Any) -> Any:
+        return layer(x, training=True)
+
+    def evaluate(x: Any) -> Any:
+        return layer(x, training=False)
+
+    rows = side.per_replica(cut(NORMALISED_ROWS, side.num_replicas))
+    side.function(lambda x: side.strategy.run(train, args=(x,)))(rows)
+    evaluated = side.function(lambda x: side.strategy.run(evaluate, args=(x,)))(rows)
+    statistics = (layer.moving_mean, layer.moving_variance)
+    return {
+        "evaluated": side.local(evaluated),
+        "mean and variance": [side.read(w.value) for w in statistics],
+    }
+
+
+@case(on="S1 S2", clip=["global_clipnorm", "clipnorm", "clipvalue"], rows=list(LOOKED_UP))
+def keras_clipped_table(side: Side, clip: str, rows: str) -> Any:
+    """One step of SGD with a clipped gradient, whose rows a batch looks up once, or one of them again."""
+    keras = side.keras()
+    with side.strategy.scope():
+        layer = keras.layers.Embedding(4, 2)
+        layer.build()
+        layer.embeddings.assign(TABLE)
+        optimizer = keras.optimizers.SGD(1.0, **{clip: 0.5})
+        optimizer.build(layer.trainable_variables)
+
+    def replica_fn(ids: Any) -> None:
+        with side.GradientTape() as tape:
+            loss = side.sum(layer(ids) ** 2) / DENOMINATOR
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+
+    ids = side.per_replica(cut(np.array(LOOKED_UP[rows], "int32"), side.num_replicas))
+    side.function(lambda x: side.strategy.run(replica_fn, args=(x,)))(ids)
+    return side.read(layer.embeddings.value)
+
+
+@case(on="S1", rows=list(LOOKED_UP))
+def norm_of_the_gradient_of_a_table(side: Side, rows: str) -> Any:
+    """The norm by which ``clip_by_global_norm`` divides."""
+    layer = side.keras().layers.Embedding(4, 2)
+    layer.build()
+    layer.embeddings.assign(TABLE)
+
+    def replica_fn(ids: Any) -> Any:
+        with side.GradientTape() as tape:
+            loss = side.sum(layer(ids) ** 2) / DENOMINATOR
+        return side.global_norm(tape.gradient(loss, layer.trainable_variables))
+
+    ids = side.per_replica([np.array(LOOKED_UP[rows], "int32")])
+    return side.local(side.function(lambda x: side.strategy.run(replica_fn, args=(x,)))(ids))
