@@ -794,7 +794,8 @@ def test_run_inside_jax_jit(strategy):
     message(
         errors.TraceError,
         lambda: jax.jit(lambda x: strategy.run(lambda y: y, (x,)))(jnp.ones(2)),
-        "tracer as an argument",
+        "inside jax.jit",
+        "leave jax.jit out",
         "rx.function",
     )
 
