@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicax as rx
 from checks import message
-from replicax.errors import TraceError, TransformationError
+from replicax.errors import TraceError, TransformationError, UnknownAxisError
 
 X = np.ones((4, 4), "float32")
 SPEC = PartitionSpec("d")
@@ -159,7 +159,7 @@ def says(fn, *others):
 
 def test_axis_that_does_not_exist_in_a_replica_function(strategy):
     message(
-        TransformationError,
+        UnknownAxisError,
         lambda: strategy.run(over_another_axis, args=(X,)),
         *says(over_another_axis, "jax.lax.psum(x, 'replica')", "all_reduce"),
     )
@@ -168,13 +168,13 @@ def test_axis_that_does_not_exist_in_a_replica_function(strategy):
 
 def test_axis_of_the_replicas_outside_of_them(strategy):
     outside = says(over_the_replicas, "'replica'", "strategy.run")
-    message(TransformationError, lambda: rx.function(over_the_replicas)(X), *outside, "strategy.reduce")
+    message(UnknownAxisError, lambda: rx.function(over_the_replicas)(X), *outside, "strategy.reduce")
 
     def in_scope():
         with strategy.scope():
             over_the_replicas(jnp.ones(2))
 
-    message(TransformationError, in_scope, *outside)
+    message(UnknownAxisError, in_scope, *outside)
 
 
 def test_collective_in_a_layer_that_fit_runs(strategy):
@@ -189,9 +189,7 @@ def test_collective_in_a_layer_that_fit_runs(strategy):
         model = keras.Sequential([keras.Input((4,)), Layer()])
         model.compile("sgd", "mse")
     for call in (lambda: model.fit(X, X, verbose=0), lambda: model.predict(X, verbose=0)):
-        message(
-            TransformationError, call, *says(over_the_replicas, "global batch", "Leave the collective out")
-        )
+        message(UnknownAxisError, call, *says(over_the_replicas, "global batch", "Leave the collective out"))
     np.testing.assert_array_equal(strategy.unreplicate(strategy.run(model, args=(X,))), X)
 
 

@@ -24,6 +24,7 @@ from replicax._src.errors import (
     MixedStrategiesError,
     UnsupportedError,
 )
+from replicax._src.input.arrays import check_numbers
 from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.keras import internals, loop_callbacks, servers, shared_reads
 from replicax._src.keras.capture import give_values
@@ -278,7 +279,8 @@ def _take_datasets(
     for argument in ("x", "y", "sample_weight"):
         check_not_per_replica(method, argument, given.get(argument))
     if narrows:
-        for argument in _ARRAYS.intersection(given):
+        for argument in sorted(_ARRAYS.intersection(given)):
+            check_numbers(given[argument], argument)
             given[argument] = _narrowed(given[argument], argument)
     made = []
     for argument, steps in STEPS_OF_DATA.get(method, {}).items():

@@ -18,7 +18,13 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
-from replicax._src.errors import ReplicaxError, TracedConditionError, TraceError, TransformationError
+from replicax._src.errors import (
+    ReplicaxError,
+    TracedConditionError,
+    TraceError,
+    TransformationError,
+    UnknownAxisError,
+)
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing.program import leaked
 from replicax._src.user_code import is_user_code, user_line, user_line_of
@@ -69,7 +75,7 @@ def explained(place: Place) -> Iterator[None]:
     Raises:
       TracedConditionError: Python or NumPy needs the number of a traced value.
       TraceError: The code uses a tracer of another trace.
-      TransformationError: A collective is over an axis that does not exist.
+      UnknownAxisError: A collective is over an axis that does not exist.
       UnsupportedError: TensorFlow computes in the function.
       ReplicaxError: The one that Keras has wrapped.
     """
@@ -162,7 +168,7 @@ def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
         )
     if jax_compat.names_unknown_axis(error, "axis name"):
         advice = _NO_AXIS[place].format(axis=REPLICA_AXIS)
-        return TransformationError(
+        return UnknownAxisError(
             f"At {line}{_for_expression(error)} a collective of JAX is over an axis that does not exist here. {advice}"
         )
     return None
