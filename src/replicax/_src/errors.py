@@ -14,6 +14,8 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     │   │   └── IterationContextError (ValueError) a distributed dataset iterated in a replica function
     │   ├── ReplicaContextError                needs replica context
     │   ├── MixedStrategiesError               two strategies in one place
+    │   ├── TransformationError                jax.pmap, shard_map or shardings in a step, set_mesh around it
+    │   │   └── UnknownAxisError (NameError)   a collective over an axis that does not exist here
     │   └── ScopeNestingError                  scopes or global strategies that do not nest
     ├── PerReplicaUseError (ValueError)        a PerReplica used as if it were one array
     ├── DivergenceError (ValueError)           a mirrored value would differ between replicas
@@ -99,6 +101,14 @@ class ReplicaContextError(ContextError):
 
 class MixedStrategiesError(ContextError):
     """Two strategies were used in one place."""
+
+
+class TransformationError(ContextError):
+    """Code chooses devices itself (``jax.pmap``, ``jax.shard_map``, shardings) where a strategy has chosen them."""
+
+
+class UnknownAxisError(TransformationError, NameError):
+    """A collective of JAX is over an axis that does not exist here; a NameError too, as JAX's own error."""
 
 
 class ScopeNestingError(ContextError):
