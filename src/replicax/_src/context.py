@@ -33,6 +33,7 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.framework import use_imported
+from replicax._src.migrate import missing_names
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 
@@ -209,6 +210,8 @@ class Scope:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         _local.frames.pop()
         had_keras = self._had_keras.pop()
+        if error is not None:
+            missing_names.add_note(error)
         if not self._is_of_user or had_keras or not _has_unowned_of_keras():
             return
         text = (
