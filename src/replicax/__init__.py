@@ -8,6 +8,7 @@ not to wait.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replicax._src.keras_import import explain_failing_import
 from replicax._src.public_names import missing_name, publish, publish_all, publish_loaded
 from replicax._src.version import __version__ as __version__
 
@@ -253,3 +254,4 @@ def _imported(module: str) -> Any:
 
 
 __dir__ = publish_all(globals())
+explain_failing_import()
