@@ -46,6 +46,47 @@ def test_keras_takes_the_same(tmp_path, environment, file):
         assert done.stdout.strip() == expected
 
 
+@pytest.mark.parametrize(("backend", "missing"), [(None, "tensorflow"), ("torch", "torch")])
+def test_an_import_of_keras_that_fails_says_what_to_write_if_replicax_came_first(tmp_path, backend, missing):
+    """Keras's own error names only the package that its backend lacks. An import that is tried again says it again."""
+    script = f"""
+import replicax, importlib, sys
+for _ in range(2):
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        assert error.name == {missing!r}, error
+        print(*error.__notes__)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "keras"]:
+        del sys.modules[name]
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    environment |= {"KERAS_HOME": str(tmp_path), "PYTHONPATH": path_of_programs()}
+    environment |= {} if backend is None else {"KERAS_BACKEND": backend}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    for line in lines:
+        assert f"Keras would run on the {missing!r} backend" in line
+        assert 'Write import os; os.environ["KERAS_BACKEND"] = "jax" above the first import of keras' in line
+
+
+def test_an_import_of_keras_that_works_is_unchanged():
+    script = (
+        "import replicax, sys; import keras, inspect; "
+        "print(type(keras.__loader__).__name__, keras.__spec__.loader is keras.__loader__, "
+        "any('replicax' in type(each).__module__ for each in sys.meta_path), "
+        "len(inspect.getsource(keras)) > 0)"
+    )
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["SourceFileLoader", "True", "False", "True"], done.stderr
+
+
 def test_code_that_needs_keras_says_what_to_write(monkeypatch):
     check_keras("This")
     wrong = KerasBackend("tensorflow", "KERAS_BACKEND is not set")

@@ -1,10 +1,13 @@
 """``rx.nn``: losses whose shares add up to the mean over the global batch. Numbers of TensorFlow: tests/parity."""
 
+import logging
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import replicax as rx
+from replicax._src import nn as nn_module
 
 
 @pytest.fixture
@@ -70,3 +73,29 @@ def test_batch_size_is_needed_outside_replica_context(strategy):
 
 def test_gradients_are_summed():
     assert rx.get_loss_reduction() is rx.ReduceOp.SUM
+
+
+def test_a_global_batch_size_below_the_number_of_losses_is_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(nn_module, "_warned", set())
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def batches(rows, batch_size):
+        return strategy.experimental_distribute_dataset(
+            rx.data.from_arrays(np.ones(rows, np.float32)).batch(batch_size)
+        )
+
+    def loss_of(x, size):
+        return rx.nn.compute_average_loss(x, global_batch_size=size)
+
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        for batch in batches(39, 16):  # the last one is partial
+            strategy.run(loss_of, args=(batch, 16))
+        for batch in batches(16, 8):  # two steps make one update
+            strategy.run(loss_of, args=(batch, 16))
+        assert not caplog.records
+        for batch in batches(32, 16):
+            strategy.run(loss_of, args=(batch, 8))
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "in loss_of: global_batch_size is 8, but there are 16 losses on 2 replicas" in said
+    assert "2 times the mean" in said

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from checks import message
 from replicax._src.devices.topology import Topology
 from replicax._src.values import cut, largest_shape, pad, per_replica_from_components
 from replicax.errors import DonatedError, PerReplicaUseError
@@ -125,6 +126,42 @@ def test_as_pytrees(strategy, values, ragged):
     through_jit = jax.jit(lambda x: x)(values)
     assert isinstance(through_jit, rx.PerReplica)
     assert through_jit.values[1].tolist() == [10.0, 11.0]
+
+
+def test_equal_components_have_a_shape_a_dtype_and_dims(strategy):
+    for value in (strategy.run(lambda: jnp.ones((2, 3))), strategy.replicate(jnp.ones((2, 3)))):
+        assert (value.shape, value.dtype, value.ndim) == ((2, 3), np.float32, 2)
+    one = rx.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(jnp.ones(2),))
+    assert (one.shape, one.ndim) == ((2,), 1)
+
+
+def test_the_error_for_a_shape_says_which_replicas_have_what(values, ragged):
+    message(
+        AttributeError,
+        lambda: values.shape,
+        "each has float32[2], and they may differ",
+        "gather(value, axis=0)",
+    )
+    said = message(
+        AttributeError,
+        lambda: ragged.shape,
+        "replica 0 has int32[0, 2], replica 1 has int32[1, 2], replica 2",
+    )
+    assert "run" in said
+    assert not hasattr(values, "shape")
+    assert (values.ndim, ragged.ndim) == (1, 2)
+
+
+def test_the_error_for_a_shape_groups_replicas_with_equal_shapes():
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    (batch,) = strategy.experimental_distribute_dataset(
+        rx.data.from_arrays(np.ones((10, 2), np.float32)).batch(10)
+    )
+    message(
+        AttributeError,
+        lambda: batch.shape,
+        "replicas 0 to 1 have float32[3, 2], replicas 2 to 3 have float32[2, 2]",
+    )
 
 
 def test_copies_are_independent_values(strategy):

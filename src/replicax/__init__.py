@@ -6,10 +6,10 @@ not to wait.
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
-from replicax._src.public_names import publish, publish_all, publish_loaded
+from replicax._src.keras_import import explain_failing_import
+from replicax._src.public_names import missing_name, publish, publish_all, publish_loaded
 from replicax._src.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -238,9 +238,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             value = globals()[name] = publish(__name__, name, value)  # not asked for again
             publish_loaded(__name__, _PLACES)
             return value
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )
+        raise missing_name(__name__, name)
 
 
 def _imported(module: str) -> Any:
@@ -256,3 +254,4 @@ def _imported(module: str) -> Any:
 
 
 __dir__ = publish_all(globals())
+explain_failing_import()

@@ -1,6 +1,7 @@
 """The control channel on real sockets: members in threads of this process, and the controller in another thread."""
 
 import contextlib
+import errno
 import logging
 import re
 import socket
@@ -12,6 +13,7 @@ import pytest
 from checks import message, needs_ipv6
 from replicax._src.cli.status import read_status
 from replicax._src.cluster import channel as channel_module
+from replicax._src.cluster import start
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.controller import Controller
 from replicax._src.cluster.frames import ask, connect, receive, send
@@ -385,6 +387,23 @@ def test_foreign_task_is_rejected(number, names, says):
         first.leave()
 
 
+def test_a_second_process_that_is_the_same_task_is_named_to_those_that_wait(caplog):
+    """A task is missing because another has its index: the wait says so, and not only which task has not come."""
+    with serving() as address:
+        first = Channel(member(address, 0), SECURITY)
+        first.connect(time.monotonic() + PATIENCE_S)
+        twin = Channel(member(address, 0), SECURITY)
+        message(ClusterStartError, lambda: twin.connect(time.monotonic() + PATIENCE_S), "already worker 0")
+        message(
+            PeerFailureError,
+            lambda: first.gather("start", 0, 3.0, what="to start", every_s=1.5),
+            "worker 1 (has not come), worker 2 (has not come)",
+            "Another process says that it is worker 0 too: give each task its own index",
+        )
+        first.leave()
+    assert "says that it is worker 0 too" in caplog.text
+
+
 def test_member_that_joins_before_the_earlier_run_has_ended_waits():
     with contextlib.ExitStack() as earlier, contextlib.ExitStack() as next_run:
         address = earlier.enter_context(serving(at=f"127.0.0.1:{free_ports(1)[0]}"))
@@ -418,31 +437,115 @@ def test_an_earlier_run_that_does_not_end_is_named():
         message(ClusterStartError, lambda: restarted.connect(time.monotonic() + 2), *says)
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("is_silent_then", [False, True])
-def test_another_program_at_the_address(is_silent_then):
-    """The program answers something else: members say so when their time is over, even if the last attempt was not
-    answered."""
-    with listen("127.0.0.1", 0, backlog=8) as listener:
+@contextlib.contextmanager
+def other_program(says, num_answers=1000):
+    """A program that is none of replicax, and its address. It says something to each connection, and closes it; after
+    some answers, or if it says None, it is silent."""
+    with listen("127.0.0.1", 0, backlog=8) as listener, contextlib.ExitStack() as held:
         stop = threading.Event()
 
         def answer():
             listener.settimeout(0.1)
+            left = 0 if says is None else num_answers
             while not stop.is_set():
                 with contextlib.suppress(TimeoutError):
-                    connection, _ = listener.accept()
-                    with connection:
-                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                    if is_silent_then:
-                        return
+                    connection = held.enter_context(listener.accept()[0])
+                    if left:
+                        left -= 1
+                        with contextlib.suppress(OSError):
+                            connection.sendall(says)
+                        connection.close()
 
         thread = threading.Thread(target=answer)
         thread.start()
-        channel = Channel(member(f"127.0.0.1:{listener.getsockname()[1]}", 1), SECURITY)
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            stop.set()
+            thread.join(timeout=PATIENCE_S)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("num_answers", [1000, 1])
+def test_another_program_at_the_address(num_answers):
+    """The program answers something else: members say so when their time is over, even if the last attempt was not
+    answered."""
+    with other_program(b"HTTP/1.1 400 Bad Request\r\n\r\n", num_answers) as address:
+        channel = Channel(member(address, 1), SECURITY)
         says = "does not answer", "another program answers"
         message(ClusterStartError, lambda: channel.connect(time.monotonic() + 1.5), *says)
-        stop.set()
-        thread.join(timeout=PATIENCE_S)
+
+
+OTHER_PROGRAMS = [
+    (b"HTTP/1.1 400 Bad Request\r\n\r\n", "a web server listens there (HTTP/1.1 400 Bad Request)"),
+    (b"220 mail ESMTP\r\n", "a program that says '220 mail ESMTP' listens there"),
+    (b"", "closes each connection at once"),
+    (None, "takes connections and says nothing"),
+]
+
+
+@pytest.mark.parametrize(("program", "says"), OTHER_PROGRAMS)
+def test_the_program_at_the_address_of_worker_0_is_named(program, says, monkeypatch):
+    """To worker 1, which waits for it, and to worker 0, which cannot listen there."""
+    monkeypatch.setattr(
+        start, "_try_service", lambda settings: (None, {"errno": errno.EADDRINUSE, "error": "in use"})
+    )
+    monkeypatch.setattr(start, "_SILENT_S", 1.0)
+    monkeypatch.setattr(start, "_ANSWER_S", 1.0)
+    with other_program(program) as address:
+        channel = Channel(member(address, 1), SECURITY)
+        message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.5), "worker 0", address, says)
+        begin = time.monotonic()
+        message(
+            ClusterStartError,
+            lambda: start._start_service(member(address, 0), {}, SECURITY, begin + 300),
+            "worker 0 cannot listen at its own address",
+            says,
+            "Choose another port",
+        )
+        assert time.monotonic() - begin < 60
+
+
+def test_a_program_that_is_none_of_replicax_is_not_waited_for_until_the_end(monkeypatch):
+    monkeypatch.setattr(channel_module, "EARLIER_RUN_S", 0.5)
+    with other_program(b"220 mail ESMTP\r\n") as address:
+        channel = Channel(member(address, 1), SECURITY)
+        begin = time.monotonic()
+        message(ClusterStartError, lambda: channel.connect(begin + 300), "220 mail ESMTP")
+        assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("names", "security", "says"),
+    [
+        (NAMES, SECURITY, "Another process is already worker 0 of this cluster"),
+        (NAMES[:2], SECURITY, "another job of replicax listens there (worker 0 at"),
+        (
+            NAMES,
+            Security(b"other"),
+            "another job of replicax listens there, and its token is not that of this process",
+        ),
+    ],
+)
+def test_the_job_at_the_address_of_worker_0_is_named(names, security, says, monkeypatch):
+    monkeypatch.setattr(
+        start, "_try_service", lambda settings: (None, {"errno": errno.EADDRINUSE, "error": "in use"})
+    )
+    monkeypatch.setattr(start, "EARLIER_RUN_S", 0.5)
+    with serving() as address:
+        first = Channel(member(address, 0), SECURITY)
+        first.connect(time.monotonic() + PATIENCE_S)
+        mine = member(address, 0, names)
+        message(
+            ClusterStartError, lambda: start._start_service(mine, {}, security, time.monotonic() + 300), says
+        )
+        if says.startswith("Another process"):
+            message(
+                PeerFailureError,
+                lambda: first.gather("start", 0, 2.0, what="to start"),
+                "says that it is worker 0 too",
+            )
+        first.leave()
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 5, b"\xff" * 100])

@@ -68,6 +68,11 @@ def test_waiting_member_is_told_the_missing_ones():
     of_one, of_two = [status for _, status in message["missing"]]
     assert of_one is None  # of who has not come nothing is known
     assert of_two["program"] == "#1 step"
+    assert message["twins"] == []
+    assert "already worker 2" in controller.join(2, now=11.0).text
+    controller.note_twin(0)
+    (message,) = [m for _, m in controller.tick(now=12.0) if m["kind"] == "reminder"]
+    assert message["twins"] == [0, 2]
 
 
 @pytest.mark.parametrize(

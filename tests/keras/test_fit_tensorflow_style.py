@@ -754,3 +754,43 @@ def test_a_step_that_was_set_on_the_model_is_recognised():
     object.__setattr__(model, "train_step", lambda data: {})
     assert is_replica_style(model, TRAIN)
     assert not is_replica_style(model, TEST)
+
+
+# --- a model of several networks ----------------------------------------------------------------------------
+
+
+class Gan(keras.Model):
+    """A model without ``call``: its step calls the networks."""
+
+    def __init__(self, has_inputs, is_built):
+        super().__init__(name="gan")
+        before = [keras.Input((2,))] if has_inputs else []
+        self.generator = keras.Sequential([*before, layers.Dense(2)], name="generator")
+        self.built = is_built
+
+    def train_step(self, data):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(ops.mean(ops.square(self.generator(data)), axis=-1))
+        variables = self.generator.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"total": loss}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("has_inputs", "is_built", "unbuilt"),
+    [(True, True, ""), (True, False, "gan"), (False, True, "generator"), (False, False, "gan, generator")],
+)
+def test_a_model_without_call_trains_or_its_error_says_what_is_not_built(has_inputs, is_built, unbuilt):
+    x = np.ones((8, 2), np.float32)
+    with strategy_of("mirrored_2").scope():
+        model = Gan(has_inputs, is_built)
+        model.compile("sgd")
+    if not unbuilt:
+        assert model.fit(x, batch_size=4, verbose=0).history["total"][0] > 0
+        return
+    with pytest.raises(RuntimeError) as caught:
+        model.fit(x, batch_size=4, verbose=0)
+    (note,) = caught.value.__notes__
+    assert "Write self.built = True" in note
+    assert note.endswith(f"Not built yet: {unbuilt}.")

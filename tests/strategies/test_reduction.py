@@ -314,3 +314,21 @@ def test_axis_is_required(make):
         "axis=None to combine the replicas' values",
         "axis=0 to combine the rows",
     )
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_a_python_number_that_a_step_returns_is_summed_or_its_error_says_what_to_return(rows):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    (batch,) = strategy.experimental_distribute_dataset(
+        rx.data.from_arrays(np.ones(rows, np.float32)).batch(rows)
+    )
+    counted = strategy.run(lambda x: x.shape[0], args=(batch,))
+    if rows == 3:  # the replicas' numbers differ, so they are arrays
+        assert int(strategy.reduce("sum", counted, axis=None)) == 3
+    else:
+        with pytest.raises(
+            errors.ReductionError, match=r"return an array, such as jnp\.asarray\(x\.shape\[0\]\)"
+        ):
+            strategy.reduce("sum", counted, axis=None)
+    counted = strategy.run(lambda x: jnp.asarray(x.shape[0]), args=(batch,))
+    assert int(strategy.reduce("sum", counted, axis=None)) == rows

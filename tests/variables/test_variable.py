@@ -3,12 +3,16 @@
 The tables are TensorFlow's (its source and measured values), except where the design says otherwise.
 """
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import replicax as rx
+from checks import message
 from replicax import errors
 
 STRATEGIES = {
@@ -34,6 +38,52 @@ def components(strategy, v):
 def own(x=1.0):
     """x on the first replica, x + 1 on the second."""
     return rx.get_replica_context().replica_id_in_sync_group + x
+
+
+# --- copies ---------------------------------------------------------------------------------------------
+
+
+def test_copies_are_new_variables_of_the_same_strategy(strategy):
+    v = make(strategy, [1.0, 2.0], name="w", trainable=False, aggregation="mean")
+    for copied in (copy.deepcopy(v), copy.copy(v), copy.deepcopy({"v": [v, v]})["v"][0]):
+        v.assign([5.0, 6.0])
+        strategy.run(lambda copied=copied: copied.assign_add([1.0, 1.0]))
+        assert copied.numpy().tolist() == [2.0, 3.0]
+        assert (copied.name, copied.trainable, copied.aggregation.name) == ("w", False, "MEAN")
+        assert copied.distribute_strategy is strategy
+        v.assign([1.0, 2.0])
+    both = copy.deepcopy([v, v])
+    assert both[0] is both[1]
+
+
+def test_a_pickle_holds_the_value_and_is_loaded_in_the_scope_that_is_open(strategy):
+    text = pickle.dumps(make(strategy, np.arange(3, dtype=np.int32), name="ids"))
+    with strategy.scope():
+        loaded = pickle.loads(text)
+    assert (loaded.name, loaded.dtype, loaded.numpy().tolist()) == ("ids", np.int32, [0, 1, 2])
+    assert loaded.distribute_strategy is strategy
+    assert pickle.loads(text).distribute_strategy is rx.get_strategy()
+
+
+def test_components_are_not_copied_and_the_error_says_why(strategy):
+    v = make(strategy, 1.0, name="total", synchronization="on_read", aggregation="sum")
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        message(
+            errors.UnsupportedError,
+            lambda copied=copied: copied(v),
+            "'total' is one value per replica",
+            "Checkpoint",
+        )
+
+
+def test_a_variable_is_not_copied_in_a_function_that_is_traced(strategy):
+    v = make(strategy, 1.0, name="w")
+    message(
+        errors.VariableError,
+        lambda: strategy.run(lambda: copy.deepcopy(v).value),
+        "'w' was copied",
+        "Copy it outside",
+    )
 
 
 # --- creation -----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.framework import use_imported
+from replicax._src.migrate import missing_names
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.tracebacks import boundary
 from replicax._src.tracing.explanations import explanation_of
@@ -214,9 +215,11 @@ class Scope:
         had_keras = self._had_keras.pop()
         if not self._is_of_user:
             return
-        found = None if error is None else explanation_of(error, "scope")
-        if found is not None:
-            raise found from None
+        if error is not None:
+            missing_names.add_note(error)
+            found = explanation_of(error, "scope")
+            if found is not None:
+                raise found from None
         if had_keras or not _has_unowned_of_keras():
             return
         text = (

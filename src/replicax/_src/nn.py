@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import jax
@@ -13,7 +14,11 @@ from replicax._src.errors import InvalidArgumentError, ReplicaContextError
 from replicax._src.tracing.capture import current_capture
 from replicax._src.tracing.gradient_scale import AVERAGE_LOSS
 from replicax._src.tracing.loss_counts import LossCount, note_loss
+from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike
+
+log = logging.getLogger("replicax")
+_warned: set[str] = set()
 
 
 def compute_average_loss(
@@ -28,7 +33,8 @@ def compute_average_loss(
     Args:
       per_example_loss: [batch, ...], of this replica.
       sample_weight: Broadcastable to the loss from the left ([batch] weighs examples), or None.
-      global_batch_size: B, an int of at least 0; default: the sum of the replicas' batch sizes.
+      global_batch_size: B, an int of at least 0; default: the sum of the replicas' batch sizes. A warning says if there
+        are more losses.
 
     Returns:
       A scalar; 0 if B is 0.
@@ -56,6 +62,7 @@ def compute_average_loss(
         size = size_of_global_batch(loss.shape[0])
     else:
         size = _checked_size(global_batch_size)
+        _warn_of_small_size(size, loss.shape)
     note_loss(LossCount(lambda: size))
     # The name says that the denominator is the global batch size.
     with contextlib.nullcontext() if global_batch_size is not None else jax.named_scope(AVERAGE_LOSS):
@@ -100,6 +107,32 @@ def _checked_size(size: Any) -> Any:
     if isinstance(size, int) and size < 0:
         raise InvalidArgumentError(f"global_batch_size must be non-negative, got {size}.")
     return size
+
+
+def _warn_of_small_size(size: Any, shape: tuple[int, ...]) -> None:
+    """Warns, once for each line, if the replicas have more losses than ``global_batch_size`` says."""
+    replica = context.get_replica_context()
+    if replica is None or not isinstance(size, int) or not shape:
+        return
+    capture = current_capture()
+    is_even = capture is None or capture.uneven is None
+    num_replicas = 1 if replica.communicator is None else replica.communicator.num_replicas
+    rows = shape[0] * num_replicas if is_even else shape[0]  # at least
+    line = user_line()
+    if not 0 < size < rows or line in _warned:
+        return
+    _warned.add(line)
+    log.warning(
+        "%s: global_batch_size is %d, but there are %d losses on %d replica%s, so the result and its gradients are %.3g times the "
+        "mean. Give the number of rows of the global batch, or leave global_batch_size out. If each example has several "
+        "losses, keep their shape [batch, ...].",
+        line,
+        size,
+        rows,
+        num_replicas,
+        "s" * (num_replicas != 1),
+        rows / size,
+    )
 
 
 class SharedLoss(ArrayLike):

@@ -29,13 +29,27 @@ def publish(module: str, name: str, value: Any) -> Any:
 def publish_all(namespace: dict[str, Any]) -> Callable[[], list[str]]:
     """Publishes the names in ``__all__`` of a public module; called at its end.
 
+    The error for another name says what replicax has for a name of TensorFlow.
+
     Returns:
       Returns the module's ``__dir__``, which lists only these names.
     """
     for name in namespace["__all__"]:
         if name in namespace:
             namespace[name] = publish(namespace["__name__"], name, namespace[name])
+    namespace.setdefault("__getattr__", functools.partial(_raise_missing, namespace["__name__"]))
     return lambda: sorted(namespace["__all__"])
+
+
+def _raise_missing(module: str, name: str) -> Any:
+    raise missing_name(module, name)
+
+
+def missing_name(module: str, name: str) -> AttributeError:
+    """Returns the error for a name that a public module does not have."""
+    from replicax._src.migrate.missing_names import in_module  # only for this error
+
+    return in_module(module, name)
 
 
 def publish_loaded(module: str, places: Mapping[str, str]) -> None:

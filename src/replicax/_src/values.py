@@ -8,6 +8,7 @@ like a ``Mirrored``: one replicated array.
 from __future__ import annotations
 
 import abc
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -225,6 +226,27 @@ class PerReplica(DistributedValues):
         return self.stored.dtype
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the one array that the value stands for.
+
+        Raises:
+          AttributeError: It has several components that are not proven equal.
+        """
+        if self.is_equal or self.num_replicas == 1:
+            return self.component_shape(0)
+        shapes = [self.component_shape(r) for r in range(self.num_replicas)]
+        raise AttributeError(
+            f"A PerReplica of {self.num_replicas} components has no shape: {_shapes_of_replicas(self.dtype, shapes)}. In a "
+            "function that strategy.run runs, each replica sees its own array; outside, take "
+            "strategy.experimental_local_results(value)[0].shape, or the shape of strategy.gather(value, axis=0)."
+        )
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of every component."""
+        return len(self.component_shape(0))
+
+    @property
     def description(self) -> str:
         """A description without the values."""
         shapes = dict.fromkeys(self.component_shape(r) for r in range(self.num_replicas))
@@ -308,6 +330,19 @@ class PerReplica(DistributedValues):
         )
         self.is_shared = shared
         return f"PerReplica:{{\n{parts}\n}}"
+
+
+def _shapes_of_replicas(dtype: Any, shapes: Sequence[tuple[int, ...]]) -> str:
+    """Returns ``replicas 0 to 2 have float32[3], replica 3 has float32[2]``."""
+    if len(set(shapes)) == 1:
+        return f"each has {dtype}{list(shapes[0])}, and they may differ"
+    said, first = [], 0
+    for shape, group in itertools.groupby(shapes):
+        last = first + len(list(group)) - 1
+        which = f"replica {first} has" if first == last else f"replicas {first} to {last} have"
+        said.append(f"{which} {dtype}{list(shape)}")
+        first = last + 1
+    return ", ".join(said)
 
 
 def on_host_or_keys(array: Any) -> Any:
@@ -407,6 +442,10 @@ class Mirrored(DistributedValues):
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.stored.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.stored.ndim
 
     @property
     def dtype(self) -> Any:

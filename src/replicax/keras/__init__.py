@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from replicax._src.keras.files import model_path, weights_path
 from replicax._src.keras_backend import check_keras
-from replicax._src.public_names import publish, publish_all
+from replicax._src.public_names import missing_name, publish, publish_all
 from replicax.keras import callbacks
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
         from replicax._src.keras.sidecar_evaluator import SidecarEvaluator
 
         return publish(__name__, name, SidecarEvaluator)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_name(__name__, name)
 
 
 __dir__ = publish_all(globals())

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from replicax._src.keras_backend import check_keras
-from replicax._src.public_names import publish, publish_all
+from replicax._src.public_names import missing_name, publish, publish_all
 
 if TYPE_CHECKING:
     from replicax._src.keras.checkpoint_callback import CheckpointCallback
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
         from replicax._src.keras.tensorboard_callback import TensorBoard
 
         return publish(__name__, name, TensorBoard)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_name(__name__, name)
 
 
 __dir__ = publish_all(globals())

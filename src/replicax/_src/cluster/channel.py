@@ -25,12 +25,13 @@ from replicax._src.cluster.failures import (
 )
 from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.occupants import describe_other_program
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.drawing.text import printable_lines
 from replicax._src.status.figures import figures
 from replicax._src.user_code import user_line, user_line_of_callback, user_line_of_thread
 from replicax._src.wire.connection import Connection
-from replicax._src.wire.errors import ForeignPeerError, TokenError
+from replicax._src.wire.errors import ForeignPeerError, OtherProgramError, PeerEndedError, TokenError
 from replicax._src.wire.security import Security
 
 log = logging.getLogger("replicax")
@@ -40,6 +41,7 @@ _RETRY_S = 0.1
 _ANSWER_S = 10.0  # three round trips: two to authenticate each other, one to join
 EARLIER_RUN_S = 35.0
 """The time for which the controller of an earlier run, with another token, may still be at the address."""
+_LOOK_AT_PROGRAM_S = 1.0
 _TAKE_MESSAGE_S = 10.0
 _LOOK_S = 0.2
 # The interval at which the idle thread checks whether the process leaves.
@@ -84,6 +86,7 @@ class Channel:
         self._changed = threading.Condition()
         self._gathered: dict[str, list[Any]] = {}
         self._missing: dict[str, dict[int, Any]] = {}
+        self._twins: list[int] = []
         self._failure: ClusterFailureError | None = None
         self._last_common = _NO_PROGRAM
         self._done = _NO_PROGRAM
@@ -117,7 +120,7 @@ class Channel:
         Raises:
           ClusterStartError: The controller did not answer in time, or refuses. It waits while an earlier run is ending.
         """
-        started = reminded = time.monotonic()
+        started = reminded = foreign_until = time.monotonic()
         trouble: object = "not tried"
         while True:
             now = time.monotonic()
@@ -130,7 +133,7 @@ class Channel:
                     now - started,
                     self._names[0],
                     self._address,
-                    trouble,
+                    self._described(trouble),
                 )
             try:
                 self._connection, welcome = self._joined(min(deadline, now + _ANSWER_S))
@@ -146,6 +149,12 @@ class Channel:
                 is_cut_short = isinstance(error, TimeoutError) and deadline - now < _ANSWER_S
                 if not (is_cut_short and isinstance(trouble, (ForeignPeerError, _RefusedForNow))):
                     trouble = error  # otherwise the last answer says more
+                if not isinstance(trouble, OtherProgramError):
+                    foreign_until = time.monotonic()
+                elif (
+                    now - foreign_until > EARLIER_RUN_S
+                ):  # worker 0 cannot listen there while this program does
+                    raise self._not_connected(now - started, trouble) from error
                 time.sleep(_RETRY_S)
         self._thread.start()
         return welcome
@@ -154,7 +163,8 @@ class Channel:
         if isinstance(trouble, TokenError):
             return ClusterStartError(
                 f"The token of {self._me} does not match that of {self._names[0]} at {self._address}: {trouble}. Give all tasks "
-                "of the cluster the same token (REPLICAX_TOKEN)."
+                "of the cluster the same token (REPLICAX_TOKEN). If another job listens there, choose another port in TF_CONFIG, "
+                "on all tasks."
             )
         more_time = "allow more time with REPLICAX_START_TIMEOUT_S."
         if isinstance(trouble, _RefusedForNow):
@@ -163,10 +173,17 @@ class Channel:
                 f"{self._address} answers: {trouble} Or {more_time}"
             )
         return ClusterStartError(
-            f"{self._me} waited {waited_s:.0f} s for {self._names[0]}, which does not answer at {self._address} ({trouble}). "
+            f"{self._me} waited {waited_s:.0f} s for {self._names[0]}, which does not answer at {self._address} "
+            f"({self._described(trouble)}). "
             "Start it, check the address and that the port is open between the machines (replicax doctor), or "
             f"{more_time}"
         )
+
+    def _described(self, trouble: object) -> str:
+        """Returns in words why the controller does not answer, and which other program does."""
+        if not isinstance(trouble, TimeoutError | PeerEndedError | OtherProgramError | ConnectionResetError):
+            return str(trouble)
+        return f"{trouble}; {describe_other_program(self._address, _LOOK_AT_PROGRAM_S)}"
 
     def _joined(self, deadline: float) -> tuple[Connection, dict[str, Any]]:
         """Returns a connection that the controller has accepted, and its welcome."""
@@ -322,9 +339,15 @@ class Channel:
         missing = self._missing.get(key)
         if missing is None:
             return "the other tasks"
-        return ", ".join(
+        names = ", ".join(
             f"{self._names[number]} ({'has not come' if status is None else describe_status(status)})"
             for number, status in missing.items()
+        )
+        twins = ", ".join(self._names[number] for number in self._twins)
+        return (
+            f"{names}. Another process says that it is {twins} too: give each task its own index"
+            if twins
+            else names
         )
 
     def _out_of_time(self, key: str, timeout_s: float, what: str) -> ClusterFailureError:
@@ -432,6 +455,7 @@ class Channel:
                     self._changed.notify_all()
             case "reminder":
                 self._missing[message["key"]] = dict(message["missing"])
+                self._twins = list(message["twins"])
             case "figures":
                 self._figures = message["tasks"]
             case "stalled":

@@ -26,7 +26,8 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
 - Batches that members read together are in the sequence too. A member that waits for a batch says after how many reads,
   and after which program. It is a mismatch if another member has gone on to the next program, or waits in an all-gather
   before it, without this read, or if it makes this read elsewhere.
-- Each tick tells the members in an all-gather which members are missing.
+- Each tick tells the members in an all-gather which members are missing, and which have a *twin*: another process that
+  says that it is the same task, and was refused.
 - A member is *stalled* if it has been in one program for ``stall_s`` while others have not reached that position. It is
   told which members it waits for; the interval doubles each time. After ``timeout_s`` the step fails, and all are told.
 - Members are *stuck* if all have reached a program and it does not end: one of them calls back into Python or waits for
@@ -94,10 +95,12 @@ class _Member:
       gone: The way in which it ended; None while it is present.
       text: Its ending in words, if it failed before it joined.
       figures: The figures of its last heartbeat; see ``status/figures.py``.
+      has_twin: True once another process has said that it is this task.
     """
 
     name: str
     is_here: bool = False
+    has_twin: bool = False
     heard_at: float = 0.0
     status: dict[str, Any] = field(default_factory=dict)
     since: float = 0.0
@@ -218,6 +221,7 @@ class Controller:
         """
         member = self._members[number]
         if member.is_present:
+            self.note_twin(number)
             return Refusal(
                 f"another process is already {member.name}. Each task of the cluster is one process; give each its own index."
             )
@@ -233,6 +237,10 @@ class Controller:
             )
         member.is_here, member.heard_at = True, now
         return None
+
+    def note_twin(self, number: int) -> None:
+        """Notes that another process says that it is this task too. A task may then be missing for this reason."""
+        self._members[number].has_twin = True
 
     def fail(self, number: int, text: str) -> Outbox:
         """Notes that a task ended before it joined. Does nothing for a member: the end of its connection says more.
@@ -281,13 +289,14 @@ class Controller:
                     outbox += self._go(number, "silent", f"{now - member.heard_at:.0f}", now)
                 else:
                     outbox.append((number, {"kind": "pulse"}))
+        twins = [number for number, member in enumerate(self._members) if member.has_twin]
         for key, gather in self._all_gathers.items():
             missing = {
                 number: member.told(now) if member.is_here else None
                 for number, member in enumerate(self._members)
                 if number not in gather.values
             }
-            reminder = {"kind": "reminder", "key": key, "missing": _as_pairs(missing)}
+            reminder = {"kind": "reminder", "key": key, "missing": _as_pairs(missing), "twins": twins}
             outbox += [(number, reminder) for number in gather.values]
         for number, member in enumerate(self._members):
             if member.is_present:

@@ -130,6 +130,10 @@ class ControllerServer:
                 is_ending = self._controller.is_broken or self._must_end.is_set()
                 self._write(connection, {"kind": "pong", "cluster": self._cluster, "is_ending": is_ending})
                 return None
+            if message["kind"] == "twin" and message["cluster"] == self._cluster:
+                self._controller.note_twin(int(message["member"]))  # its own service could not listen here
+                self._write(connection, {"kind": "noted"})
+                return None
             if message["kind"] == "failed" and message["cluster"] == self._cluster:
                 self._send(
                     self._controller.fail(int(message["member"]), str(message["text"]))

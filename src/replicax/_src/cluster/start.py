@@ -26,11 +26,12 @@ from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMI
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
 from replicax._src.cluster.frames import ask, security_of
 from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.occupants import SILENT, describe_other_program
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
 from replicax._src.cluster.relay import Relay
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import BackendStartedError
-from replicax._src.wire.errors import TokenError
+from replicax._src.wire.errors import ForeignPeerError, TokenError
 from replicax._src.wire.security import Security
 
 log = logging.getLogger("replicax")
@@ -40,6 +41,8 @@ _LAST_TO_LEAVE_S = 60.0
 _REMINDER_S = 10.0
 _POLL_S = 0.3
 _ANSWER_S = 2.0
+# A service that another process has just started listens before it answers.
+_SILENT_S = 15.0
 # A running service answers one of two pings within this time.
 _LIVELY_S = 1.5
 # Long enough for the controller, which names the missing tasks once a second.
@@ -208,19 +211,22 @@ def _start_service(
         "limits": dict(limits),
         "linger_s": _SERVICE_LINGER_S,
     }
-    is_first = True
+    is_first, hint = True, "Or the address belongs to another machine. "
     while True:
         process, answer = _try_service(settings)
         if "coordinator" in answer:
             return process
-        is_in_use = answer.get("errno") == errno.EADDRINUSE
-        if not (is_in_use and _becomes_free(membership, security, deadline, is_first=is_first)):
+        reason = answer.get("error", "it said nothing")
+        if answer.get("errno") != errno.EADDRINUSE:
+            break
+        occupant = _occupant(membership, security, deadline, is_first=is_first)
+        if occupant is not None:
+            reason, hint = f"{reason}: {occupant}", ""
             break
         is_first = False
-    reason = answer.get("error", "it said nothing")
     raise ClusterStartError(
-        f"{names[0]} cannot listen at its own address {address}: {reason}. Another program or an earlier run may use the port, "
-        "or the address belongs to another machine. Choose another port in TF_CONFIG, on all tasks."
+        f"{names[0]} cannot listen at its own address {address}: {reason}. {hint}Choose another port in TF_CONFIG, on all "
+        "tasks."
     )
 
 
@@ -253,38 +259,70 @@ def _try_service(settings: Mapping[str, Any]) -> tuple[subprocess.Popen[str], di
     return process, answer
 
 
-def _becomes_free(membership: Membership, security: Security, deadline: float, *, is_first: bool) -> bool:
+def _occupant(membership: Membership, security: Security, deadline: float, *, is_first: bool) -> str | None:
     """Waits while an earlier run of this cluster is ending at the leader's address.
 
     Args:
       is_first: True if no attempt was made before. If no process listens then, the earlier run may just have ended.
 
     Returns:
-      True if an earlier run was there and has ended in time.
+      None if an earlier run was there and has ended in time; otherwise the program that listens there, in words.
+
+    Raises:
+      ClusterStartError: Another process is the same task of this cluster.
     """
     started = reminded = time.monotonic()
     was_there = False
+    address = membership.leader_address
     while True:
         now = time.monotonic()
         try:
-            answer = ask(membership.leader_address, {"kind": "ping"}, security, _ANSWER_S)
-            is_there = answer.get("cluster") == membership.described and answer.get("is_ending") is True
-        except TokenError:  # an earlier run may have another token
-            is_there = now - started < EARLIER_RUN_S
+            answer = ask(address, {"kind": "ping"}, security, _ANSWER_S)
+            if answer.get("cluster") != membership.described:
+                other = answer.get("cluster")
+                return f"another job of replicax listens there ({other or 'not at its controller'})"
+            if answer.get("is_ending") is not True:
+                raise _is_twin(membership, security)
+            was_there = True
+        except TokenError as error:  # an earlier run may have another token
+            if now - started >= EARLIER_RUN_S:
+                return f"another job of replicax listens there, and its token is not that of this process ({error})"
+            was_there = True
+        except ForeignPeerError as error:
+            return f"{error}; {describe_other_program(address, _ANSWER_S)}"
+        except TimeoutError:
+            if was_there:
+                return None
+            program = describe_other_program(address, _ANSWER_S)  # a service that is starting is silent too
+            if program != SILENT or now - started >= _SILENT_S:
+                return program
         except OSError as error:
-            return was_there or (is_first and isinstance(error, ConnectionRefusedError))
-        if not is_there or now >= deadline:
-            return was_there and not is_there
-        was_there = True
-        if now - reminded >= _REMINDER_S:
+            if was_there or (is_first and isinstance(error, ConnectionRefusedError)):
+                return None
+            return describe_other_program(address, _ANSWER_S)
+        if now >= deadline:
+            return "an earlier run of this job is still ending there"
+        if was_there and now - reminded >= _REMINDER_S:
             reminded = now
             log.warning(
                 "%s has been waiting %.0f s for the other tasks of an earlier run to end: its service is still at %s.",
                 membership.names[0],
                 now - started,
-                membership.leader_address,
+                address,
             )
         time.sleep(_POLL_S)
+
+
+def _is_twin(membership: Membership, security: Security) -> ClusterStartError:
+    """Tells the controller of a process that is the same task, and returns the error for this process."""
+    address, name = membership.leader_address, membership.names[0]
+    twin = {"kind": "twin", "member": membership.id_in_cluster, "cluster": membership.described}
+    with contextlib.suppress(OSError):
+        ask(address, twin, security, _ANSWER_S)
+    return ClusterStartError(
+        f"Another process is already {name} of this cluster, at {address}. Each task of the cluster is one process; give each "
+        'its own index, in "task" of TF_CONFIG.'
+    )
 
 
 def _ping(address: str, security: Security, timeout_s: float) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ from replicax._src.input.steps import (
     Take,
     told_of,
 )
+from replicax._src.migrate import missing_names
 from replicax._src.options import whole_number
 
 SHARD_HINT: Final = -1
@@ -90,7 +91,30 @@ class PassCounter:
         return self.num_begun - 1
 
 
-class Dataset(abc.ABC):
+class _NamesOfDataset(abc.ABCMeta):
+    """The metaclass of datasets, for the error of a constructor that only TensorFlow has."""
+
+    if not TYPE_CHECKING:  # type checkers would accept every name
+
+        def __getattr__(cls, name: str) -> Any:
+            raise _no_such_attribute(cls, name)
+
+
+def _no_such_attribute(cls: type, name: str) -> AttributeError:
+    text = f"{cls.__name__} has no attribute {name!r}."
+    if name.startswith("_"):  # Python and tools look for these
+        return AttributeError(text, name=name, obj=cls)
+    advice = missing_names.of_class(cls, name, "dataset")
+    text = text if advice is None else f"{text} {advice}"
+    return AttributeError(
+        f"{text} Datasets of replicax have batch, filter, map, prefetch, repeat, shard, shuffle and take. A strategy "
+        "also distributes iterables of batches and the datasets of grain and tf.data, which have more methods.",
+        name=name,
+        obj=cls,  # Python adds the most similar name
+    )
+
+
+class Dataset(metaclass=_NamesOfDataset):
     """A dataset over the rows of arrays in memory, or of files.
 
     Every method returns a new dataset and does not change this one. The steps apply in the order of the calls, as in
@@ -101,6 +125,14 @@ class Dataset(abc.ABC):
     def __init__(self, source: RowSource, steps: Sequence[Step] = (), passes: PassCounter | None = None):
         """Private. Use ``from_arrays``, ``from_parquet`` and similar functions."""
         self.source, self.steps, self.passes = source, tuple(steps), passes or PassCounter()
+
+    if not TYPE_CHECKING:  # type checkers would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            # Python calls this for an unknown name, or after a property raised an AttributeError. It only raises.
+            if name.startswith("_") or name in dir(type(self)):
+                return object.__getattribute__(self, name)
+            raise _no_such_attribute(type(self), name)
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> ArrayDataset:

@@ -22,6 +22,7 @@ from replicax._src.errors import (
     CrossReplicaContextError,
     KerasScopeError,
     MixedStrategiesError,
+    ReplicaxError,
     UnsupportedError,
 )
 from replicax._src.input.arrays import check_numbers
@@ -85,6 +86,7 @@ def _placed(name: str) -> Method:
         if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
             strategy = context.get_strategy()  # Keras on JAX cannot run its step
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_explained_build(self, name))
             if strategy is not None:
                 _check_has_steps(strategy, name)
                 stack.enter_context(strategy.scope())
@@ -109,6 +111,23 @@ def _placed(name: str) -> Method:
             return original(*call.args, **call.kwargs)
 
     return functools.wraps(original)(bounded(method))
+
+
+@contextlib.contextmanager
+def _explained_build(model: Any, method: str) -> Iterator[None]:
+    """Adds to Keras's error for a model that it cannot build, because it has no ``call``, what to write."""
+    has_call = type(model).call is not keras.Model.call
+    unbuilt = [] if has_call else [each.name for each in (model, *model.layers) if not each.built]
+    try:
+        yield
+    except RuntimeError as error:
+        if unbuilt and not isinstance(error, ReplicaxError):
+            error.add_note(
+                f"Model {model.name!r} has no call(), with which Keras would build it before {method}(). Write self.built = True "
+                "at the end of its __init__, and give each network in it a keras.Input, or call it once there. Not built yet: "
+                f"{', '.join(unbuilt)}."
+            )
+        raise
 
 
 def _begin_loop(model: Any, method: str, strategy: Strategy, given: dict[str, Any]) -> None:

@@ -9,13 +9,14 @@ import ast
 import contextlib
 import functools
 import inspect
-import linecache
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any, Final
 
 from replicax._src.errors import ReplicaxError, UnsupportedError
+from replicax._src.migrate import missing_names
+from replicax._src.migrate.advice import advice, expression, frames_of, uses_keras
 from replicax._src.user_code import is_user_code
 
 _MISSING: Final = object()
@@ -138,40 +139,6 @@ def dotted(node: ast.AST) -> tuple[str, ...]:
     return (node.id,) if isinstance(node, ast.Name) else ()
 
 
-def advice(names: list[str], uses_keras: bool) -> str:
-    """Returns the advice on replacements of some names."""
-    from replicax._src.migrate.table import find, target_of  # reads a file of many names
-
-    sentences = []
-    for name in dict.fromkeys(names):
-        found = find(name)
-        if found is None:
-            continue
-        row, target = found.rows[0], target_of(name, keras=uses_keras)
-        if target is not None:
-            sentences.append(f"Write {target} in place of {name}.")
-        elif row.write:
-            sentences.append(f"For {name}: {row.write}.")
-        elif row.kind == "remove":
-            sentences.append(f"Leave {name} out.")
-    if not sentences:
-        sentences.append(
-            "Write a function of keras.ops or jax.numpy; the page Migrating from TensorFlow has other names."
-        )
-    return " ".join([*sentences, "`replicax migrate` finds all such lines of a program."])
-
-
-def ops_of_keras(scope: dict[str, Any]) -> Any:
-    """Returns ``keras.ops`` for a module that has names of Keras, else None."""
-    return getattr(sys.modules.get("keras"), "ops", None) if uses_keras(scope) else None
-
-
-def uses_keras(scope: dict[str, Any]) -> bool:
-    """True if a module has names of Keras."""
-    homes = (getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in scope.values())
-    return any(isinstance(home, str) and home.partition(".")[0] == "keras" for home in homes)
-
-
 # --- errors that TensorFlow's code causes -------------------------------------------------------------
 
 
@@ -190,6 +157,7 @@ def explained(*, is_in_trace: bool = True) -> Iterator[None]:
     except ReplicaxError:
         raise
     except Exception as error:
+        missing_names.add_note(error)
         found = None if "tensorflow" not in sys.modules else _error_of(error, is_in_trace)
         if found is None:
             raise
@@ -249,27 +217,6 @@ def shortened(text: str) -> str:
 
 def _package_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def frames_of(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    """Yields the entries of a traceback, from the outermost on."""
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
-
-
-def expression(frame: types.FrameType, instruction: int, line: int) -> str:
-    """Returns the source of the expression that a frame executes, or of its line if Python does not know."""
-    code = frame.f_code
-    lines = linecache.getlines(code.co_filename, frame.f_globals)
-    positions = next((p for i, p in enumerate(code.co_positions()) if 2 * i == instruction), (None,) * 4)
-    first, last, start, stop = positions
-    if first is None or last is None or start is None or stop is None or last > len(lines):
-        return linecache.getline(code.co_filename, line, frame.f_globals).strip()
-    rows = [row.encode() for row in lines[first - 1 : last]]
-    rows[-1] = rows[-1][:stop]
-    rows[0] = rows[0][start:]
-    return b"".join(rows).decode()
 
 
 def _names_in(text: str, frame: types.FrameType) -> Iterator[tuple[str, Any]]:

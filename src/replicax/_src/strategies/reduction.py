@@ -93,8 +93,14 @@ def _sum(array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def _plain_text(what: str, value: Any, op: ReduceOp) -> str:
+    hint = ""
+    if isinstance(value, int | float | complex):
+        hint = (
+            "If a function that strategy.run runs returns it, return an array, such as jnp.asarray(x.shape[0]): Python numbers "
+            "are returned as they are where they are equal on all replicas. "
+        )
     return (
-        f"{what} {value!r} cannot be reduced with the given reduce op {op}: it has no component per replica. "
+        f"{what} {value!r} cannot be reduced with the given reduce op {op}: it has no component per replica. {hint}"
         f"Reduce what strategy.run returned, or make per-replica values with "
         f"strategy.experimental_distribute_values_from_function."
     )

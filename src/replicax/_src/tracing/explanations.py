@@ -26,12 +26,13 @@ from replicax._src.errors import (
     UnknownAxisError,
 )
 from replicax._src.migrate import tensorflow_code
+from replicax._src.migrate.advice import expression, frames_of, ops_of_keras
 from replicax._src.tracing.program import leaked
 from replicax._src.user_code import is_user_code, user_line, user_line_of
 
 Place = Literal["run", "function", "step", "fit", "scope"]
-"""Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a method
-of a Keras model, or in the block of a scope.
+"""Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a
+method of a Keras model, or in the block of a scope.
 """
 
 _NEEDS_VALUE: Final = (
@@ -179,15 +180,13 @@ def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
 
 def _entry(error: BaseException) -> types.TracebackType | None:
     """Returns the innermost entry of a traceback that is user code."""
-    entries = list(tensorflow_code.frames_of(error.__traceback__))
+    entries = list(frames_of(error.__traceback__))
     return next((e for e in reversed(entries) if is_user_code(e.tb_frame.f_code.co_filename)), None)
 
 
 def _text(error: BaseException) -> str:
     entry = _entry(error)
-    return (
-        "" if entry is None else tensorflow_code.expression(entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    )
+    return "" if entry is None else expression(entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
 
 
 def _for_expression(error: BaseException) -> str:
@@ -203,7 +202,7 @@ def _instead(error: BaseException) -> str:
     text, frame = _text(error), entry.tb_frame
     if _is_operator(text):
         return "A number of NumPy on the left is what asks for it: put the variable or array first, or write float(number). "
-    keras_ops = tensorflow_code.ops_of_keras(frame.f_globals)
+    keras_ops = ops_of_keras(frame.f_globals)
     for path in tensorflow_code.paths_in(text):
         if len(path) == 2 and tensorflow_code.value_of(path[:1], frame) is np:
             name, written = path[1], ".".join(path)
@@ -230,7 +229,7 @@ def _is_operator(text: str) -> bool:
 
 def _joined(chain: list[BaseException]) -> types.TracebackType | None:
     """Returns one traceback for errors of which each wraps the next, down to the user's innermost line."""
-    entries = [entry for each in chain for entry in tensorflow_code.frames_of(each.__traceback__)]
+    entries = [entry for each in chain for entry in frames_of(each.__traceback__)]
     while entries and not is_user_code(entries[-1].tb_frame.f_code.co_filename):
         entries.pop()
     shown, seen = None, set()

@@ -18,6 +18,7 @@ from replicax._src.drawing import html
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
 from replicax._src.framework import Framework, use
+from replicax._src.migrate import missing_names
 from replicax._src.narrowing import narrowed_pytree
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._src.tracing.bindings import Binding, SyncPolicy, state_lock
@@ -138,8 +139,15 @@ class Variable(ArrayLike):
 
         def __getattr__(self, name: str) -> Any:
             # Python calls this for an unknown name, or after a property raised an AttributeError. It only raises.
-            if name.startswith("_") or name in dir(type(self)) or getattr(jax.Array, name, None) is None:
+            if name.startswith("_") or name in dir(type(self)):
                 return object.__getattribute__(self, name)
+            if getattr(jax.Array, name, None) is None:
+                advice = missing_names.of_class(type(self), name, "variable")
+                if advice is None:
+                    return object.__getattribute__(self, name)
+                raise AttributeError(
+                    f"A {type(self).__name__} has no attribute {name!r}. {advice}", name=name
+                )
             raise AttributeError(
                 f"A {type(self).__name__} has no attribute {name!r}. Its value is an array and has it: variable.value.{name}. "
                 "Functions of jax.numpy take the variable itself: jnp.sum(variable).",
@@ -194,6 +202,40 @@ class Variable(ArrayLike):
     def components_array(self) -> jax.Array:
         """The array [R, ...] of the components, of which each process has its own rows."""
         return self._raw()
+
+    # --- copying ----------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """Returns a new variable of the same strategy, with the same value."""
+        arguments = self._arguments_of_copy()
+        with self._strategy.scope():
+            copied = memo[id(self)] = Variable(*arguments)
+        return copied
+
+    def __copy__(self) -> Variable:
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> Any:
+        """Pickles the value and the options. Loading makes a new variable in the scope that is open then."""
+        return Variable, self._arguments_of_copy()
+
+    def _arguments_of_copy(self) -> tuple[Any, ...]:
+        if current_capture() is not None:
+            raise VariableError(
+                f"Variable {self.name!r} was copied or pickled in a function that is being traced, and every call would make a "
+                "new variable. Copy it outside, or compute with its value: variable.value."
+            )
+        if self._has_components or self._is_summed or self._placement.partitioner is not None:
+            what = (
+                "in shards" if self._placement.partitioner is not None else "one value per replica (ON_READ)"
+            )
+            raise UnsupportedError(
+                f"Variable {self.name!r} is {what}, which copy and pickle do not keep. To keep its state use "
+                "rx.Checkpoint(v=variable); for a new variable with the value that it reads write "
+                "rx.Variable(variable.numpy()) in the scope."
+            )
+        value = on_host_or_keys(self.read_value())
+        return (value, self.trainable, self.name, self.dtype, self.synchronization, self.aggregation)
 
     @property
     def path(self) -> str:

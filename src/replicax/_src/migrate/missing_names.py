@@ -1,0 +1,226 @@
+"""A name of TensorFlow or Keras 2 that a module or a value does not have: what the table of names writes instead.
+
+Values and modules of JAX and Keras raise their own errors, which get a note where they pass through replicax: in
+functions that it traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from replicax._src.migrate.advice import expression, frames_of, positions, replacement, uses_keras
+from replicax._src.user_code import PACKAGE, is_user_code
+
+# Modules of TensorFlow with the names that users look for in a module of replicax, JAX or Keras.
+_MODULES: Final[Mapping[str, Sequence[str]]] = {
+    "replicax": ("tf", "tf.distribute", "tf.distribute.experimental"),
+    "replicax.checkpoint": ("tf.train",),
+    "jax": ("tf", "tf.experimental"),
+    "jax.numpy": ("tf", "tf.math", "tf.linalg"),
+    "jax.nn": ("tf.nn",),
+    "jax.random": ("tf.random",),
+    "jax.lax": ("tf", "tf.math", "tf.linalg"),
+    "keras.ops": ("tf", "tf.math", "tf.linalg", "tf.nn", "tf.image"),
+}
+# Classes, by their public names or those of their bases, and the classes of TensorFlow that users take them for.
+_CLASSES: Final[Mapping[str, Sequence[str]]] = {
+    "Dataset": ("tf.data.Dataset",),
+    "Variable": ("tf.Variable",),
+    "Model": ("tf.keras.Model",),
+    "Optimizer": ("tf.keras.optimizers.Optimizer",),
+    "Strategy": ("tf.distribute.Strategy",),
+}
+_KNOWN: Final = frozenset({"jax", "jaxlib", "keras", "numpy", "replicax"})
+_ROOTS: Final = {"rx": "replicax", "jnp": "jax.numpy", "np": "numpy"}
+_TRACED: Final = (
+    "The function is traced, and its values are known only when the program runs: return the value and write this "
+    "outside, or print it with jax.debug.print."
+)
+
+
+def in_module(module: str, name: str) -> AttributeError:
+    """Returns the error for a name that a public module of replicax does not have."""
+    text = f"module {module!r} has no attribute {name!r}"
+    if name.startswith("_"):  # Python and tools look for these
+        return AttributeError(text, name=name, obj=sys.modules[module])
+    frame = _users_frame()
+    rest = "" if frame is None else _rest_of(frame, frame.f_lasti, name)
+    scope = {} if frame is None else frame.f_globals
+    below = module.removeprefix("replicax")
+    homes = _MODULES.get(module, ()) or (
+        f"tf{below}",
+        f"tf{below}.experimental",
+        f"tf.distribute{below}",
+        f"tf.distribute.experimental{below}",
+    )
+    said = _first(homes, name, rest, uses_keras(scope))
+    if said is None:
+        return AttributeError(text, name=name, obj=sys.modules[module])  # Python adds the most similar name
+    return AttributeError(f"{text}. {said}", name=name)
+
+
+def of_class(cls: type, name: str, owner: str) -> str | None:
+    """Returns the sentence for a name that a class of replicax does not have; None if there is none.
+
+    Args:
+      cls: The class.
+      name: The name.
+      owner: The text for an object of the class, such as ``variable``.
+    """
+    return _of_value(owner, name, in_keras=True) or _first(_homes_of_class(cls), name, "", in_keras=True)
+
+
+def add_note(error: BaseException) -> None:
+    """Adds to an AttributeError for a name of TensorFlow what to write instead, if the user's code caused it."""
+    each: BaseException | None = error
+    while each is not None:
+        note = _note_on(each) if isinstance(each, AttributeError) and each.obj is not None else None
+        if note is not None:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            return
+        each = each.__cause__ or each.__context__
+
+
+def _note_on(error: AttributeError) -> str | None:
+    entries = [
+        entry for entry in frames_of(error.__traceback__) if is_user_code(entry.tb_frame.f_code.co_filename)
+    ]
+    if not entries:
+        return None
+    frame, lasti, line = entries[-1].tb_frame, entries[-1].tb_lasti, entries[-1].tb_lineno
+    shown = " ".join(expression(frame, lasti, line).split())
+    if not shown.endswith(f".{error.name}"):  # the error is not of this line
+        return None
+    rest = _rest_of(frame, lasti, error.name)
+    in_keras = uses_keras(frame.f_globals)
+    if isinstance(error.obj, types.ModuleType):
+        return _first(_homes_of_module(error.obj.__name__), error.name, rest, in_keras)
+    if not _is_known(error.obj, shown):
+        return None
+    said = _of_value(shown.removesuffix(f".{error.name}"), f"{error.name}{rest}", in_keras)
+    said = said or _first(_homes_of_class(type(error.obj)), error.name, rest, in_keras)
+    return said and (f"{said} {_TRACED}" if " np." in said and _is_tracer(error.obj) else said)
+
+
+def _is_known(value: Any, shown: str) -> bool:
+    """True for a value of a library whose values stand where TensorFlow's stood. A shape is a tuple here."""
+    if type(value) is tuple:
+        return ".shape." in shown
+    return any(base.__module__.partition(".")[0] in _KNOWN for base in type(value).__mro__)
+
+
+def _is_tracer(value: Any) -> bool:
+    return any(base.__name__ == "Tracer" for base in type(value).__mro__)
+
+
+# --- sentences -----------------------------------------------------------------------------------------------
+
+
+def _of_value(owner: str, path: str, in_keras: bool) -> str | None:
+    """Returns the sentence for a method or attribute of any value, such as ``.numpy``.
+
+    Args:
+      owner: The source of the value.
+      path: The name and what follows it: ``compiled_metrics.update_state``.
+      in_keras: True if the module uses Keras.
+    """
+    from replicax._src.migrate.table import find  # reads a file of many names
+    from replicax._src.migrate.templates import PLACEHOLDER
+
+    for length in range(path.count(".") + 1, 0, -1):
+        name = ".".join(path.split(".")[:length])
+        inner = f".{owner.rpartition('.')[2]}.{name}"  # `x.shape.ndims` is `.shape.ndims`
+        found = find(inner) or find(f".{name}")
+        if found is None or found.rest:
+            continue
+        row = found.rows[0]
+        called = f"{owner}.{name}" + "()" * row.is_call
+        template = row.template(keras=in_keras)
+        if template:
+            given = {"self": owner}
+            written = PLACEHOLDER.sub(lambda match, known=given: known.get(match[2], match[2]), template)
+            written = re.sub(r"(?<![\w.])ops\.", "keras.ops.", written)
+            return f"Write {written} in place of {called}."
+        if row.write:
+            return f"For {called}: {row.write}."
+    return None
+
+
+def _first(homes: Sequence[str], name: str, rest: str, in_keras: bool) -> str | None:
+    """Returns the sentence for the longest name that the table knows below one of some modules or classes."""
+    for path in dict.fromkeys((f"{name}{rest}", name)):
+        for home in homes:
+            if (said := _of_name(f"{home}.{path}", in_keras)) is not None:
+                return said
+    return None
+
+
+def _of_name(name: str, in_keras: bool) -> str | None:
+    from replicax._src.migrate.table import find, target_of
+
+    found = find(name)
+    if found is None:
+        return None
+    if found.rest:  # the table has only a module or class above it
+        target = target_of(name, keras=in_keras)
+        return replacement(name, in_keras) if target and _exists(target) else None
+    row = found.rows[0]
+    if row.kind == "keep" and row.note:
+        note = row.note.replace("`", "")
+        return (
+            f"{name} stays TensorFlow's, or write {note[3:]}."
+            if note.startswith("or ")
+            else f"{name} {note}."
+        )
+    return replacement(name, in_keras)
+
+
+def _exists(target: str) -> bool:
+    """True if a dotted name such as ``keras.losses.Huber`` exists, as far as its modules are imported."""
+    root, *path = target.split(".")
+    value: Any = sys.modules.get(_ROOTS.get(root, root))
+    for i, part in enumerate(path):
+        if part not in dir(value):
+            return False
+        if i < len(path) - 1:
+            value = vars(value).get(part)
+    return value is not None
+
+
+def _homes_of_module(module: str) -> tuple[str, ...]:
+    module = module.replace(".api", "").replace("._tf_keras", "").replace("keras.keras", "keras")
+    known = tuple(_MODULES.get(module, ()))
+    return (*known, f"tf.{module}") if module.partition(".")[0] == "keras" else known
+
+
+def _homes_of_class(cls: type) -> tuple[str, ...]:
+    bases = [base.__name__ for base in cls.__mro__ if base.__module__.partition(".")[0] in _KNOWN]
+    return tuple(home for base in bases for home in _CLASSES.get(base, ()))
+
+
+# --- source --------------------------------------------------------------------------------------------------
+
+
+def _users_frame() -> types.FrameType | None:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
+def _rest_of(frame: types.FrameType, instruction: int, name: str) -> str:
+    """Returns what follows an attribute that is missing: ``.NONE`` in ``keras.losses.Reduction.NONE``."""
+    if not expression(frame, instruction, frame.f_lineno).endswith(f".{name}"):
+        return ""  # `getattr`
+    _, last, _, stop = positions(frame.f_code, instruction)
+    if last is None or stop is None:
+        return ""
+    line = linecache.getline(frame.f_code.co_filename, last, frame.f_globals)
+    found = re.match(r"(?:\.[A-Za-z_]\w*)+", line.encode()[stop:].decode())
+    return "" if found is None else found[0]
