@@ -20,10 +20,11 @@ from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.table import ROOTS, Row
 from replicax._src.migrate.templates import PLACEHOLDER, simplified
-from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, uses_of
+from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_gpu, is_shape, uses_of
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
+_VIRTUAL_DEVICES: Final = "tf.config.set_logical_device_configuration"
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 
 
@@ -214,10 +215,29 @@ class Decisions:
                 continue
             if bound.action != "change":
                 return self._keep_or_remove(chain, name, row)
+            if row.name == _VIRTUAL_DEVICES and is_gpu(self._source, call.args[0].value):
+                return self._decide_virtual_gpus(call, chain, name, row)
             return self._fill(call, row, name, bound)
         if not self._is_new_name(chain):
             self._mark(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
         return self._keep(chain)
+
+    def _decide_virtual_gpus(self, call: cst.Call, chain: Chain, name: str, row: Row) -> None:
+        """Removes a limit of a GPU's memory, and marks devices that are parts of a GPU."""
+        statement = self._source.parents[call]
+        if isinstance(statement, cst.Expr) and self._is_limit(call):
+            return self._remove(chain, name, statement)
+        self._mark(chain, row.name, f"{name}: JAX does not divide a GPU", row.write)
+        return self._keep(chain)
+
+    def _is_limit(self, call: cst.Call) -> bool:
+        """True for one configuration of a device, which limits its memory."""
+        made = call.args[-1].value
+        return isinstance(made, cst.List) and len(made.elements) == 1
+
+    def _remove(self, chain: Chain, name: str, statement: cst.Expr) -> None:
+        self.removed.add(self._source.parents[statement])
+        self.changes.append(Change(self._source.line_of(chain), name, ""))
 
     def _keep_or_remove(self, chain: Chain, name: str, row: Row) -> None:
         call = self._source.parents[chain]
@@ -225,16 +245,14 @@ class Decisions:
         if isinstance(statement, cst.ListComp) and statement.elt is call:
             statement = self._source.parents[statement]  # `[set_memory_growth(gpu, True) for gpu in gpus]`
         if row.kind == "remove" and isinstance(call, cst.Call) and isinstance(statement, cst.Expr):
-            self.removed.add(self._source.parents[statement])
-            self.changes.append(Change(self._source.line_of(chain), name, ""))
-            return
+            return self._remove(chain, name, statement)
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
             bound = self._source.binding(parts_of(chain)[0])
             if bound and canonical(bound.origin) == row.name:  # once for `import tensorflow.compat.v1 as tf`
                 self._mark(bound.statement, row.name, f"{row.name}: {row.why}", row.write)
             else:
                 self._mark(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
-        self._keep(chain)
+        return self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:
         """Keeps a name that changes with its import, or with the assignment of its first name; otherwise renames it."""
@@ -397,6 +415,8 @@ class Decisions:
         if name is None:
             return self._reach.is_dataset(self._source, call)
         found = table.find(name)
+        if found and found.rows[0].name == _VIRTUAL_DEVICES and call.args:
+            return is_gpu(self._source, call.args[0].value) and not self._is_limit(call)
         step = self._in_step(call)
         return found is not None and found.rows[0].action(keras=self.uses_keras, step=step) == "keep"
 
