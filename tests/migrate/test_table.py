@@ -159,7 +159,7 @@ def value_of(node: ast.AST) -> Any:
         return None if left is None else getattr(left, node.attr)
     if not isinstance(node, ast.Name):
         return None
-    if node.id in table.ROOTS and node.id != table.RANDOM:
+    if node.id in table.ROOTS and node.id not in (table.RANDOM, "tf"):  # TensorFlow is not installed here
         return value_of_root(node.id)
     return getattr(builtins, node.id, None)
 

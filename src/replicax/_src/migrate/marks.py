@@ -220,7 +220,7 @@ class Marker:
 
     def _int64(self) -> Iterator[Found]:
         for chain in self._source.chains:
-            if self._source.dotted(chain) == "tf.int64" and not self._reach.is_data(self._source, chain):
+            if self._source.dotted(chain) == "tf.int64" and not self._reach.stays(self._source, chain):
                 what = "int64 is int32 in JAX, here and below"
                 yield chain, "int64", what, "if a value needs more, set JAX_ENABLE_X64=1"
                 return

@@ -96,6 +96,7 @@ def is_integer(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool
     return name in _INTEGERS
 
 
+VIRTUAL_DEVICES: Final = "tf.config.set_logical_device_configuration"
 _LISTS_OF_DEVICES: Final = (
     "tensorflow.config.list_physical_devices",
     "tensorflow.config.experimental.list_physical_devices",
@@ -116,6 +117,21 @@ def is_gpu(source: Source, node: cst.BaseExpression, depth: int = 6) -> bool:
         return is_gpu(source, node.value, depth - 1)
     values = [*source.values(node), *_looped_over(source, node)]
     return any(is_gpu(source, value, depth - 1) for value in values)
+
+
+def is_limit_of_gpu(source: Source, call: cst.Call) -> bool:
+    """True for the one configuration of a GPU that limits its memory."""
+    return is_gpu(source, call.args[0].value) and _makes_one(call)
+
+
+def is_division_of_gpu(source: Source, call: cst.Call) -> bool:
+    """True for several devices that are parts of a GPU."""
+    return bool(call.args) and is_gpu(source, call.args[0].value) and not _makes_one(call)
+
+
+def _makes_one(call: cst.Call) -> bool:
+    made = call.args[-1].value
+    return isinstance(made, cst.List) and len(made.elements) == 1
 
 
 def _looped_over(source: Source, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
