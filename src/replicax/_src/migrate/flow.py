@@ -97,7 +97,7 @@ class Flow:
                 yield from self._given_to(source, target)
 
     def _given_to(self, source: Source, target: cst.CSTNode) -> Iterator[Place]:
-        """Yields what a statement gives to a name that it binds; for one of several names, the part if it is written."""
+        """Yields what a statement gives to a name that it binds; for one of several names, its part if written."""
         around = source.parents.get(target)
         if isinstance(around, cst.Element):
             yield from self._part(source, around)

@@ -245,7 +245,7 @@ class Marker:
                 )
 
     def _has_unknown_size(self, signature: cst.BaseExpression, depth: int = 5) -> bool:
-        """True for ``TensorSpec((None, None))``, also in a list or under a name; False for ``TensorSpec((None, 3))``."""
+        """True for ``TensorSpec((None, None))``, in a list or under a name; False for ``TensorSpec((None, 3))``."""
         if depth == 0:
             return False
         if isinstance(signature, cst.List | cst.Tuple | cst.Dict):
