@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         in_cross_replica_context,
     )
     from replicax._src.control import assert_same, cond
+    from replicax._src.devices.listing import device
     from replicax._src.devices.split import InputContext, InputOptions, InputReplicationMode
     from replicax._src.function import function
     from replicax._src.gradients import value_and_grad
@@ -130,6 +131,7 @@ __all__ = [
     "config",
     "coordinator",
     "data",
+    "device",
     "errors",
     "experimental",
     "experimental_set_strategy",
@@ -192,6 +194,7 @@ _PLACES = {
     "value_and_grad": "gradients",
     "DistributedDataset": "input.dataset",
     "DistributedIterator": "input.dataset",
+    "device": "devices.listing",
     "InputContext": "devices.split",
     "InputOptions": "devices.split",
     "InputReplicationMode": "devices.split",

@@ -50,6 +50,16 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("def loss(x):\n  print(x)\nwith tf.GradientTape() as tape:\n  loss(x)\n", "side effect"),
         ("@tf.function\ndef step(x):\n  if tf.reduce_any(x):\n    x = 1\n  return x\n", "condition"),
         ("@tf.function\ndef step(x):\n  y = tf.reduce_sum(x)\n  while y > 0:\n    y = 0\n", "condition"),
+        (
+            "@tf.function(input_signature=[tf.TensorSpec((None, None), tf.int32)])\ndef step(x): pass\n",
+            "sizes",
+        ),
+        (
+            "signature = [tf.TensorSpec(shape=[None, 3, None], dtype=tf.float32), tf.TensorSpec([])]\n"
+            "class A(tf.Module):\n  @tf.function(input_signature=signature)\n  def step(self, x, n): pass\n",
+            "sizes",
+        ),
+        ("step = tf.function(f, input_signature=(tf.TensorSpec(None, tf.float32),))\n", "sizes"),
         ("from tensorflow.nn import *\n", "star"),
         ("tf.no_such_name\n", "unknown"),
         ("self.compiled_metrics.update_state(y, p)\n", ".compiled_metrics.update_state"),
@@ -81,10 +91,15 @@ def test_marked_code(text, rule):
         "if tf.reduce_sum(x) > 0:\n  pass\n",
         "@tf.function\ndef step(x, y=None):\n  if y is None:\n    y = tf.ones(2)\n  return y\n",
         "def f(x):\n  if tf.equal(x, 1):\n    return x\n  return x\ntf.data.Dataset.range(3).map(f)\n",
+        "@tf.function(input_signature=[tf.TensorSpec((None, 3)), tf.TensorSpec([])])\ndef step(x, n): pass\n",
+        "@tf.function(input_signature=dataset.element_spec)\ndef step(x): pass\n",
+        "@tf.function(input_signature=[tf.TensorSpec((None, None))])\ndef f(x): return x\nds = tf.data.Dataset.range(3).map(f)\n",
     ],
 )
 def test_unmarked_code(text):
-    assert not {"mean", "side effect", "scope", "int64", "tape", "condition", "integers"} & set(rules(text))
+    assert not {"mean", "sizes", "side effect", "scope", "int64", "tape", "condition", "integers"} & set(
+        rules(text)
+    )
 
 
 @pytest.mark.parametrize(

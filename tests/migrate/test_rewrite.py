@@ -15,7 +15,14 @@ from replicax._src.migrate.rewrite import rewrite
 
 IDIOMS = sorted(path for path in Path(__file__).with_name("idioms").iterdir() if path.is_dir())
 # These read with tf.data; tests/peers runs them with TensorFlow.
-WITH_TENSORFLOW = {"dataset_functions", "loop_of_ones_own"}
+WITH_TENSORFLOW = {
+    "compat_v1_data",
+    "dataset_functions",
+    "loop_of_ones_own",
+    "random_data",
+    "records",
+    "text_pipeline",
+}
 # These are marked, and do not run before a person has checked them.
 MARKED = {"both_contexts", "marks"}
 
@@ -307,6 +314,18 @@ NO_KERAS = "import tensorflow as tf\nds = tf.data.Dataset.range(3).batch(2)\n"
         ("for x in data: pass", "for x in data: pass"),
         ("for x in ds: tf.keras.Model", "for x in ds: keras.Model"),
         ("def parse(x):\n  for y in ds: pass\nds.map(parse)", "  for y in ds: pass\nds.map(parse)"),
+        ("x = next(iter(ds))\ntf.square(x)", "x = next(iter(ds.as_numpy_iterator()))\njnp.square(x)"),
+        ("rows = list(ds.take(2))", "rows = list(ds.take(2).as_numpy_iterator())"),
+        ("for x, y in zip(ds, ds): pass", "zip(ds.as_numpy_iterator(), ds.as_numpy_iterator()): pass"),
+        (
+            "def make(): return ds.batch(2)\nfor x in make(): pass",
+            "for x in make().as_numpy_iterator(): pass",
+        ),
+        ("def make(): return ds, 1\nd, n = make()\nfor x in d: print(n)", "d.as_numpy_iterator(): print(n)"),
+        ("def show(d):\n  for x in d: pass\nshow(ds)", "  for x in d.as_numpy_iterator(): pass\nshow(ds)"),
+        ("for d in (ds, ds):\n  for x in d: pass", "  for x in d.as_numpy_iterator(): pass"),
+        ("i = iter(ds)\ni.get_next()", "i = iter(ds)\ni.get_next()"),
+        ("for x in ds:\n  for y in x: pass", "for x in ds.as_numpy_iterator():\n  for y in x: pass"),
     ],
 )
 def test_loops_over_datasets_get_arrays(before, after):

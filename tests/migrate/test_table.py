@@ -159,7 +159,7 @@ def value_of(node: ast.AST) -> Any:
         return None if left is None else getattr(left, node.attr)
     if not isinstance(node, ast.Name):
         return None
-    if node.id in table.ROOTS and node.id != table.RANDOM:
+    if node.id in table.ROOTS and node.id not in (table.RANDOM, "tf"):  # TensorFlow is not installed here
         return value_of_root(node.id)
     return getattr(builtins, node.id, None)
 
@@ -250,7 +250,10 @@ def test_keywords_that_keras_3_renamed(before, after):
             "tf.nn.conv2d(x, w, [1, s, s, 1], 'SAME').shape",
             "jax.lax.conv_general_dilated(x, w, (s, s), 'SAME', ",
         ),
-        ("tf.device('/GPU:1')", 'jax.default_device(jax.local_devices(backend="gpu")[1])'),
+        ("tf.device('/GPU:1')", "rx.device('/GPU:1')"),
+        ("tf.device('/job:localhost/replica:0/task:0/device:GPU:1')", "rx.device('/job:localhost/"),
+        ("tf.device(strategy.extended.worker_devices[0])", "rx.device(strategy.extended.worker_devices[0])"),
+        ("tf.device(f'/gpu:{i}')", "rx.device(f'/gpu:{i}')"),
         ("tf.matmul(a, b, transpose_b=True)", "jnp.matmul(a, jnp.swapaxes(b, -1, -2))"),
         ("tf.random.uniform([2], 0, 5, tf.int32)", "keras.random.randint([2], 0, 5, "),
         (
@@ -267,6 +270,11 @@ def test_keywords_that_keras_3_renamed(before, after):
             "tf.config.set_logical_device_configuration(d, [tf.config.LogicalDeviceConfiguration()] * n)",
             "rx.config.set_local_devices(n)",
         ),
+        (
+            "tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration() for _ in names])",
+            "rx.config.set_local_devices(len([None for _ in names]))",
+        ),
+        ("tf.config.list_logical_devices(kind)", "rx.config.list_logical_devices(kind)"),
     ],
 )
 def test_forms_of_arguments(before, after):
@@ -281,7 +289,7 @@ def test_forms_of_arguments(before, after):
         "tf.split(x, parts)",
         "tf.split(x, [a, b])",
         "tf.nn.conv2d(x, w, strides, 'SAME')",
-        "tf.device(name)",
+        "tf.device('/job:ps/task:0')",
         "tf.clip_by_global_norm(gradients(x), 1.0)",
         "tf.gather(x, i, batch_dims=2)",
         "tf.norm(x, ord=1)",

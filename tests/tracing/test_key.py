@@ -535,6 +535,17 @@ def test_a_retrace_in_a_hot_loop_is_reported_once_with_the_reason(strategy, capl
     message = record.getMessage()
     assert "step" in message
     assert "float32[4] became float32[5]" in message
+    assert "pad arrays to a few sizes" in message
+    assert "array arguments" not in message
+
+
+def test_a_retrace_for_another_dtype_or_value_gets_other_advice(strategy, caplog):
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        for number in range(6):
+            strategy.run(lambda x, n: x * n, args=(jnp.ones(2), number))
+    (record,) = [r for r in caplog.records if "traced" in r.getMessage()]
+    assert "as array arguments" in record.getMessage()
+    assert "pad" not in record.getMessage()
 
 
 def test_model_recreated_in_each_step_is_reported_by_name(strategy, caplog):

@@ -21,6 +21,7 @@ from replicax._src.cluster.layout import TASKS_ON_HOST_VARIABLE, num_usable_core
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.devices.autoshard import WorkerShare
+from replicax._src.devices.device_names import LogicalDevice
 from replicax._src.devices.program_cache import keep_programs
 from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError, UnsupportedError
 from replicax._src.jax_compat import Device
@@ -41,7 +42,8 @@ _CPU_POOL_THREADS = 16
 # The number of a job's processes on this host, set by replicax's launcher, torchrun and Open MPI.
 _TASKS_ON_HOST = (TASKS_ON_HOST_VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _DEVICE_NAME = re.compile(
-    r"^(?:/?job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(?P<kind>[A-Za-z]+)(?::(?P<index>\d+))?$"
+    r"^(?:/?job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
+    r"(?P<kind>(?!(?:job|replica|task):)[A-Za-z]+)(?::(?P<index>\d+))?$"
 )
 
 
@@ -535,7 +537,9 @@ def prepare_backend(num_processes_here: int = 1, *, is_task: bool = False) -> No
         os.environ.setdefault("PJRT_NPROC", str(max(1, num_usable_cores() // num_processes_here)))
 
 
-def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None) -> list[Device]:
+def resolve_devices(
+    devices: Sequence[str | Device | LogicalDevice] | str | Device | LogicalDevice | int | None,
+) -> list[Device]:
     """Returns the JAX devices with these names. A number takes this process's first devices, and None takes all.
 
     Raises:
@@ -545,6 +549,8 @@ def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None)
         return local_devices()
     if isinstance(devices, int) and not isinstance(devices, bool):
         return _first_devices(devices)
+    if isinstance(devices, LogicalDevice):
+        devices = [devices.name]
     if not isinstance(devices, (str, jax.Device, Iterable)):
         raise DeviceError(
             f"`devices` must be a list of names such as 'cpu:0' or of jax.Device, or a number of devices, got {devices!r}."
@@ -581,13 +587,8 @@ def resolve_device(device: Any) -> Device:
     """Returns the JAX device for ``"cpu:0"``, ``"/gpu:1"``, ``"/device:GPU:0"``, TensorFlow's full name or a device."""
     if isinstance(device, jax.Device):
         return device
-    match = _DEVICE_NAME.match(device) if isinstance(device, str) else None
-    if match is None:
-        raise DeviceError(
-            f"{device!r} is not a device. Give a name such as 'cpu:0', '/gpu:1' or '/device:GPU:0', or a "
-            f"jax.Device."
-        )
-    kind, index = match["kind"].lower(), int(match["index"] or 0)
+    device = device.name if isinstance(device, LogicalDevice) else device
+    kind, index = _parsed(device)
     prepare_backend()
     try:
         candidates = jax.local_devices(backend=kind)
@@ -596,6 +597,28 @@ def resolve_device(device: Any) -> Device:
     if index >= len(candidates):
         raise DeviceError(_missing_device_text(device, kind, len(candidates)))
     return candidates[index]
+
+
+def device_kind(device: Any) -> str | None:
+    """Returns "GPU" for the name ``"/gpu:1"``; None for an object of JAX.
+
+    Raises:
+      DeviceError: This is no name of a device.
+    """
+    if isinstance(device, jax.Device):
+        return None
+    return _parsed(device.name if isinstance(device, LogicalDevice) else device)[0].upper()
+
+
+def _parsed(name: Any) -> tuple[str, int]:
+    """Returns the platform in lower case, and the index."""
+    match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
+    if match is None:
+        raise DeviceError(
+            f"{name!r} is not a device. Give a name such as 'cpu:0', '/gpu:1' or '/device:GPU:0', or a "
+            f"jax.Device."
+        )
+    return match["kind"].lower(), int(match["index"] or 0)
 
 
 def _missing_device_text(device: str, kind: str, num_found: int) -> str:

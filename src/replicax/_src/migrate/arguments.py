@@ -163,17 +163,18 @@ def _count(text: str) -> str:
 
 
 def _device(text: str) -> str:
-    """Returns an expression for a device of JAX, from a name such as "/GPU:0"."""
+    """Returns the argument. Raises for the literal name of a task, such as "/job:ps/task:0"."""
     node = parsed(text)
-    named = _DEVICE.fullmatch(node.value) if _is_text(node) else None  # type: ignore[attr-defined]
-    if named is None:
-        raise BindError("the device is not one of this process, or its name is not written out")
-    return f'jax.local_devices(backend="{named[1].lower()}")[{named[2]}]'
+    if _is_text(node) and _DEVICE.fullmatch(node.value) is None:  # type: ignore[attr-defined]
+        raise BindError("this is no device of this process")
+    return text
 
 
 _NUMBER_OF: Final = re.compile(r"(\w+\.)*(num|n)(_\w+)?$|len\(|int\(")
 _RANGE: Final = re.compile(r"\w+\.a?range\(([^=]*)\)")
-_DEVICE: Final = re.compile(r"/?(?:device:)?(CPU|GPU|TPU):(\d+)", re.IGNORECASE)
+_DEVICE: Final = re.compile(
+    r"(/job:localhost)?(/replica:0)?(/task:0)?/?(device:)?(CPU|GPU|TPU)(:\d+)?", re.IGNORECASE
+)
 FORMS: Final[Mapping[str, Callable[[str], str]]] = MappingProxyType(
     {
         "number": _number,

@@ -293,6 +293,15 @@ class Source(cst.CSTVisitor):
             node = self.parents[node]
             yield node
 
+    def function_around(self, node: cst.CSTNode) -> Function | None:
+        """Returns the innermost function whose body contains a node."""
+        inner = node
+        for outer in self.around(node):
+            if isinstance(outer, cst.FunctionDef | cst.Lambda) and outer.body is inner:
+                return outer
+            inner = outer
+        return None
+
     def class_around(self, node: cst.CSTNode) -> cst.ClassDef | None:
         """Returns the innermost class around a node."""
         return next((outer for outer in self.around(node) if isinstance(outer, cst.ClassDef)), None)

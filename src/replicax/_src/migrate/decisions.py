@@ -11,7 +11,7 @@ import libcst as cst
 
 from replicax._src.migrate import table
 from replicax._src.migrate.arguments import BindError
-from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, parts_of
+from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, parts_of, text_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
 from replicax._src.migrate.keras_changes import data_model, is_optimizer, renamed, suffixed_calls
@@ -20,7 +20,15 @@ from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.table import ROOTS, Row
 from replicax._src.migrate.templates import PLACEHOLDER, simplified
-from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, uses_of
+from replicax._src.migrate.values import (
+    OF_SHAPES,
+    VIRTUAL_DEVICES,
+    is_calculated_with,
+    is_division_of_gpu,
+    is_limit_of_gpu,
+    is_shape,
+    uses_of,
+)
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
@@ -90,7 +98,6 @@ class Decisions:
         self.freed: set[str] = set()
         self.used: set[Bound] = set()
         self.changes: list[Change] = []
-        self._kept_calls = {call for call in source.calls if self._is_kept(call)}
         for chain in source.chains:
             name = source.dotted(chain)
             if name is not None:
@@ -132,7 +139,7 @@ class Decisions:
     def _decide_name(self, chain: Chain, name: str) -> None:
         """Decides for one name: either it changes, or its import is still used."""
         found = table.find(name)
-        if self._in_data(chain) and not is_below(name, *_ALSO_IN_DATA):
+        if self._reach.stays(self._source, chain) and not is_below(name, *_ALSO_IN_DATA):
             if found and found.rows[0].kind != "keep":
                 self._mark_both(chain)
             return self._keep(chain)
@@ -214,10 +221,21 @@ class Decisions:
                 continue
             if bound.action != "change":
                 return self._keep_or_remove(chain, name, row)
+            if row.name == VIRTUAL_DEVICES:
+                statement = self._source.parents[call]
+                if isinstance(statement, cst.Expr) and is_limit_of_gpu(self._source, call):
+                    return self._remove(chain, name, statement)
+                if is_division_of_gpu(self._source, call):
+                    self._mark(chain, row.name, f"{name}: JAX does not divide a GPU", row.write)
+                    return self._keep(chain)
             return self._fill(call, row, name, bound)
         if not self._is_new_name(chain):
             self._mark(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
         return self._keep(chain)
+
+    def _remove(self, chain: Chain, name: str, statement: cst.Expr) -> None:
+        self.removed.add(self._source.parents[statement])
+        self.changes.append(Change(self._source.line_of(chain), name, ""))
 
     def _keep_or_remove(self, chain: Chain, name: str, row: Row) -> None:
         call = self._source.parents[chain]
@@ -225,16 +243,14 @@ class Decisions:
         if isinstance(statement, cst.ListComp) and statement.elt is call:
             statement = self._source.parents[statement]  # `[set_memory_growth(gpu, True) for gpu in gpus]`
         if row.kind == "remove" and isinstance(call, cst.Call) and isinstance(statement, cst.Expr):
-            self.removed.add(self._source.parents[statement])
-            self.changes.append(Change(self._source.line_of(chain), name, ""))
-            return
+            return self._remove(chain, name, statement)
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
             bound = self._source.binding(parts_of(chain)[0])
             if bound and canonical(bound.origin) == row.name:  # once for `import tensorflow.compat.v1 as tf`
                 self._mark(bound.statement, row.name, f"{row.name}: {row.why}", row.write)
             else:
                 self._mark(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
-        self._keep(chain)
+        return self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:
         """Keeps a name that changes with its import, or with the assignment of its first name; otherwise renames it."""
@@ -314,7 +330,7 @@ class Decisions:
             compound = table.find(f".{attribute.value.attr.value}{name}")
             if compound and not compound.rest:
                 found, name = compound, f".{attribute.value.attr.value}{name}"
-        if found is None or self._is_of_another_package(attribute) or self._in_data(node):
+        if found is None or self._is_of_another_package(attribute) or self._reach.is_data(self._source, node):
             return
         if self._source.definition(attribute) or not (
             isinstance(node, cst.Call) or name.count(".") > 1 or is_optimizer(self._source, node.value)
@@ -371,13 +387,30 @@ class Decisions:
             if isinstance(dataset, cst.Call) and self._source.full_name(dataset.func) is None:
                 is_numbered = isinstance(dataset.func, cst.Name) and dataset.func.value == "enumerate"
                 dataset = dataset.args[0].value if is_numbered and dataset.args else dataset
-            if (
-                self._reach.is_dataset(self._source, dataset)
-                and not self._in_data(loop)
-                and not self._in_step(loop)
-            ):
-                self.wraps[dataset] = "{self}.as_numpy_iterator()"
-                self.changes.append(Change(self._source.line_of(loop), "", "{self}.as_numpy_iterator()"))
+            self._give_arrays(loop, dataset)
+        for call in self._source.calls:
+            is_builtin = isinstance(call.func, cst.Name) and call.func.value in ("iter", "list", "zip")
+            if is_builtin and self._source.full_name(call.func) is None and not self._asks_for_next(call):
+                for argument in call.args:
+                    self._give_arrays(call, argument.value)
+
+    def _give_arrays(self, node: cst.CSTNode, dataset: cst.BaseExpression) -> None:
+        is_on_host = not self._in_data(node) and not self._in_step(node)
+        if is_on_host and dataset not in self.wraps and self._reach.is_dataset(self._source, dataset):
+            self.wraps[dataset] = "{self}.as_numpy_iterator()"
+            self.changes.append(Change(self._source.line_of(node), "", "{self}.as_numpy_iterator()"))
+
+    def _asks_for_next(self, call: cst.Call) -> bool:
+        """True for ``iterator = iter(dataset)`` with ``iterator.get_next()``, which iterators of arrays lack."""
+        statement = self._source.parents[call]
+        if not isinstance(statement, cst.Assign):
+            return isinstance(statement, cst.Attribute)
+        names = {text_of(target.target) for target in statement.targets}
+        return any(
+            parts_of(chain)[-1].value.startswith("get_next") and text_of(chain.value) in names  # type: ignore[union-attr]
+            for chain in self._source.chains
+            if isinstance(chain, cst.Attribute)
+        )
 
     def _drop(self) -> None:
         """Marks names that Keras 3 does not have, and removes arguments that have no effect."""
@@ -391,21 +424,12 @@ class Decisions:
 
     # Places where TensorFlow stays.
 
-    def _is_kept(self, call: cst.Call) -> bool:
-        """True for a call that stays TensorFlow's, including its arguments."""
-        name = self._source.dotted(call.func)
-        if name is None:
-            return self._reach.is_dataset(self._source, call)
-        found = table.find(name)
-        step = self._in_step(call)
-        return found is not None and found.rows[0].action(keras=self.uses_keras, step=step) == "keep"
-
     def _in_data(self, node: cst.CSTNode) -> bool:
         if self._reach.is_data(self._source, node):
             return True
         inner = node
         for outer in self._source.around(node):
-            if isinstance(outer, cst.Call) and outer in self._kept_calls and outer.func is not inner:
+            if isinstance(outer, cst.Call) and self._reach.is_kept(outer) and outer.func is not inner:
                 return True
             inner = outer
         return False

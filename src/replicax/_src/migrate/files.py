@@ -143,7 +143,8 @@ def migrate(files: Sequence[File]) -> None:
         below = [decided[module] for module in program.all_below(source) if module in decided]
         uses_replicax = any("rx" in decisions.roots() for decisions in below)
         imports_keras = any(
-            decisions.uses_keras or (decisions.used and uses_replicax) for decisions in below
+            decisions.uses_keras or ((decisions.used or "tf" in decisions.roots()) and uses_replicax)
+            for decisions in below
         )  # tensorflow does
         with _told_of(file):
             result = rewrite(source, decided[source], used, needs_backend=is_entry and imports_keras)

@@ -26,6 +26,7 @@ RULES: Final = {
     "side effect": "run traces a function once and compiles it: Python code in it runs once, not in each step.",
     "scope": "A variable made outside of strategy.scope() belongs to no strategy.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
+    "sizes": "A program is compiled for each shape of its arguments. TensorFlow compiled one for all sizes of an axis.",
     "tape": "A tape records functions that are traced.",
     "condition": "AutoGraph made graph operations of if and while, but JAX traces Python as it is.",
     "suffix": "Keras 3 reads the contents of a file from its name: .keras, or .weights.h5 for weights alone.",
@@ -61,6 +62,7 @@ class Marker:
             self._side_effect,
             self._scope,
             self._int64,
+            self._sizes,
             self._tape,
             self._condition,
         )
@@ -218,10 +220,52 @@ class Marker:
 
     def _int64(self) -> Iterator[Found]:
         for chain in self._source.chains:
-            if self._source.dotted(chain) == "tf.int64" and not self._reach.is_data(self._source, chain):
+            if self._source.dotted(chain) == "tf.int64" and not self._reach.stays(self._source, chain):
                 what = "int64 is int32 in JAX, here and below"
                 yield chain, "int64", what, "if a value needs more, set JAX_ENABLE_X64=1"
                 return
+
+    def _sizes(self) -> Iterator[Found]:
+        """Finds an ``input_signature`` with an unknown size other than that of the batch."""
+        for call in self._source.calls:
+            if self._source.dotted(call.func) != "tf.function" or self._reach.is_data(self._source, call):
+                continue
+            signatures = [
+                argument.value
+                for argument in call.args
+                if argument.keyword and argument.keyword.value == "input_signature"
+            ]
+            if any(self._has_unknown_size(signature) for signature in signatures):
+                what = "TensorFlow compiles this once, and replicax for each size of the axes that are None"
+                yield (
+                    call,
+                    "sizes",
+                    what,
+                    "pad the arrays to a few sizes, such as multiples of 64, and mask the rest",
+                )
+
+    def _has_unknown_size(self, signature: cst.BaseExpression, depth: int = 5) -> bool:
+        """True for ``TensorSpec((None, None))``, in a list or under a name; False for ``TensorSpec((None, 3))``."""
+        if depth == 0:
+            return False
+        if isinstance(signature, cst.List | cst.Tuple | cst.Dict):
+            return any(self._has_unknown_size(e.value, depth - 1) for e in signature.elements)
+        if isinstance(signature, cst.BinaryOperation):
+            return any(self._has_unknown_size(e, depth - 1) for e in (signature.left, signature.right))
+        if not isinstance(signature, cst.Call):
+            return any(self._has_unknown_size(v, depth - 1) for v in self._source.values(signature))
+        if self._source.dotted(signature.func) not in ("tf.TensorSpec", "tf.compat.v1.TensorSpec"):
+            return False
+        shapes = [a.value for a in signature.args if not a.keyword][:1]
+        shapes += [a.value for a in signature.args if a.keyword and a.keyword.value == "shape"]
+        for shape in shapes:
+            if isinstance(shape, cst.Call) and shape.args:  # tf.TensorShape([None, None])
+                shape = shape.args[0].value
+            if text_of(shape) == "None":
+                return True
+            if isinstance(shape, cst.List | cst.Tuple):
+                return any(text_of(size.value) == "None" for size in shape.elements[1:])
+        return False
 
     def _tape(self) -> Iterator[Found]:
         for statement in self._source.statements:

@@ -1,17 +1,23 @@
 """Finds which functions run in a step and which in a dataset, by a call graph over all given modules.
 
-A function that is in neither runs on the host, as does the body of a module.
+A function that is in neither runs on the host, as does the body of a module. There, an expression stays TensorFlow's
+if its value goes to a dataset or to another function that stays, and to no step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Final, final
 
 import libcst as cst
 
-from replicax._src.migrate.bindings import Definition, Function, Program, Source, text_of
+from replicax._src.migrate import table
+from replicax._src.migrate.bindings import Definition, Function, Program, Source, parts_of, text_of
+from replicax._src.migrate.flow import Flow, Place
+from replicax._src.migrate.imports import MOVED, is_below
 from replicax._src.migrate.tapes import Taped, find_taped, is_tape, nodes_below
+from replicax._src.migrate.values import VIRTUAL_DEVICES, is_division_of_gpu
 
 # Dataset methods whose functions run in TensorFlow's graph.
 _DATASET_METHODS: Final = frozenset(
@@ -28,6 +34,19 @@ _DATASET_MAKERS: Final = frozenset(
         "make_input_fn_iterator",
         "DatasetCreator",
     }
+)
+# Functions that make a dataset of tf.data, by their full names, and methods of other libraries and strategies.
+_MAKES_DATASET: Final = re.compile(
+    r"tensorflow\.((compat\.v[12]|contrib|_api\.v2\.v2)\.)?data\..*|tensorflow_datasets\.load"
+    r"|(tensorflow\.|tf_)?keras\.(utils|preprocessing(\.\w+)?)\.\w+_dataset_from_\w+"
+)
+_DATASET_GIVERS: Final = frozenset(
+    {"experimental_make_numpy_dataset", "make_experimental_numpy_dataset", "as_dataset", "to_tf_dataset"}
+)
+# Functions that stay TensorFlow's and give tensors, and what is asked of a tensor on the host.
+_GIVES_TENSORS: Final = re.compile(r"tf\.(io\.(?!gfile)|strings|audio|ragged|sparse|lookup)\b.*")
+_NO_TENSORS: Final = frozenset(
+    {"numpy", "shape", "dtype", "ndim", "as_list", "item", "tolist", "name", "device"}
 )
 _STEP_METHODS: Final = frozenset(
     {"run", "experimental_run_v2", "call_for_each_replica", "merge_call", "schedule", "value_and_grad"}
@@ -60,6 +79,7 @@ class Reach:
         self._edges: dict[Function, set[Function]] = {}
         self._data_arguments: set[cst.CSTNode] = set()
         self._callers = self._find_callers()
+        self._flow = Flow(program, self._callers)
         steps: set[Function] = set()
         replicas: set[Function] = set()
         data: set[Function] = set()
@@ -96,6 +116,12 @@ class Reach:
         )
         self.step |= self.taped
         self.differentiated = {call for source in program.sources for call in self._differentiated(source)}
+        self._tensors: dict[cst.CSTNode, bool] = {}
+        self._kept = {c for source in program.sources for c in source.calls if self._is_kept(source, c)}
+        self._of_steps = self._flow.closure(self._read_by_steps(), self.step)
+        self._of_data = self._flow.closure(self._read_by_data(), self.data | self.step)
+        self._kept_for_arguments = {c for s in program.sources for c in s.calls if self._keeps(s, c)}
+        self._kept |= self._kept_for_arguments
 
     def taped_in(self, source: Source) -> list[Taped]:
         """Returns the tapes outside of steps whose statements become a function."""
@@ -162,26 +188,34 @@ class Reach:
         if depth == 0:
             return False
         if isinstance(node, cst.Call):
-            name = source.full_name(node.func) or ""
-            if isinstance(node.func, cst.Attribute) and node.func.attr.value == "as_numpy_iterator":
+            method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+            if method == "as_numpy_iterator":
                 return False
-            if (source.dotted(node.func) or "").startswith("tf.data.") or name == "tensorflow_datasets.load":
+            if _MAKES_DATASET.fullmatch(source.full_name(node.func) or "") or method in _DATASET_GIVERS:
                 return True
-            return isinstance(node.func, cst.Attribute) and self.is_dataset(
-                source, node.func.value, depth - 1
-            )
+            if isinstance(node.func, cst.Attribute) and self.is_dataset(source, node.func.value, depth - 1):
+                return True
         if isinstance(node, cst.Subscript):
             return self.is_dataset(source, node.value, depth - 1)
-        if isinstance(node, cst.Name) and source.is_bound(node):
-            return any(self.is_dataset(source, value, depth - 1) for value in source.values_of(node))
-        return False
+        if isinstance(node, cst.Name | cst.Attribute) and not (
+            parts_of(node) and source.is_bound(parts_of(node)[0])
+        ):
+            return False
+        if isinstance(node, cst.Attribute) and not text_of(node).startswith("self."):
+            return False
+        if not isinstance(node, cst.Name | cst.Attribute | cst.Call):
+            return False
+        origins = self._flow.origins(source, node)
+        return any(
+            self.is_dataset(home, value, depth - 1) for home, value in origins if not _is_looped(home, value)
+        )
 
     def _may_be_dataset(self, source: Source, call: cst.Call) -> bool:
         """False for ``pool.map``, ``jax.lax.map`` and similar calls, whose origin is known and is not a dataset."""
         if not isinstance(call.func, cst.Attribute):
             return False
         node: cst.BaseExpression = call.func.value
-        if self.is_dataset(source, node) or (source.dotted(call.func) or "").startswith("tf.data."):
+        if self.is_dataset(source, node) or _MAKES_DATASET.fullmatch(source.full_name(call.func) or ""):
             return True
         if source.full_name(call.func):
             return False
@@ -274,16 +308,19 @@ class Reach:
                 if member and not isinstance(member.node, cst.ClassDef):
                     yield member.node
 
-    def _find_callers(self) -> dict[cst.CSTNode, list[tuple[Source, cst.Call]]]:
-        """Returns the calls of each function of the program. Calls of a class count for its ``__init__``."""
-        callers: dict[cst.CSTNode, list[tuple[Source, cst.Call]]] = {}
+    def _find_callers(self) -> dict[cst.CSTNode, list[tuple[Source, Sequence[cst.Arg]]]]:
+        """Returns the arguments of the calls of each function. Calls of a class count for its ``__init__``."""
+        callers: dict[cst.CSTNode, list[tuple[Source, Sequence[cst.Arg]]]] = {}
         for source in self._program.sources:
             for call in source.calls:
-                found = source.definition(call.func)
+                function, arguments = call.func, call.args
+                if arguments and (source.full_name(function) or "").endswith(".partial"):
+                    function, arguments = arguments[0].value, arguments[1:]
+                found = source.definition(function)
                 if found and isinstance(found.node, cst.ClassDef):
                     found = found.source.member(found.node, "__init__")
                 if found:
-                    callers.setdefault(found.node, []).append((source, call))
+                    callers.setdefault(found.node, []).append((source, arguments))
         return callers
 
     def _given(self, source: Source, name: cst.Name, depth: int) -> Iterator[Function]:
@@ -293,8 +330,8 @@ class Reach:
             return
         function, place = parameter
         is_method = isinstance(function, cst.FunctionDef) and source.class_around(function) is not None
-        for caller, call in self._callers.get(function, ()):
-            for number, argument in enumerate(call.args):
+        for caller, arguments in self._callers.get(function, ()):
+            for number, argument in enumerate(arguments):
                 keyword = argument.keyword.value if argument.keyword else None
                 if keyword == name.value or (keyword is None and number + is_method == place):
                     yield from self._functions(caller, argument.value, depth - 1)
@@ -323,6 +360,129 @@ class Reach:
             if isinstance(function, cst.Lambda) and owner and function not in self._data_arguments:
                 self._edges.setdefault(owner, set()).add(function)
 
+    # Values on the host that stay TensorFlow's.
+
+    def stays(self, source: Source, node: cst.CSTNode) -> bool:
+        """True for a name or call whose value stays TensorFlow's, and for what is in the arguments of such a call."""
+        if self.is_data(source, node):
+            return True
+        if self.is_step(source, node):
+            return False
+        inner = node
+        for outer in source.around(node):
+            if isinstance(outer, cst.FunctionDef | cst.Lambda):
+                break
+            if isinstance(outer, cst.Call):
+                is_argument = outer.func is not inner
+                if outer in self._kept and (is_argument or outer in self._kept_for_arguments):
+                    return True
+                if is_argument and is_below(source.dotted(outer.func), *MOVED):
+                    break
+                if is_argument and self._asks_for_tensor(source, outer):
+                    return True
+            if outer in self._of_data and outer not in self._of_steps:
+                return True
+            inner = outer
+        return False
+
+    def is_kept(self, call: cst.Call) -> bool:
+        """True for a call that stays TensorFlow's, including its arguments."""
+        return call in self._kept
+
+    def _is_kept(self, source: Source, call: cst.Call) -> bool:
+        name = source.dotted(call.func)
+        if name is None or is_below(name, *MOVED):
+            return self.is_dataset(source, call) and name is None
+        found = table.find(name)
+        if is_below(name, "tf.config"):
+            is_virtual = found is not None and found.rows[0].name == VIRTUAL_DEVICES
+            return is_virtual and is_division_of_gpu(source, call)
+        return (
+            found is not None and found.rows[0].action(keras=True, step=self.is_step(source, call)) == "keep"
+        )
+
+    def _keeps(self, source: Source, call: cst.Call) -> bool:
+        """True for a call of TensorFlow, on the host, with an argument that stays TensorFlow's."""
+        name = source.dotted(call.func)
+        if name is None or is_below(name, *MOVED, "tf.config", "tf.function", "tf.Variable"):
+            return False
+        if self.is_step(source, call) or call in self._of_steps:
+            return False
+        return any(self._is_tensor(source, argument.value) for argument in call.args)
+
+    def _is_tensor(self, source: Source, node: cst.CSTNode, depth: int = 8) -> bool:
+        """True for the result of a function that stays TensorFlow's, and for what the host computes from it."""
+        if depth == 0 or isinstance(node, cst.Lambda):
+            return False
+        if node not in self._tensors:
+            self._tensors[node] = False  # ends the recursion for `x = f(x)`
+            self._tensors[node] = self._gives_tensor(source, node, depth)
+        return self._tensors[node]
+
+    def _gives_tensor(self, source: Source, node: cst.CSTNode, depth: int) -> bool:
+        if isinstance(node, cst.Call):
+            name, made = source.dotted(node.func), source.definition(node.func)
+            if made is not None:
+                return (
+                    made.node in self.data
+                    and made.node not in self.step
+                    and not self.is_dataset(source, node)
+                )
+            if name is not None and not is_below(name, *MOVED):
+                is_of_data = node in self._of_data and node not in self._of_steps
+                return bool(_GIVES_TENSORS.fullmatch(name)) or is_of_data or self._keeps(source, node)
+            method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+            if name is not None or not method or method in _NO_TENSORS or source.full_name(node.func):
+                return False
+            return self._is_tensor(source, node.func.value, depth - 1)  # type: ignore[union-attr]
+        if isinstance(node, cst.Attribute) and node.attr.value in _NO_TENSORS:
+            return False
+        if isinstance(node, cst.Name | cst.Attribute) and parts_of(node):
+            if not source.is_bound(parts_of(node)[0]):
+                return False
+            origins = self._flow.origins(source, node)
+            return any(not self.is_dataset(s, v) and self._is_tensor(s, v, depth - 1) for s, v in origins)
+        if isinstance(
+            node, cst.BaseExpression | cst.Element | cst.BaseSlice | cst.SubscriptElement | cst.CompFor
+        ):
+            return any(self._is_tensor(source, child, depth - 1) for child in node.children)
+        return False
+
+    def _asks_for_tensor(self, source: Source, call: cst.Call) -> bool:
+        """True for ``isinstance(value, type(tf.constant(0)))`` where the value goes to TensorFlow."""
+        if text_of(call.func) != "isinstance" or not call.args:
+            return False
+        value = call.args[0].value
+        if not parts_of(value) or not source.is_bound(parts_of(value)[0]):
+            return False
+        return any(v in self._of_data for _, v in self._flow.origins(source, value)) or self._is_tensor(
+            source, value
+        )
+
+    def _read_by_data(self) -> Iterator[Place]:
+        """Yields the arguments of calls that stay, and the names that functions of datasets read."""
+        for source in self._program.sources:
+            for call in source.calls:
+                is_kept = call in self._kept and not is_below(source.dotted(call.func), "tf.config")
+                if is_kept and not self.is_step(source, call):
+                    yield from ((source, argument.value) for argument in call.args)
+            for chain in source.chains:
+                if source.owners[chain] in self.data:
+                    yield from (
+                        self._flow.origins(source, chain) if source.is_bound(parts_of(chain)[0]) else ()
+                    )
+
+    def _read_by_steps(self) -> Iterator[Place]:
+        """Yields the values that steps read, without their arguments, of which ``run`` makes arrays."""
+        for source in self._program.sources:
+            for chain in source.chains:
+                first = parts_of(chain)[0]
+                if not source.is_bound(first) or not self.is_step(source, chain):
+                    continue
+                parameter = source.parameter_of(first)
+                if parameter is None or parameter[0] not in self.step or first.value in ("self", "cls"):
+                    yield from self._flow.origins(source, chain)
+
     def _closure(self, roots: set[Function]) -> frozenset[Function]:
         reached, waiting = set(roots), list(roots)
         while waiting:
@@ -331,3 +491,9 @@ class Reach:
                     reached.add(target)
                     waiting.append(target)
         return frozenset(reached)
+
+
+def _is_looped(source: Source, value: cst.BaseExpression) -> bool:
+    """True for the ``dataset`` of ``for x in dataset``, whose elements are no datasets."""
+    around = source.parents[value]
+    return isinstance(around, cst.For | cst.CompFor) and around.iter is value

@@ -33,6 +33,7 @@ ROOTS: Final = MappingProxyType(
         "np": "import numpy as np",
         "optax": "import optax",
         "contextlib": "import contextlib",
+        "tf": "import tensorflow as tf",
         "seed_generator": "seed_generator = keras.random.SeedGenerator(seed=0)",
     }
 )

@@ -1,4 +1,4 @@
-"""Facts about values that the source shows: shapes, which are Python's, and integers."""
+"""Facts about values that the source shows: shapes, which are Python's, integers, and kinds of devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 import libcst as cst
+from libcst.metadata import Assignment
 
 from replicax._src.migrate.bindings import Source
 
@@ -93,3 +94,51 @@ def is_integer(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool
         given = [argument.value for argument in node.args if argument.keyword is None]
         return not is_typed and bool(given) and all(is_integer(source, value, depth - 1) for value in given)
     return name in _INTEGERS
+
+
+VIRTUAL_DEVICES: Final = "tf.config.set_logical_device_configuration"
+_LISTS_OF_DEVICES: Final = (
+    "tensorflow.config.list_physical_devices",
+    "tensorflow.config.experimental.list_physical_devices",
+    "tensorflow.config.get_visible_devices",
+    "tensorflow.config.experimental.get_visible_devices",
+    "replicax.config.list_physical_devices",
+)
+
+
+def is_gpu(source: Source, node: cst.BaseExpression, depth: int = 6) -> bool:
+    """True for a device that comes from ``tf.config.list_physical_devices("GPU")``."""
+    if depth == 0:
+        return False
+    if isinstance(node, cst.Call):
+        texts = [a.value.evaluated_value for a in node.args if isinstance(a.value, cst.SimpleString)]
+        return source.full_name(node.func) in _LISTS_OF_DEVICES and "GPU" in texts
+    if isinstance(node, cst.Subscript):
+        return is_gpu(source, node.value, depth - 1)
+    values = [*source.values(node), *_looped_over(source, node)]
+    return any(is_gpu(source, value, depth - 1) for value in values)
+
+
+def is_limit_of_gpu(source: Source, call: cst.Call) -> bool:
+    """True for the one configuration of a GPU that limits its memory."""
+    return is_gpu(source, call.args[0].value) and _makes_one(call)
+
+
+def is_division_of_gpu(source: Source, call: cst.Call) -> bool:
+    """True for several devices that are parts of a GPU."""
+    return bool(call.args) and is_gpu(source, call.args[0].value) and not _makes_one(call)
+
+
+def _makes_one(call: cst.Call) -> bool:
+    made = call.args[-1].value
+    return isinstance(made, cst.List) and len(made.elements) == 1
+
+
+def _looped_over(source: Source, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    """Yields the ``gpus`` of ``for gpu in gpus`` for the name ``gpu``."""
+    if not isinstance(node, cst.Name) or not source.is_bound(node):
+        return
+    for assignment in source.scope_of(node)[node.value]:
+        loop = source.parents.get(assignment.node) if isinstance(assignment, Assignment) else None
+        if isinstance(loop, cst.For | cst.CompFor) and loop.target is assignment.node:
+            yield loop.iter

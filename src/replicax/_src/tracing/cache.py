@@ -51,6 +51,15 @@ class Leaf(NamedTuple):
         """Returns the static leaf itself."""
         return self.value[1] if isinstance(self.value, tuple) else self.value.content
 
+    def differs_in_size(self, other: Leaf) -> bool:
+        """True for an array of the same dtype and rank that has another shape."""
+        is_same_array = (self.kind, self.dtype, len(self.shape)) == (
+            other.kind,
+            other.dtype,
+            len(other.shape),
+        )
+        return is_same_array and (self.shape, self.shapes) != (other.shape, other.shapes)
+
     def __str__(self) -> str:
         if self.kind == "static":
             return repr(self.value[1]) if isinstance(self.value, tuple) else repr(self.value)
@@ -223,11 +232,11 @@ class ProgramCache(Generic[T]):
             self._last[code] = (key.function_key(fn), list(described))
         if count == _TRACES_BEFORE_WARNING and old is not None:
             log.warning(
-                "%s has been traced %d times, which is slow; the last time because %s. Pass values that change as array "
-                "arguments, and make models and other objects once, outside the loop.",
+                "%s has been traced %d times, which is slow; the last time because %s. %s",
                 getattr(fn, "__qualname__", fn),
                 count,
                 _reason(old, self._last[code]),
+                _cure(old, self._last[code]),
             )
 
 
@@ -237,6 +246,17 @@ def _reason(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) ->
         return found
     changed = [f"{a} became {b}" for a, b in zip(old[1], new[1], strict=False) if a != b]
     return "; ".join(changed[:3]) or "the structure of the arguments changed"
+
+
+def _cure(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) -> str:
+    changed = [(a, b) for a, b in zip(old[1], new[1], strict=False) if a != b]
+    same_function = key.difference(old[0], new[0]) is None and len(old[1]) == len(new[1])
+    if same_function and changed and all(a.kind != "static" and a.differs_in_size(b) for a, b in changed):
+        return (
+            "Each size of an array compiles a program of its own: pad arrays to a few sizes, such as multiples of 64, and "
+            "mask the rest."
+        )
+    return "Pass values that change as array arguments, and make models and other objects once, outside the loop."
 
 
 def jax_state() -> Any:

@@ -1,0 +1,179 @@
+"""Follows values backwards: from a name, parameter, attribute or call to the expressions that it may come from."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias, final
+
+import libcst as cst
+from libcst.metadata import Assignment
+
+from replicax._src.migrate.bindings import Function, Program, Source, parts_of, text_of
+
+Place: TypeAlias = tuple[Source, cst.BaseExpression]
+# The calls of a function: the module of each, and the arguments.
+Callers: TypeAlias = Mapping[cst.CSTNode, Sequence[tuple[Source, Sequence[cst.Arg]]]]
+
+
+@final
+class Flow:
+    """The values of a program."""
+
+    def __init__(self, program: Program, callers: Callers) -> None:
+        self._program, self._callers = program, callers
+
+    def closure(
+        self, places: Iterable[Place], outside: Container[Function | None]
+    ) -> dict[cst.CSTNode, Source]:
+        """Returns the expressions, and all from which their values come, except those in some functions."""
+        reached: dict[cst.CSTNode, Source] = {}
+        waiting = list(places)
+        while waiting:
+            source, node = waiting.pop()
+            if node in reached or source.function_around(node) in outside:
+                continue
+            reached[node] = source
+            for part in self.parts(source, node):
+                waiting += self.origins(source, part)
+        return reached
+
+    def parts(self, source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+        """Yields the names, attributes and calls in an expression whose values it may contain."""
+        if isinstance(node, cst.Lambda):
+            return
+        if isinstance(node, cst.Name | cst.Attribute) and parts_of(node):
+            if source.is_bound(parts_of(node)[0]):
+                yield node
+            return
+        if isinstance(node, cst.Call):
+            yield node
+            if source.definition(node.func) is not None:  # its parameters lead to the arguments
+                return
+            if isinstance(node.func, cst.Attribute):
+                yield from self.parts(source, node.func.value)
+        for child in node.children:
+            if not (isinstance(node, cst.Call) and child is node.func) and not isinstance(child, cst.AsName):
+                is_named = isinstance(node, cst.Arg) and child is node.keyword
+                yield from self.parts(source, child) if not is_named else ()
+
+    def origins(self, source: Source, node: cst.BaseExpression) -> Iterator[Place]:
+        """Yields the expressions that a name or an attribute is assigned, or that a call of the program returns."""
+        if isinstance(node, cst.Call):
+            yield from self._results(source, node)
+        elif isinstance(node, cst.Attribute):
+            yield from self._of_attribute(source, node)
+            first = parts_of(node)[0]
+            if source.full_name(node) is None and first.value not in ("self", "cls"):
+                yield from self._of_name(source, first)
+        elif isinstance(node, cst.Name):
+            yield from self._of_name(source, node)
+
+    def given_for(
+        self, function: cst.CSTNode, parameter: cst.Param, place: int, *, is_method: bool
+    ) -> Iterator[Place]:
+        """Yields the arguments that calls give a parameter."""
+        for caller, arguments in self._callers.get(function, ()):
+            number = int(is_method)
+            for argument in arguments:
+                keyword = argument.keyword.value if argument.keyword else None
+                if keyword == parameter.name.value or (
+                    keyword is None and not argument.star and number == place
+                ):
+                    yield caller, argument.value
+                number += keyword is None
+
+    def _of_name(self, source: Source, name: cst.Name) -> Iterator[Place]:
+        bound = source.binding(name)
+        if bound is not None:
+            module = self._program.module(bound.dotted.rpartition(".")[0])
+            if module is not None and module is not source:
+                yield from _assigned_in(module, bound.dotted.rpartition(".")[2])
+            return
+        for assignment in source.scope_of(name)[name.value]:
+            target = assignment.node if isinstance(assignment, Assignment) else None
+            if isinstance(target, cst.Param):
+                yield from self._of_parameter(source, target)
+            elif target is not None:
+                yield from self._given_to(source, target)
+
+    def _given_to(self, source: Source, target: cst.CSTNode) -> Iterator[Place]:
+        """Yields what a statement gives to a name that it binds; for one of several names, its part if written."""
+        around = source.parents.get(target)
+        if isinstance(around, cst.Element):
+            yield from self._part(source, around)
+        elif isinstance(around, cst.AssignTarget):
+            statement = source.parents[around]
+            assert isinstance(statement, cst.Assign)
+            yield source, statement.value
+        elif isinstance(around, cst.AnnAssign | cst.AugAssign | cst.NamedExpr):
+            if around.value is not None:
+                yield source, around.value
+        elif isinstance(around, cst.For | cst.CompFor):
+            is_written = isinstance(around.iter, cst.List | cst.Tuple)
+            elements = [e.value for e in around.iter.elements] if is_written else [around.iter]
+            yield from ((source, element) for element in elements)
+        elif isinstance(around, cst.AsName):
+            item = source.parents[around]
+            if isinstance(item, cst.WithItem):
+                yield source, item.item
+
+    def _part(self, source: Source, element: cst.Element) -> Iterator[Place]:
+        """Yields the ``1`` of ``a, b = 1, 2`` for ``a``; the whole value if its parts are not written."""
+        several = source.parents[element]
+        assert isinstance(several, cst.Tuple | cst.List)
+        place = several.elements.index(element)
+        for home, value in self._given_to(source, several):
+            results = list(self._results(home, value)) if isinstance(value, cst.Call) else []
+            for where, each in results or [(home, value)]:
+                is_written = isinstance(each, cst.Tuple | cst.List) and len(each.elements) == len(
+                    several.elements
+                )
+                yield (where, each.elements[place].value) if is_written else (home, value)
+
+    def _of_parameter(self, source: Source, parameter: cst.Param) -> Iterator[Place]:
+        function = next(n for n in source.around(parameter) if isinstance(n, cst.FunctionDef | cst.Lambda))
+        if parameter.default is not None:
+            yield source, parameter.default
+        places = [*function.params.posonly_params, *function.params.params]
+        place = places.index(parameter) if parameter in places else -1
+        is_method = isinstance(function, cst.FunctionDef) and source.class_around(function) is not None
+        yield from self.given_for(function, parameter, place, is_method=is_method)
+
+    def _of_attribute(self, source: Source, node: cst.Attribute) -> Iterator[Place]:
+        """Yields what is assigned to ``self.name``, or to ``pipeline.name`` if the class of ``pipeline`` is known."""
+        for part in (node, *_inner(node)):
+            if text_of(part.value) in ("self", "cls"):
+                class_, home = source.class_around(part), source
+            else:
+                found = source.definition(part.value)
+                class_ = found.node if found and isinstance(found.node, cst.ClassDef) else None
+                home = found.source if found else source
+            if class_ is not None:
+                yield from ((home, value) for value in home.attributes_of(class_, part.attr.value))
+
+    def _results(self, source: Source, call: cst.Call) -> Iterator[Place]:
+        made = source.definition(call.func)
+        if made is None or isinstance(made.node, cst.ClassDef):
+            return
+        if isinstance(made.node, cst.Lambda):
+            yield made.source, made.node.body
+            return
+        for statement in made.source.statements:
+            is_own = isinstance(statement, cst.Return) and made.source.owners[statement] is made.node
+            if is_own and statement.value is not None:
+                yield made.source, statement.value
+
+
+def _inner(node: cst.Attribute) -> Iterator[cst.Attribute]:
+    """Yields the ``self.a`` of ``self.a.b``."""
+    while isinstance(node.value, cst.Attribute):
+        node = node.value
+        yield node
+
+
+def _assigned_in(module: Source, name: str) -> Iterator[Place]:
+    """Yields what a module assigns to one of its names."""
+    for statement in module.tree.body:
+        for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
+            if isinstance(small, cst.Assign) and any(text_of(t.target) == name for t in small.targets):
+                yield module, small.value
