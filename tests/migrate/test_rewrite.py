@@ -422,10 +422,10 @@ def test_arguments_without_a_meaning_in_keras_3_are_removed(before, after):
     [
         "def f(m): m.fit(x, workers=2)",
         "tf.keras.metrics.MeanTensor()",
-        "tf.keras.optimizers.SGD(0.1, decay=1e-4)",
+        "tf.keras.optimizers.SGD(decay=1e-4)",
         "tf.keras.callbacks.ModelCheckpoint('a.keras', period=2)",
         "tf.keras.layers.LSTM(2, time_major=True)",
-        "tf.keras.Input((2,), 3, 'name')",
+        "tf.keras.Input((2,), 3, 'name', None, True, None, True, spec)",
         "model.train_on_batch(x, y, reset_metrics=False)",
         "model.load_weights('w.weights.h5', by_name=True)",
     ],

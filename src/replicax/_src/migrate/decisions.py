@@ -74,6 +74,7 @@ class Decisions:
       texts: Keywords, methods and paths of files -> their names in Keras 3.
       wraps: Expression -> the template around it, in which {self} is the replacement of the expression itself.
       dropped: The arguments to remove.
+      keywords: Argument -> its keyword in Keras 3.
       taped: Tapes outside of steps, with the function that replaces their statements.
       freed: The names whose assignment is removed.
       used: The imports that are still used, including those of other modules.
@@ -102,6 +103,7 @@ class Decisions:
         for found in renamed(source):
             self._write(found.node, found.text)
         self.dropped: set[cst.CSTNode] = set()
+        self.keywords: dict[cst.CSTNode, str] = {}
         self.taped = [
             taped for taped in reach.taped_in(source) if not self.comments.is_ok(taped.statements[0])
         ]
@@ -109,9 +111,8 @@ class Decisions:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         self._write_suffixes()
-        if uses_keras:
-            self._drop()
-        else:
+        self._drop()
+        if not uses_keras:
             self._loop_over_arrays()
         Marker(source, reach).mark(self.comments)
 
@@ -380,14 +381,23 @@ class Decisions:
                 self.changes.append(Change(self._source.line_of(loop), "", "{self}.as_numpy_iterator()"))
 
     def _drop(self) -> None:
-        """Marks names that Keras 3 does not have, and removes arguments that have no effect."""
-        for found in find_dropped(self._source):
-            if found.argument is None:
+        """Marks names and arguments that Keras 3 does not have; renames others, and removes those without effect."""
+        for found in find_dropped(self._source, uses_keras=self.uses_keras):
+            if found.what:
                 self._mark(found.node, "keras", found.what, found.write)
-            elif found.node not in self.fillings:
-                self.dropped.add(found.argument)
+            elif found.node in self.fillings:
+                continue
+            elif found.value is not None:
+                self.wraps[found.value] = found.template
+                self.changes.append(Change(self._source.line_of(found.value), "", found.template))
+            elif found.argument is not None:
                 text = self._source.tree.code_for_node(found.argument).rstrip(", \n")
-                self.changes.append(Change(self._source.line_of(found.argument), text, ""))
+                new = f"{found.keyword}=…" if found.keyword else ""
+                if found.keyword:
+                    self.keywords[found.argument] = found.keyword
+                else:
+                    self.dropped.add(found.argument)
+                self.changes.append(Change(self._source.line_of(found.argument), text, new))
 
     # Places where TensorFlow stays.
 

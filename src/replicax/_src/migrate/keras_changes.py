@@ -1,5 +1,4 @@
-"""Names that Keras 3 has changed on every backend: arguments, methods, and files, which end in ``.keras`` or
-``.weights.h5``.
+"""Names that Keras 3 has changed on every backend: methods, and files, which end in ``.keras`` or ``.weights.h5``.
 
 Names below ``tf.keras``, and methods of objects such as ``metric.reset_states()``, are rows of the table.
 """
@@ -17,13 +16,6 @@ import libcst as cst
 from replicax._src.migrate.bindings import Source, parts_of, text_of
 from replicax._src.migrate.imports import is_below
 
-# Names of the table -> keywords in calls of these, and of the names below them.
-_OF_OPTIMIZERS: Final = {"lr": "learning_rate"}
-_KEYWORDS: Final = MappingProxyType({"tf.keras.optimizers": _OF_OPTIMIZERS, "tf.optimizers": _OF_OPTIMIZERS})
-# Methods of any object -> keywords that exist only in Keras 2.
-_KEYWORDS_OF_METHODS: Final = MappingProxyType(
-    {"compile": {"experimental_steps_per_execution": "steps_per_execution"}}
-)
 # Methods that Keras calls -> their names in Keras 3.
 _METHODS: Final = MappingProxyType({"reset_states": "reset_state"})
 _MODELS: Final = (".keras", ".h5", ".hdf5")
@@ -41,7 +33,7 @@ _CHECKPOINT: Final = "tf.keras.callbacks.ModelCheckpoint"
 @final
 @dataclass(frozen=True)
 class Renamed:
-    """A keyword, a method's name, or the path of a file, that differs in Keras 3.
+    """The name of a method that differs in Keras 3.
 
     Attributes:
       node: The node.
@@ -53,20 +45,8 @@ class Renamed:
 
 
 def renamed(source: Source) -> Iterator[Renamed]:
-    """Yields the keywords, and the methods of the program's own classes, that have another name in Keras 3."""
+    """Yields the methods of the program's own classes that have another name in Keras 3."""
     for call in source.calls:
-        name = source.dotted(call.func)
-        keywords = {
-            old: new
-            for above, names in _KEYWORDS.items()
-            if is_below(name, above)
-            for old, new in names.items()
-        }
-        if isinstance(call.func, cst.Attribute) and name is None:
-            keywords |= _KEYWORDS_OF_METHODS.get(call.func.attr.value, {})
-        for keyword in (argument.keyword for argument in call.args if argument.keyword):
-            if keyword.value in keywords:
-                yield Renamed(keyword, keywords[keyword.value])
         if isinstance(call.func, cst.Attribute) and call.func.attr.value in _METHODS:
             own = source.definition(call.func)
             class_of = own.source.class_around(own.node) if own else None
