@@ -139,7 +139,7 @@ def test_ok_above_the_first_statement():
 def test_mark_of_an_import_stays_with_it_when_others_are_added(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(
-        "# mine\nimport tensorflow.compat.v1 as v1\nimport tensorflow as tf\nv1.no_such()\ntf.keras.Model\n"
+        "# mine\nfrom tensorflow.raw_ops import *\nimport tensorflow as tf\ntf.keras.Model\n"
     )
     for is_first in (True, False):
         (file,) = files = find_files([path])
@@ -148,7 +148,7 @@ def test_mark_of_an_import_stays_with_it_when_others_are_added(tmp_path):
         path.write_bytes(file.new)
     text = path.read_text()
     assert text.startswith("# mine\nimport os\n\nos.environ.setdefault(")
-    assert "`tf_upgrade_v2`.\nimport tensorflow.compat.v1 as v1\nimport keras\n" in text
+    assert "Import each by name.\nfrom tensorflow.raw_ops import *\nimport keras\n" in text
 
 
 def test_existing_mark_is_counted_once_and_keeps_its_place():

@@ -21,6 +21,8 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
+from replicax._src.migrate.table import standard
+
 Function: TypeAlias = cst.FunctionDef | cst.Lambda
 Chain: TypeAlias = cst.Name | cst.Attribute
 Import: TypeAlias = cst.Import | cst.ImportFrom
@@ -53,7 +55,7 @@ def canonical(dotted: str) -> str | None:
     """
     for prefix, written in _PREFIXES:
         if dotted == prefix or dotted.startswith(prefix + "."):
-            return written + dotted[len(prefix) :]
+            return standard(written + dotted[len(prefix) :])
     return None
 
 

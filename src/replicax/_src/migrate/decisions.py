@@ -230,11 +230,7 @@ class Decisions:
             self.changes.append(Change(self._source.line_of(chain), name, ""))
             return
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
-            bound = self._source.binding(parts_of(chain)[0])
-            if bound and canonical(bound.origin) == row.name:  # once for `import tensorflow.compat.v1 as tf`
-                self._mark(bound.statement, row.name, f"{row.name}: {row.why}", row.write)
-            else:
-                self._mark(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
+            self._mark(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
         self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:

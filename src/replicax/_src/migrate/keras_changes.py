@@ -50,17 +50,26 @@ def renamed(source: Source) -> Iterator[Renamed]:
         if isinstance(call.func, cst.Attribute) and call.func.attr.value in _METHODS:
             own = source.definition(call.func)
             class_of = own.source.class_around(own.node) if own else None
-            if own and class_of and _is_below_keras(own.source, class_of):
+            if own and class_of and is_below_keras(own.source, class_of):
                 yield Renamed(call.func.attr, _METHODS[call.func.attr.value])
     for class_ in source.classes:
-        if _is_below_keras(source, class_):
+        if is_below_keras(source, class_):
             for method in class_.body.body:
                 if isinstance(method, cst.FunctionDef) and method.name.value in _METHODS:
                     yield Renamed(method.name, _METHODS[method.name.value])
 
 
-def _is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
+def is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
+    """True for a class below one of Keras."""
     return any(is_below(base, "tf.keras") for base in source.bases(class_))
+
+
+def is_model(source: Source, node: cst.BaseExpression) -> bool:
+    """True for an object made as a model of Keras, and for one that the program compiles or fits."""
+    made = (value.func for value in source.values(node) if isinstance(value, cst.Call))
+    return is_of_keras_by_use(source, node) or any(
+        source.dotted(function) in _FUNCTIONAL + _SEQUENTIAL for function in made
+    )
 
 
 def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:

@@ -20,7 +20,7 @@ import libcst.matchers as m
 
 from replicax._src.migrate import table
 from replicax._src.migrate.bindings import Source, text_of
-from replicax._src.migrate.keras_changes import is_of_keras
+from replicax._src.migrate.keras_changes import is_below_keras, is_model, is_of_keras, is_optimizer
 
 TABLE: Final = Path(__file__).with_name("keras_dropped.toml")
 # What tools/keras_arguments.py found in the sources of Keras 2 and 3.
@@ -89,6 +89,22 @@ def find_dropped(source: Source, *, uses_keras: bool) -> Iterator[Dropped]:
             yield from _of_call(source, call, base)
         elif uses_keras or (isinstance(call.func, cst.Attribute) and is_of_keras(source, call.func.value)):
             yield from _of_method(source, call)
+        if uses_keras and isinstance(call.func, cst.Attribute):
+            yield from _of_missing_method(source, call, call.func)
+
+
+def _of_missing_method(source: Source, call: cst.Call, method: cst.Attribute) -> Iterator[Dropped]:
+    """Yields a call of a method that Keras 3 does not have, if the object is certainly one of Keras."""
+    name, owner = method.attr.value, method.value
+    if source.full_name(method) or source.definition(method):
+        return
+    of_optimizers, of_layers = (dropped_by_keras()["methods"][group] for group in ("optimizers", "layers"))
+    if name in of_optimizers and is_optimizer(source, owner):
+        yield Dropped(call, f"optimizers of Keras 3 have no {name}", of_optimizers[name])
+    around = source.class_around(call) if text_of(owner) == "self" else None
+    is_of_layer = is_model(source, owner) or (around and is_below_keras(source, around))
+    if name in of_layers and is_of_layer:
+        yield Dropped(call, f"layers and models of Keras 3 have no {name}", of_layers[name])
 
 
 def name_in_keras_3(name: str) -> str | None:

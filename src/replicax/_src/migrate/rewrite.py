@@ -208,7 +208,7 @@ class Rewriter(cst.CSTTransformer):
         found: dict[str, list[cst.Arg]] = {}
         for place, argument in enumerate(arguments):
             if argument.keyword:
-                found[argument.keyword.value] = [argument]
+                found[row.parameter(argument.keyword.value)] = [argument]
             elif place < len(places):
                 found[places[place]] = [argument]
             else:
