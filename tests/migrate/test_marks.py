@@ -2,7 +2,7 @@
 
 import pytest
 
-from migrated import becomes, marks
+from migrated import becomes, marks, rewritten
 from replicax._src.migrate.files import find_files, migrate
 
 HEAD = "import tensorflow as tf\nimport numpy as np\nimport time\nstrategy = tf.distribute.get_strategy()\n"
@@ -138,9 +138,7 @@ def test_ok_above_the_first_statement():
 
 def test_mark_of_an_import_stays_with_it_when_others_are_added(tmp_path):
     path = tmp_path / "program.py"
-    path.write_text(
-        "# mine\nfrom tensorflow.raw_ops import *\nimport tensorflow as tf\ntf.keras.Model\n"
-    )
+    path.write_text("# mine\nfrom tensorflow.raw_ops import *\nimport tensorflow as tf\ntf.keras.Model\n")
     for is_first in (True, False):
         (file,) = files = find_files([path])
         migrate(files)
@@ -169,3 +167,22 @@ def test_one_mark_for_a_function_of_both_contexts():
     assert "return tf.square(tf.cast(x, tf.float32))" in becomes(HEAD + text)
     plain = text.replace("tf.square(tf.cast(x, tf.float32))", "x * 2")
     assert rules(plain) == []
+
+
+SERVER = "server = tf.distribute.Server(spec)\n"
+
+
+@pytest.mark.parametrize(
+    "call", ["tf.no_such_name()", "tf.compat.v1.get_variable('a')", "tf.gather(x, i, batch_dims=2)"]
+)
+def test_what_stays_of_tensorflow_is_imported_by_each_server_and_its_mark_says_so(call):
+    says = "ntil then each server imports TensorFlow and Keras besides JAX"
+    (mark,) = rewritten(f"import tensorflow as tf\n{SERVER}{call}\n").marks
+    assert says in mark.text
+    (mark,) = rewritten(f"import tensorflow as tf\n{call}\n").marks
+    assert says not in mark.text
+
+
+def test_a_mark_of_int64_comes_once_also_where_a_later_line_keeps_it():
+    text = "import tensorflow as tf\nx = tf.cast(y, tf.int64)\nspec = tf.io.FixedLenFeature([], tf.int64)\n"
+    assert [rule for rule, _ in marks(text)] == ["int64"]  # and a second run has it once, too

@@ -141,7 +141,7 @@ class Decisions:
             return self._rename(chain, name, "range")
         if found is None:
             if "." in name:
-                self._mark(chain, "unknown", f"the table has no row for {name}")
+                self._mark_kept(chain, "unknown", f"the table has no row for {name}")
             return self._keep(chain)
         if found.rows[0].kind != "keep" and self._is_kept_alias(chain, name):
             return self._keep(chain)
@@ -196,7 +196,7 @@ class Decisions:
         target = row.bare(keras=self.uses_keras)
         if target is None or (rest and not target.replace(".", "").isidentifier()):
             template = row.template(keras=self.uses_keras)
-            self._mark(
+            self._mark_kept(
                 chain,
                 "argument",
                 f"{name} is passed on, not called",
@@ -217,7 +217,7 @@ class Decisions:
                 return self._keep_or_remove(chain, name, row)
             return self._fill(call, row, name, bound)
         if not self._is_new_name(chain):
-            self._mark(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
+            self._mark_kept(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
         return self._keep(chain)
 
     def _keep_or_remove(self, chain: Chain, name: str, row: Row) -> None:
@@ -230,7 +230,7 @@ class Decisions:
             self.changes.append(Change(self._source.line_of(chain), name, ""))
             return
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
-            self._mark(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
+            self._mark_kept(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
         self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:
@@ -287,6 +287,13 @@ class Decisions:
 
     def _mark(self, node: cst.CSTNode, rule: str, what: str, write: str = "") -> None:
         self.comments.add(node, rule, what, write)
+
+    def _mark_kept(self, chain: Chain, rule: str, what: str, write: str = "") -> None:
+        """Marks a name that stays TensorFlow's."""
+        if self._reach.has_servers and not self._is_new_name(chain):
+            says = "until then each server imports TensorFlow and Keras besides JAX"
+            write = f"{write}; {says}" if write else says
+        self._mark(chain, rule, what, write)
 
     def _is_new_name(self, chain: Chain) -> bool:
         """True for ``keras.layers.Dense`` of ``import keras``, which may be migrated already."""

@@ -5,6 +5,7 @@ A function that is in neither runs on the host, as does the body of a module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Final, final
 
@@ -37,6 +38,10 @@ STEP_DECORATORS: Final = frozenset(
 )
 _MIGRATED_DECORATORS: Final = frozenset({"replicax.function", "jax.jit", "jax.custom_vjp"})
 STEP_BASES: Final = ("tf.keras.", "tf.Module", "tf.nn.", "tf.optimizers.", "tf.losses.", "tf.metrics.")
+# Names that start servers, or connect to them.
+_SERVERS: Final = re.compile(
+    r"(tf\.distribute|replicax)\.(experimental\.)?(Server|ParameterServerStrategy|coordinator\.ClusterCoordinator)"
+)
 _NOT_IN_STEP: Final = frozenset({"__init__", "build", "get_config", "from_config", "__repr__", "summary"})
 _CALLBACKS: Final = ("tf.keras.callbacks.", "tf.keras.utils.")
 
@@ -52,10 +57,16 @@ class Reach:
       replica: Functions of ``step`` that ``strategy.run`` or a coordinator's function runs.
       differentiated: Calls whose result is part of a tape's gradient target.
       taped: Functions of ``step`` that a tape outside of steps records.
+      has_servers: True if the program has parameter servers, whose processes run its imports, too.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.has_servers = any(
+            _SERVERS.fullmatch(source.dotted(chain) or source.full_name(chain) or "")
+            for source in program.sources
+            for chain in source.chains
+        )
         self._edges: dict[Function, set[Function]] = {}
         self._data_arguments: set[cst.CSTNode] = set()
         self._callers = self._find_callers()

@@ -22,8 +22,8 @@ from replicax._src.migrate.arguments import Arguments, BindError, Parameter, bou
 from replicax._src.migrate.templates import PLACEHOLDER, as_names, dotted, given_name, simplified
 
 TABLE: Final = Path(__file__).with_name("names.toml")
-# Names of tf.compat.v1 and of TensorFlow 1 -> names of TensorFlow 2; tools/compat_v1.py makes the file.
-COMPAT_V1: Final = Path(__file__).with_name("compat_v1.json")
+# Names of tf.compat.v1 and of TensorFlow 1 -> names of TensorFlow 2; tools/tensorflow_1_names.py makes the file.
+TENSORFLOW_1: Final = Path(__file__).with_name("tensorflow_1.json")
 # Modules that are other names of one of tf.keras.
 _OF_KERAS: Final = re.compile(r"^tf\.(losses|metrics|optimizers|initializers)(?=\.|$)")
 
@@ -245,8 +245,8 @@ def _by_name() -> Mapping[str, tuple[Row, ...]]:
 
 
 @functools.cache
-def _compat_v1() -> Mapping[str, str]:
-    return json.loads(COMPAT_V1.read_text(encoding="utf-8"))
+def _tensorflow_1() -> Mapping[str, str]:
+    return json.loads(TENSORFLOW_1.read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -260,7 +260,7 @@ def standard(name: str) -> str:
         return name
     parts = re.sub(r"^tf\.(compat\.v1\.)?", "", name).split(".")
     for length in range(len(parts), 0, -1):
-        found = _compat_v1().get(".".join(parts[:length]))
+        found = _tensorflow_1().get(".".join(parts[:length]))
         if found is not None:
             return ".".join(["tf", found, *parts[length:]])
     return _OF_KERAS.sub(r"tf.keras.\1", name)

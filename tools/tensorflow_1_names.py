@@ -1,6 +1,6 @@
-"""Writes ``compat_v1.json``: the names of ``tf.compat.v1`` that are rows of the table under another name.
+"""Writes ``tensorflow_1.json``: the names of ``tf.compat.v1`` that are rows of the table under another name.
 
-Run it with a Python that has TensorFlow 2.15 and libcst: ``python tools/compat_v1.py``. A name goes by a row of TensorFlow 2
+Run it with a Python that has TensorFlow 2.15 and libcst: ``python tools/tensorflow_1_names.py``. A name goes by a row of TensorFlow 2
 if both are one object, or if the arguments of TensorFlow 1 begin with those of the row, so that a call means the same.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replicax._src.migrate.table import COMPAT_V1, rows
+from replicax._src.migrate.table import TENSORFLOW_1, rows
 
 # Other names of arguments that mean the same.
 SYNONYMS = {
@@ -92,14 +92,22 @@ def main() -> None:
     for name, value in public(tf.compat.v1):
         if id(value) in known:
             found[name] = known[id(value)]
-        elif name in ALIKE or (name in names and not callable(value)) or (name in names and name not in DIFFERENT and is_alike(arguments(value), arguments(at(tf, name)))):  # such as a dtype, a number
+        elif (
+            name in ALIKE
+            or (name in names and not callable(value))
+            or (
+                name in names
+                and name not in DIFFERENT
+                and is_alike(arguments(value), arguments(at(tf, name)))
+            )
+        ):  # such as a dtype, a number
             found[name] = name
     kept = [row.name.removeprefix("tf.") for row in rows() if row.kind == "keep"]
     found |= {name: name for name in kept if "." not in name and inspect.ismodule(at(tf.compat.v1, name))}
     lines = [f"{json.dumps(name)}: {json.dumps(target)}" for name, target in sorted(found.items())]
-    COMPAT_V1.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    TENSORFLOW_1.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     missed = [name for name in names if name not in found and at(tf.compat.v1, name) is not MISSING]
-    print(f"{len(found)} names -> {COMPAT_V1}; with other arguments: {missed}")
+    print(f"{len(found)} names -> {TENSORFLOW_1}; with other arguments: {missed}")
 
 
 if __name__ == "__main__":
