@@ -248,7 +248,7 @@ def test_keywords_that_keras_3_renamed(before, after):
         ("tf.split(x, [2, 3, 4], -1)", "jnp.split(x, [2, 5], axis=-1)"),
         (
             "tf.nn.conv2d(x, w, [1, s, s, 1], 'SAME').shape",
-            "jax.lax.conv_general_dilated(x, w, (s, s), 'SAME', ",
+            "jax.lax.conv_general_dilated(x, jnp.asarray(w), (s, s), 'SAME', ",
         ),
         ("tf.device('/GPU:1')", 'jax.default_device(jax.local_devices(backend="gpu")[1])'),
         ("tf.matmul(a, b, transpose_b=True)", "jnp.matmul(a, jnp.swapaxes(b, -1, -2))"),
@@ -261,7 +261,10 @@ def test_keywords_that_keras_3_renamed(before, after):
         ("tf.group(*updates)", "(*updates,)"),
         ("tf.split(x, num_heads, axis=-1)", "jnp.split(x, num_heads, axis=-1)"),
         ("tf.constant('text')", "tf.constant('text')"),
-        ("tf.nn.conv2d(x, w, [1, 1, 2, 2], 'SAME', 'NCHW')", "jax.lax.conv_general_dilated(x, w, (2, 2), "),
+        (
+            "tf.nn.conv2d(x, w, [1, 1, 2, 2], 'SAME', 'NCHW')",
+            "jax.lax.conv_general_dilated(x, jnp.asarray(w), (2, 2), ",
+        ),
         ("map(tf.square, x)", "map(jnp.square, x)"),
         (
             "tf.config.set_logical_device_configuration(d, [tf.config.LogicalDeviceConfiguration()] * n)",
