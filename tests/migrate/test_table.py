@@ -23,7 +23,7 @@ ROWS = table.rows()
 # JAX has 32-bit numbers unless told otherwise.
 NARROWED = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 # A file with these uses Keras.
-NAMES_KERAS = re.compile(r"tf\.(keras|random|nn\.dropout|\w+_initializer)")
+NAMES_KERAS = re.compile(r"tf\.(keras|random|nn\.dropout|nn\.(max|avg)_pool|\w+_initializer)")
 # Examples that are not traced together with the others: they make variables, draw numbers or trace themselves.
 ALONE = re.compile(r"random|dropout|normal|[Vv]ariable|tf\.(function|distribute)")
 

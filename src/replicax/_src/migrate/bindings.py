@@ -68,6 +68,13 @@ def parts_of(node: cst.BaseExpression) -> list[cst.Name]:
     return [node, *reversed(names)] if isinstance(node, cst.Name) else []
 
 
+def names_in(target: cst.BaseExpression) -> list[str]:
+    """Returns the names that the target of a loop binds: ``a`` and ``b`` in ``for a, b in pairs``."""
+    if isinstance(target, cst.Tuple | cst.List):
+        return [name for element in target.elements for name in names_in(element.value)]
+    return [target.value] if isinstance(target, cst.Name) else []
+
+
 def text_of(node: cst.BaseExpression) -> str:
     """Returns ``a.b.c`` of a chain of names; "" for anything else."""
     return ".".join(name.value for name in parts_of(node))

@@ -11,10 +11,10 @@ import libcst as cst
 
 from replicax._src.migrate import table
 from replicax._src.migrate.arguments import BindError
-from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, parts_of
+from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, names_in, parts_of, text_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
-from replicax._src.migrate.keras_changes import data_model, is_optimizer, renamed, suffixed_calls
+from replicax._src.migrate.keras_changes import data_model, is_in_layer, is_optimizer, renamed, suffixed_calls
 from replicax._src.migrate.keras_dropped import find_dropped
 from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
@@ -24,6 +24,8 @@ from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
+# Functions of Keras that take arrays only, and no variables of Keras.
+_LIKE: Final = ("tf.zeros_like", "tf.ones_like")
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 
 
@@ -118,7 +120,8 @@ class Decisions:
 
     def roots(self) -> set[str]:
         """Returns the names of ``ROOTS`` that the new names begin with."""
-        templates = (filling.template for filling in self.fillings.values())
+        templates = [filling.template for filling in self.fillings.values()]
+        templates += ["jnp."] * any(form in text for text in templates for form in (":array}", ":operand}"))
         texts = [*self.names.values(), *templates, *self.wraps.values(), *["rx."] * bool(self.taped)]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
@@ -148,6 +151,8 @@ class Decisions:
         call = self._source.parents[chain]
         rows: Sequence[Row] = [row for row in found.rows if not row.is_call]
         if isinstance(call, cst.Call) and call.func is chain:
+            if name == "tf.Variable" and is_in_layer(self._source, chain):
+                return self._decide_variable_of_layer(call, chain)
             in_data = data_model(self._source, call, self._in_data)
             if in_data:
                 return self._rename(chain, name, in_data)
@@ -220,6 +225,16 @@ class Decisions:
             self._mark_kept(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
         return self._keep(chain)
 
+    def _decide_variable_of_layer(self, call: cst.Call, chain: Chain) -> None:
+        found = table.find("tf.Variable in a Keras layer")
+        assert found is not None
+        self._decide_call(call, chain, "tf.Variable", found.rows)
+        first = call.args[0] if call.args else None
+        is_typed = any(argument.keyword and argument.keyword.value == "dtype" for argument in call.args)
+        if first and isinstance(first.value, cst.Integer) and not is_typed:
+            what = "keras.Variable makes a float of an integer"
+            self._mark(chain, "integers", what, 'give dtype="int32" if it counts')
+
     def _keep_or_remove(self, chain: Chain, name: str, row: Row) -> None:
         call = self._source.parents[chain]
         statement = self._source.parents[call]
@@ -266,8 +281,25 @@ class Decisions:
             taken = {match[2] for match in PLACEHOLDER.finditer(of_shapes)}
             if bound.arguments.keys() <= taken and any(is_shape(self._source, a.value) for a in node.args):
                 template = simplified(of_shapes, bound.arguments)
+        elif (
+            row.name in _LIKE
+            and self.uses_keras
+            and isinstance(node, cst.Call)
+            and self._may_be_variable(node)
+        ):
+            template = template.replace("{input}", "ops.convert_to_tensor({input})")
         self.fillings[node] = Filling(row, template, bound.arguments)
         self.changes.append(Change(self._source.line_of(node), name, template))
+
+    def _may_be_variable(self, call: cst.Call) -> bool:
+        """True if the first argument is an attribute, or a name of a loop: `for v in model.trainable_variables`."""
+        first = call.args[0].value
+        if isinstance(first, cst.Attribute):
+            return text_of(first).startswith("self.")
+        targets = (loop.target for loop in self._source.around(first) if isinstance(loop, cst.For))
+        comprehensions = (c.for_in for c in self._source.around(first) if isinstance(c, cst.BaseSimpleComp))
+        targets = [*targets, *(c.target for c in comprehensions)]
+        return isinstance(first, cst.Name) and any(first.value in names_in(target) for target in targets)
 
     def _in_step(self, node: cst.CSTNode) -> bool:
         return self._reach.is_step(self._source, node)

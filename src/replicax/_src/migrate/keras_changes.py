@@ -27,6 +27,8 @@ _LOOKS_AT_FILES: Final = re.compile(
 )
 _FUNCTIONAL: Final = ("tf.keras.Model", "tf.keras.models.Model")
 _SEQUENTIAL: Final = ("tf.keras.Sequential", "tf.keras.models.Sequential")
+# Classes below these find the variables in their attributes.
+_WITH_VARIABLES: Final = ("tf.keras.layers", "tf.keras.metrics", *_FUNCTIONAL, *_SEQUENTIAL)
 _CHECKPOINT: Final = "tf.keras.callbacks.ModelCheckpoint"
 
 
@@ -62,6 +64,12 @@ def renamed(source: Source) -> Iterator[Renamed]:
 def is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
     """True for a class below one of Keras."""
     return any(is_below(base, "tf.keras") for base in source.bases(class_))
+
+
+def is_in_layer(source: Source, node: cst.CSTNode) -> bool:
+    """True in a class of the program that is a layer, a model or a metric of Keras."""
+    around = source.class_around(node)
+    return around is not None and any(is_below(base, *_WITH_VARIABLES) for base in source.bases(around))
 
 
 def is_model(source: Source, node: cst.BaseExpression) -> bool:

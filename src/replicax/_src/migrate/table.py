@@ -129,7 +129,9 @@ class Row:
         """Returns the template for a file, with ``xp`` resolved."""
         chosen = (step and self.in_step) or (self.with_keras if keras else self.without_keras)
         if keras:
-            chosen = chosen.replace(":array", "")  # keras.ops takes lists
+            chosen = chosen.replace(":array", "").replace(
+                ":operand", ""
+            )  # keras.ops takes lists and variables
         return re.sub(r"\bxp\.", "ops." if keras else "jnp.", chosen)
 
     def bare(self, *, keras: bool) -> str | None:
