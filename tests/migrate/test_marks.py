@@ -52,7 +52,6 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("@tf.function\ndef step(x):\n  y = tf.reduce_sum(x)\n  while y > 0:\n    y = 0\n", "condition"),
         ("from tensorflow.nn import *\n", "star"),
         ("tf.no_such_name\n", "unknown"),
-        ("self.compiled_metrics.update_state(y, p)\n", ".compiled_metrics.update_state"),
     ],
 )
 def test_marked_code(text, rule):
@@ -186,3 +185,19 @@ def test_what_stays_of_tensorflow_is_imported_by_each_server_and_its_mark_says_s
 def test_a_mark_of_int64_comes_once_also_where_a_later_line_keeps_it():
     text = "import tensorflow as tf\nx = tf.cast(y, tf.int64)\nspec = tf.io.FixedLenFeature([], tf.int64)\n"
     assert [rule for rule, _ in marks(text)] == ["int64"]  # and a second run has it once, too
+
+
+MODEL_OF_TWO = """
+import tensorflow as tf
+class M(tf.keras.Model):
+    def call(self, x):
+        return self.a(x), self.b(x)
+    def train_step(self, data):
+        y_pred, other = self(data[0])
+        loss = self.compiled_loss(data[1], y_pred)
+"""
+
+
+def test_one_of_several_outputs_for_the_compiled_loss_is_marked():
+    assert marks(MODEL_OF_TWO) == [("keras", 8)]
+    assert marks(MODEL_OF_TWO.replace("self.a(x), self.b(x)", "self.a(x)")) == []

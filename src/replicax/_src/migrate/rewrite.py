@@ -199,6 +199,8 @@ class Rewriter(cst.CSTTransformer):
         texts |= {name: () for name in filling.arguments if name not in texts}
         if isinstance(updated.func, cst.Attribute):
             texts["self"] = self._code(updated.func.value)
+            if isinstance(updated.func.value, cst.Attribute):
+                texts["owner"] = self._code(updated.func.value.value)
         return cst.parse_expression(fill(template, texts))
 
     def _by_parameter(self, row: Row, arguments: Sequence[cst.Arg]) -> dict[str, list[cst.Arg]]:
