@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from replicax._src.checkpoint.checkpoint import Checkpoint
     from replicax._src.checkpoint.manager import CheckpointManager
+    from replicax._src.checkpoint.module import Module
     from replicax._src.cluster.chief import is_chief
     from replicax._src.collectives.cross_device import (
         CrossDeviceOps,
@@ -101,6 +102,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "Module",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
@@ -217,6 +219,7 @@ _PLACES = {
     "CentralStorageStrategy": "strategies.central_storage",
     "StrategyExtended": "strategies.extended",
     "MirroredStrategy": "strategies.mirrored",
+    "Module": "checkpoint.module",
     "MultiWorkerMirroredStrategy": "strategies.multi_worker_mirrored",
     "OneDeviceStrategy": "strategies.one_device",
     "ParameterServerStrategy": "parameter_servers.strategy.parameter_server",

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from replicax.__main__ import main
+from replicax._src.extras import EXTRAS
 
 BEFORE = "import tensorflow as tf\n\n\n@tf.function\ndef step(x):\n    return x\n"
 AFTER = "import replicax as rx\n\n\n@rx.function\ndef step(x):\n    return x\n"
@@ -214,3 +215,34 @@ def test_the_backend_is_set_where_the_program_starts(tmp_path, capsys):
         "import model\nimport os\n\nprint(model.model)\n"
     )
     assert "KERAS_BACKEND" not in (tmp_path / "other.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "packages"),
+    [
+        ("tf.function", ""),
+        ("tf.keras.Model", "keras"),
+        ("tf.data.Dataset.range(3)", "tensorflow-cpu"),
+        ("tf.clip_by_global_norm(g, 1.0)", "optax"),
+        ("tf.train.Checkpoint()", "tensorstore"),
+        ("tf.summary.scalar('a', 1, 2)", "tensorboardX"),
+        ("tf.distribute.Server(a)", "cloudpickle flatbuffers xxhash"),
+        ("tf.keras.callbacks.TensorBoard('logs', write_grads=True)", "keras tensorboardX"),
+        ("tf.keras.Model\nimport tensorflow_datasets as tfds", "keras tensorflow-datasets"),
+    ],
+)
+def test_the_last_line_says_what_the_program_needs(tmp_path, capsys, text, packages):
+    (tmp_path / "train.py").write_text(f"import tensorflow as tf\n{text}\n")
+    main(["migrate", "--in-place", str(tmp_path), "--report", str(tmp_path / "report.md")])
+    last = capsys.readouterr().err.splitlines()[-1]
+    wanted = f"replicax migrate: Besides replicax, the program needs: pip install {packages}"
+    assert last == wanted if packages else "pip install" not in last
+    assert (f"`pip install {packages}`" in (tmp_path / "report.md").read_text()) == bool(packages)
+
+
+def test_each_package_of_the_last_line_is_one_of_an_extra():
+    from replicax._src.migrate import packages
+
+    assert {extra for _, extra, _ in packages._FEATURES} <= EXTRAS.keys()
+    for _, extra, names in packages._FEATURES:
+        assert set(names) <= {package.name for package in EXTRAS[extra]}

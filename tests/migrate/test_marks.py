@@ -2,7 +2,7 @@
 
 import pytest
 
-from migrated import becomes, marks
+from migrated import becomes, marks, rewritten
 from replicax._src.migrate.files import find_files, migrate
 
 HEAD = "import tensorflow as tf\nimport numpy as np\nimport time\nstrategy = tf.distribute.get_strategy()\n"
@@ -62,7 +62,6 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("step = tf.function(f, input_signature=(tf.TensorSpec(None, tf.float32),))\n", "sizes"),
         ("from tensorflow.nn import *\n", "star"),
         ("tf.no_such_name\n", "unknown"),
-        ("self.compiled_metrics.update_state(y, p)\n", ".compiled_metrics.update_state"),
     ],
 )
 def test_marked_code(text, rule):
@@ -153,9 +152,7 @@ def test_ok_above_the_first_statement():
 
 def test_mark_of_an_import_stays_with_it_when_others_are_added(tmp_path):
     path = tmp_path / "program.py"
-    path.write_text(
-        "# mine\nimport tensorflow.compat.v1 as v1\nimport tensorflow as tf\nv1.no_such()\ntf.keras.Model\n"
-    )
+    path.write_text("# mine\nfrom tensorflow.raw_ops import *\nimport tensorflow as tf\ntf.keras.Model\n")
     for is_first in (True, False):
         (file,) = files = find_files([path])
         migrate(files)
@@ -163,7 +160,7 @@ def test_mark_of_an_import_stays_with_it_when_others_are_added(tmp_path):
         path.write_bytes(file.new)
     text = path.read_text()
     assert text.startswith("# mine\nimport os\n\nos.environ.setdefault(")
-    assert "`tf_upgrade_v2`.\nimport tensorflow.compat.v1 as v1\nimport keras\n" in text
+    assert "Import each by name.\nfrom tensorflow.raw_ops import *\nimport keras\n" in text
 
 
 def test_existing_mark_is_counted_once_and_keeps_its_place():
@@ -184,3 +181,38 @@ def test_one_mark_for_a_function_of_both_contexts():
     assert "return tf.square(tf.cast(x, tf.float32))" in becomes(HEAD + text)
     plain = text.replace("tf.square(tf.cast(x, tf.float32))", "x * 2")
     assert rules(plain) == []
+
+
+SERVER = "server = tf.distribute.Server(spec)\n"
+
+
+@pytest.mark.parametrize(
+    "call", ["tf.no_such_name()", "tf.compat.v1.get_variable('a')", "tf.gather(x, i, batch_dims=2)"]
+)
+def test_what_stays_of_tensorflow_is_imported_by_each_server_and_its_mark_says_so(call):
+    says = "ntil then each server imports TensorFlow and Keras besides JAX"
+    (mark,) = rewritten(f"import tensorflow as tf\n{SERVER}{call}\n").marks
+    assert says in mark.text
+    (mark,) = rewritten(f"import tensorflow as tf\n{call}\n").marks
+    assert says not in mark.text
+
+
+def test_a_mark_of_int64_comes_once_also_where_a_later_line_keeps_it():
+    text = "import tensorflow as tf\nx = tf.cast(y, tf.int64)\nspec = tf.io.FixedLenFeature([], tf.int64)\n"
+    assert [rule for rule, _ in marks(text)] == ["int64"]  # and a second run has it once, too
+
+
+MODEL_OF_TWO = """
+import tensorflow as tf
+class M(tf.keras.Model):
+    def call(self, x):
+        return self.a(x), self.b(x)
+    def train_step(self, data):
+        y_pred, other = self(data[0])
+        loss = self.compiled_loss(data[1], y_pred)
+"""
+
+
+def test_one_of_several_outputs_for_the_compiled_loss_is_marked():
+    assert marks(MODEL_OF_TWO) == [("keras", 8)]
+    assert marks(MODEL_OF_TWO.replace("self.a(x), self.b(x)", "self.a(x)")) == []

@@ -125,7 +125,7 @@ def test_methods_of_tensorflows_values_are_named_in_a_scope(strategy):
         (lambda: x.shape.as_list(), "Write list(x.shape) in place of x.shape.as_list()."),
         (lambda: x.shape.ndims, "Write len(x.shape) in place of x.shape.ndims."),
         (lambda: x.get_shape(), "Write x.shape in place of x.get_shape()."),
-        (lambda: model.compiled_loss(1, 2), "Write model.compute_loss("),
+        (lambda: model.compiled_loss(1, 2), "Write rx.keras.compiled_loss(model, y_true, y_pred"),
         (lambda: keras.losses.Reduction.NONE, "Write None in place of tf.keras.losses.Reduction.NONE."),
         (lambda: keras.losses.Reduction, 'write None, "sum" or "sum_over_batch_size"'),
         (lambda: keras.ops.reduce_mean(x), "Write keras.ops.mean in place of tf.reduce_mean."),
@@ -145,7 +145,7 @@ def test_objects_of_users_get_no_note(strategy):
     assert not note_of(lambda: strategy.run(lambda x: x.no_such_name, args=(jnp.ones(()),)))
 
 
-def test_compiled_loss_in_a_train_step_says_compute_loss(strategy):
+def test_compiled_loss_in_a_train_step_says_what_to_write(strategy):
     class Net(keras.Model):
         def __init__(self):
             super().__init__()
@@ -166,7 +166,7 @@ def test_compiled_loss_in_a_train_step_says_compute_loss(strategy):
         model = Net()
         model.compile("sgd", "mse")
     note = note_of(lambda: model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0))
-    assert "Write self.compute_loss(y=y_true, y_pred=y_pred" in note
+    assert "Write rx.keras.compiled_loss(self, y_true, y_pred" in note
 
 
 def test_numpy_in_a_layers_call_is_named_though_keras_wraps_the_error(strategy):

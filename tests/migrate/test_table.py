@@ -23,7 +23,7 @@ ROWS = table.rows()
 # JAX has 32-bit numbers unless told otherwise.
 NARROWED = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 # A file with these uses Keras.
-NAMES_KERAS = re.compile(r"tf\.(keras|random|nn\.dropout|\w+_initializer)")
+NAMES_KERAS = re.compile(r"tf\.(keras|random|nn\.dropout|nn\.(max|avg)_pool|\w+_initializer)")
 # Examples that are not traced together with the others: they make variables, draw numbers or trace themselves.
 ALONE = re.compile(r"random|dropout|normal|[Vv]ariable|tf\.(function|distribute)")
 
@@ -248,7 +248,7 @@ def test_keywords_that_keras_3_renamed(before, after):
         ("tf.split(x, [2, 3, 4], -1)", "jnp.split(x, [2, 5], axis=-1)"),
         (
             "tf.nn.conv2d(x, w, [1, s, s, 1], 'SAME').shape",
-            "jax.lax.conv_general_dilated(x, w, (s, s), 'SAME', ",
+            "jax.lax.conv_general_dilated(x, jnp.asarray(w), (s, s), 'SAME', ",
         ),
         ("tf.device('/GPU:1')", "rx.device('/GPU:1')"),
         ("tf.device('/job:localhost/replica:0/task:0/device:GPU:1')", "rx.device('/job:localhost/"),
@@ -264,7 +264,10 @@ def test_keywords_that_keras_3_renamed(before, after):
         ("tf.group(*updates)", "(*updates,)"),
         ("tf.split(x, num_heads, axis=-1)", "jnp.split(x, num_heads, axis=-1)"),
         ("tf.constant('text')", "tf.constant('text')"),
-        ("tf.nn.conv2d(x, w, [1, 1, 2, 2], 'SAME', 'NCHW')", "jax.lax.conv_general_dilated(x, w, (2, 2), "),
+        (
+            "tf.nn.conv2d(x, w, [1, 1, 2, 2], 'SAME', 'NCHW')",
+            "jax.lax.conv_general_dilated(x, jnp.asarray(w), (2, 2), ",
+        ),
         ("map(tf.square, x)", "map(jnp.square, x)"),
         (
             "tf.config.set_logical_device_configuration(d, [tf.config.LogicalDeviceConfiguration()] * n)",

@@ -8,14 +8,15 @@ from replicax._src.public_names import missing_name, publish, publish_all
 from replicax.keras import callbacks
 
 if TYPE_CHECKING:
+    from replicax._src.keras.compiled_loss import compiled_loss
     from replicax._src.keras.data_model import DataModel
     from replicax._src.keras.sidecar_evaluator import SidecarEvaluator
 
-__all__ = ["DataModel", "SidecarEvaluator", "callbacks", "model_path", "weights_path"]
+__all__ = ["DataModel", "SidecarEvaluator", "callbacks", "compiled_loss", "model_path", "weights_path"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DataModel", "SidecarEvaluator"):
+    if name in ("DataModel", "SidecarEvaluator", "compiled_loss"):
         check_keras(f"rx.keras.{name}")
     if name == "DataModel":
         from replicax._src.keras.data_model import DataModel
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from replicax._src.keras.sidecar_evaluator import SidecarEvaluator
 
         return publish(__name__, name, SidecarEvaluator)
+    if name == "compiled_loss":
+        from replicax._src.keras.compiled_loss import compiled_loss
+
+        return publish(__name__, name, compiled_loss)
     raise missing_name(__name__, name)
 
 

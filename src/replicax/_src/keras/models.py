@@ -393,6 +393,18 @@ class PlacedModel(_Keras):
         with in_compute_loss():
             return super().compute_loss(*args, **kwargs)
 
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Returns what the model's own step returned if the step has not counted the loss, which Keras takes for 0."""
+        for tracker in self.metrics[:1]:
+            if (
+                tracker.name == "loss"
+                and isinstance(logs, dict)
+                and "loss" in logs
+                and not float(tracker.count)
+            ):
+                return logs
+        return super()._get_metrics_result_or_logs(logs)
+
     def _get_jax_state(self, *, purge_model_variables: bool = False, **groups: bool) -> Any:
         with shared_reads.shards():  # Keras's loops start with the stored shards
             state = super()._get_jax_state(**groups)

@@ -25,7 +25,8 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.sources import LocalRows
 from replicax._src.keras import metric_results
 from replicax._src.keras.capture import accessor
-from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered, rows_of_replica_step
+from replicax._src.keras.compiled_loss import count_loss
+from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
 from replicax._src.lowering.batch import Batch
 from replicax._src.options import RunOptions
@@ -266,7 +267,5 @@ def _loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any, training:
 
 
 def _logs(model: Any, loss: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
-    for tracker in model.metrics[:1]:
-        if tracker.name == "loss":
-            tracker.update_state(loss, sample_weight=rows_of_replica_step())
+    count_loss(model, loss)
     return model.compute_metrics(x, y, y_pred, sample_weight)

@@ -95,6 +95,12 @@ def _array(text: str) -> str:
     return f"jnp.asarray({_number(text)})" if is_list else text
 
 
+def _operand(text: str) -> str:
+    """Returns an array, also of what may be a variable, which functions of ``jax.lax`` do not take."""
+    is_stored = isinstance(parsed(text), ast.Name | ast.Attribute | ast.Subscript)
+    return f"jnp.asarray({text})" if is_stored else _array(text)
+
+
 def _axes(text: str) -> str:
     """Returns axes as a tuple. TensorFlow also takes a list, or a range."""
     if made := _RANGE.fullmatch(text):
@@ -179,6 +185,7 @@ FORMS: Final[Mapping[str, Callable[[str], str]]] = MappingProxyType(
     {
         "number": _number,
         "array": _array,
+        "operand": _operand,
         "axes": _axes,
         "lower": _lower,
         "text": _text,

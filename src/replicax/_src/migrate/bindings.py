@@ -21,6 +21,8 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
+from replicax._src.migrate.table import standard
+
 Function: TypeAlias = cst.FunctionDef | cst.Lambda
 Chain: TypeAlias = cst.Name | cst.Attribute
 Import: TypeAlias = cst.Import | cst.ImportFrom
@@ -53,7 +55,7 @@ def canonical(dotted: str) -> str | None:
     """
     for prefix, written in _PREFIXES:
         if dotted == prefix or dotted.startswith(prefix + "."):
-            return written + dotted[len(prefix) :]
+            return standard(written + dotted[len(prefix) :])
     return None
 
 
@@ -64,6 +66,13 @@ def parts_of(node: cst.BaseExpression) -> list[cst.Name]:
         names.append(node.attr)
         node = node.value
     return [node, *reversed(names)] if isinstance(node, cst.Name) else []
+
+
+def names_in(target: cst.BaseExpression) -> list[str]:
+    """Returns the names that the target of a loop binds: ``a`` and ``b`` in ``for a, b in pairs``."""
+    if isinstance(target, cst.Tuple | cst.List):
+        return [name for element in target.elements for name in names_in(element.value)]
+    return [target.value] if isinstance(target, cst.Name) else []
 
 
 def text_of(node: cst.BaseExpression) -> str:

@@ -16,6 +16,9 @@ _SIGN: Final = "# replicax migrate:"
 _MORE: Final = "#   "
 _WIDTH: Final = 110
 
+# Rules of marks that speak of a whole module.
+ONCE: Final = frozenset({"int64"})
+
 # Statements, and parts of them, that can have a comment above them.
 Commented: TypeAlias = (
     cst.SimpleStatementLine | cst.FunctionDef | cst.ClassDef | cst.With | cst.For | cst.While | cst.If | cst.Try
@@ -57,7 +60,10 @@ class Comments:
         self._earlier = [mark for mark in _standing(source.code) if mark[1] != "ok"]
 
     def add(self, node: cst.CSTNode, rule: str, what: str, write: str = "") -> None:
-        """Marks the statement around a node, unless it has the mark or the user has silenced it."""
+        """Marks the statement around a node, unless it has the mark or the user has silenced it.
+
+        A mark of ``ONCE`` that stands anywhere in the module does not come again.
+        """
         statement = next(
             n for n in (node, *self._source.around(node)) if isinstance(n, Commented | cst.Module)
         )
@@ -66,7 +72,7 @@ class Comments:
         wanted = self._wanted.setdefault(statement, [])
         if "ok" in texts or any(mark.text == other.text for other in wanted):
             return
-        if mark.text in texts:
+        if mark.text in texts or (rule in ONCE and any(mark.text == text for _, text in self._earlier)):
             place = next(i for i, (_, text) in enumerate(self._earlier) if text == mark.text)
             line, _ = self._earlier.pop(place)
             mark = Mark(rule, what, write, line, is_new=False)

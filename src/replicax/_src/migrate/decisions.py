@@ -11,10 +11,10 @@ import libcst as cst
 
 from replicax._src.migrate import table
 from replicax._src.migrate.arguments import BindError
-from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, parts_of, text_of
+from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, names_in, parts_of, text_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
-from replicax._src.migrate.keras_changes import data_model, is_optimizer, renamed, suffixed_calls
+from replicax._src.migrate.keras_changes import data_model, is_in_layer, is_optimizer, renamed, suffixed_calls
 from replicax._src.migrate.keras_dropped import find_dropped
 from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
@@ -32,6 +32,8 @@ from replicax._src.migrate.values import (
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
+# Functions of Keras that take arrays only, and no variables of Keras.
+_LIKE: Final = ("tf.zeros_like", "tf.ones_like")
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 
 
@@ -82,6 +84,7 @@ class Decisions:
       texts: Keywords, methods and paths of files -> their names in Keras 3.
       wraps: Expression -> the template around it, in which {self} is the replacement of the expression itself.
       dropped: The arguments to remove.
+      keywords: Argument -> its keyword in Keras 3.
       taped: Tapes outside of steps, with the function that replaces their statements.
       freed: The names whose assignment is removed.
       used: The imports that are still used, including those of other modules.
@@ -109,6 +112,7 @@ class Decisions:
         for found in renamed(source):
             self._write(found.node, found.text)
         self.dropped: set[cst.CSTNode] = set()
+        self.keywords: dict[cst.CSTNode, str] = {}
         self.taped = [
             taped for taped in reach.taped_in(source) if not self.comments.is_ok(taped.statements[0])
         ]
@@ -116,15 +120,15 @@ class Decisions:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         self._write_suffixes()
-        if uses_keras:
-            self._drop()
-        else:
+        self._drop()
+        if not uses_keras:
             self._loop_over_arrays()
         Marker(source, reach).mark(self.comments)
 
     def roots(self) -> set[str]:
         """Returns the names of ``ROOTS`` that the new names begin with."""
-        templates = (filling.template for filling in self.fillings.values())
+        templates = [filling.template for filling in self.fillings.values()]
+        templates += ["jnp."] * any(form in text for text in templates for form in (":array}", ":operand}"))
         texts = [*self.names.values(), *templates, *self.wraps.values(), *["rx."] * bool(self.taped)]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
@@ -147,13 +151,15 @@ class Decisions:
             return self._rename(chain, name, "range")
         if found is None:
             if "." in name:
-                self._mark(chain, "unknown", f"the table has no row for {name}")
+                self._mark_kept(chain, "unknown", f"the table has no row for {name}")
             return self._keep(chain)
         if found.rows[0].kind != "keep" and self._is_kept_alias(chain, name):
             return self._keep(chain)
         call = self._source.parents[chain]
         rows: Sequence[Row] = [row for row in found.rows if not row.is_call]
         if isinstance(call, cst.Call) and call.func is chain:
+            if name == "tf.Variable" and is_in_layer(self._source, chain):
+                return self._decide_variable_of_layer(call, chain)
             in_data = data_model(self._source, call, self._in_data)
             if in_data:
                 return self._rename(chain, name, in_data)
@@ -202,7 +208,7 @@ class Decisions:
         target = row.bare(keras=self.uses_keras)
         if target is None or (rest and not target.replace(".", "").isidentifier()):
             template = row.template(keras=self.uses_keras)
-            self._mark(
+            self._mark_kept(
                 chain,
                 "argument",
                 f"{name} is passed on, not called",
@@ -230,12 +236,22 @@ class Decisions:
                     return self._keep(chain)
             return self._fill(call, row, name, bound)
         if not self._is_new_name(chain):
-            self._mark(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
+            self._mark_kept(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
         return self._keep(chain)
 
     def _remove(self, chain: Chain, name: str, statement: cst.Expr) -> None:
         self.removed.add(self._source.parents[statement])
         self.changes.append(Change(self._source.line_of(chain), name, ""))
+
+    def _decide_variable_of_layer(self, call: cst.Call, chain: Chain) -> None:
+        found = table.find("tf.Variable in a Keras layer")
+        assert found is not None
+        self._decide_call(call, chain, "tf.Variable", found.rows)
+        first = call.args[0] if call.args else None
+        is_typed = any(argument.keyword and argument.keyword.value == "dtype" for argument in call.args)
+        if first and isinstance(first.value, cst.Integer) and not is_typed:
+            what = "keras.Variable makes a float of an integer"
+            self._mark(chain, "integers", what, 'give dtype="int32" if it counts')
 
     def _keep_or_remove(self, chain: Chain, name: str, row: Row) -> None:
         call = self._source.parents[chain]
@@ -245,11 +261,7 @@ class Decisions:
         if row.kind == "remove" and isinstance(call, cst.Call) and isinstance(statement, cst.Expr):
             return self._remove(chain, name, statement)
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
-            bound = self._source.binding(parts_of(chain)[0])
-            if bound and canonical(bound.origin) == row.name:  # once for `import tensorflow.compat.v1 as tf`
-                self._mark(bound.statement, row.name, f"{row.name}: {row.why}", row.write)
-            else:
-                self._mark(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
+            self._mark_kept(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
         return self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:
@@ -285,8 +297,25 @@ class Decisions:
             taken = {match[2] for match in PLACEHOLDER.finditer(of_shapes)}
             if bound.arguments.keys() <= taken and any(is_shape(self._source, a.value) for a in node.args):
                 template = simplified(of_shapes, bound.arguments)
+        elif (
+            row.name in _LIKE
+            and self.uses_keras
+            and isinstance(node, cst.Call)
+            and self._may_be_variable(node)
+        ):
+            template = template.replace("{input}", "ops.convert_to_tensor({input})")
         self.fillings[node] = Filling(row, template, bound.arguments)
         self.changes.append(Change(self._source.line_of(node), name, template))
+
+    def _may_be_variable(self, call: cst.Call) -> bool:
+        """True if the first argument is an attribute, or a name of a loop: `for v in model.trainable_variables`."""
+        first = call.args[0].value
+        if isinstance(first, cst.Attribute):
+            return text_of(first).startswith("self.")
+        targets = (loop.target for loop in self._source.around(first) if isinstance(loop, cst.For))
+        comprehensions = (c.for_in for c in self._source.around(first) if isinstance(c, cst.BaseSimpleComp))
+        targets = [*targets, *(c.target for c in comprehensions)]
+        return isinstance(first, cst.Name) and any(first.value in names_in(target) for target in targets)
 
     def _in_step(self, node: cst.CSTNode) -> bool:
         return self._reach.is_step(self._source, node)
@@ -306,6 +335,13 @@ class Decisions:
 
     def _mark(self, node: cst.CSTNode, rule: str, what: str, write: str = "") -> None:
         self.comments.add(node, rule, what, write)
+
+    def _mark_kept(self, chain: Chain, rule: str, what: str, write: str = "") -> None:
+        """Marks a name that stays TensorFlow's."""
+        if self._reach.has_servers and not self._is_new_name(chain):
+            says = "until then each server imports TensorFlow and Keras besides JAX"
+            write = f"{write}; {says}" if write else says
+        self._mark(chain, rule, what, write)
 
     def _is_new_name(self, chain: Chain) -> bool:
         """True for ``keras.layers.Dense`` of ``import keras``, which may be migrated already."""
@@ -413,14 +449,23 @@ class Decisions:
         )
 
     def _drop(self) -> None:
-        """Marks names that Keras 3 does not have, and removes arguments that have no effect."""
-        for found in find_dropped(self._source):
-            if found.argument is None:
+        """Marks names and arguments that Keras 3 does not have; renames others, and removes those without effect."""
+        for found in find_dropped(self._source, uses_keras=self.uses_keras):
+            if found.what:
                 self._mark(found.node, "keras", found.what, found.write)
-            elif found.node not in self.fillings:
-                self.dropped.add(found.argument)
+            elif found.node in self.fillings:
+                continue
+            elif found.value is not None:
+                self.wraps[found.value] = found.template
+                self.changes.append(Change(self._source.line_of(found.value), "", found.template))
+            elif found.argument is not None:
                 text = self._source.tree.code_for_node(found.argument).rstrip(", \n")
-                self.changes.append(Change(self._source.line_of(found.argument), text, ""))
+                new = f"{found.keyword}=…" if found.keyword else ""
+                if found.keyword:
+                    self.keywords[found.argument] = found.keyword
+                else:
+                    self.dropped.add(found.argument)
+                self.changes.append(Change(self._source.line_of(found.argument), text, new))
 
     # Places where TensorFlow stays.
 

@@ -81,6 +81,10 @@ class File:
             }
         return self._line_after.get(line, line)
 
+    def codes(self) -> list[str]:
+        """Returns the new texts of its modules."""
+        return [new for _, _, new in self._texts]
+
     def diff(self) -> Iterator[str]:
         """Yields the lines of a unified diff; for a notebook, cell by cell."""
         if self.notebook is not None:

@@ -1,5 +1,4 @@
-"""Names that Keras 3 has changed on every backend: arguments, methods, and files, which end in ``.keras`` or
-``.weights.h5``.
+"""Names that Keras 3 has changed on every backend: methods, and files, which end in ``.keras`` or ``.weights.h5``.
 
 Names below ``tf.keras``, and methods of objects such as ``metric.reset_states()``, are rows of the table.
 """
@@ -17,13 +16,6 @@ import libcst as cst
 from replicax._src.migrate.bindings import Source, parts_of, text_of
 from replicax._src.migrate.imports import is_below
 
-# Names of the table -> keywords in calls of these, and of the names below them.
-_OF_OPTIMIZERS: Final = {"lr": "learning_rate"}
-_KEYWORDS: Final = MappingProxyType({"tf.keras.optimizers": _OF_OPTIMIZERS, "tf.optimizers": _OF_OPTIMIZERS})
-# Methods of any object -> keywords that exist only in Keras 2.
-_KEYWORDS_OF_METHODS: Final = MappingProxyType(
-    {"compile": {"experimental_steps_per_execution": "steps_per_execution"}}
-)
 # Methods that Keras calls -> their names in Keras 3.
 _METHODS: Final = MappingProxyType({"reset_states": "reset_state"})
 _MODELS: Final = (".keras", ".h5", ".hdf5")
@@ -35,13 +27,15 @@ _LOOKS_AT_FILES: Final = re.compile(
 )
 _FUNCTIONAL: Final = ("tf.keras.Model", "tf.keras.models.Model")
 _SEQUENTIAL: Final = ("tf.keras.Sequential", "tf.keras.models.Sequential")
+# Classes below these find the variables in their attributes.
+_WITH_VARIABLES: Final = ("tf.keras.layers", "tf.keras.metrics", *_FUNCTIONAL, *_SEQUENTIAL)
 _CHECKPOINT: Final = "tf.keras.callbacks.ModelCheckpoint"
 
 
 @final
 @dataclass(frozen=True)
 class Renamed:
-    """A keyword, a method's name, or the path of a file, that differs in Keras 3.
+    """The name of a method that differs in Keras 3.
 
     Attributes:
       node: The node.
@@ -53,34 +47,37 @@ class Renamed:
 
 
 def renamed(source: Source) -> Iterator[Renamed]:
-    """Yields the keywords, and the methods of the program's own classes, that have another name in Keras 3."""
+    """Yields the methods of the program's own classes that have another name in Keras 3."""
     for call in source.calls:
-        name = source.dotted(call.func)
-        keywords = {
-            old: new
-            for above, names in _KEYWORDS.items()
-            if is_below(name, above)
-            for old, new in names.items()
-        }
-        if isinstance(call.func, cst.Attribute) and name is None:
-            keywords |= _KEYWORDS_OF_METHODS.get(call.func.attr.value, {})
-        for keyword in (argument.keyword for argument in call.args if argument.keyword):
-            if keyword.value in keywords:
-                yield Renamed(keyword, keywords[keyword.value])
         if isinstance(call.func, cst.Attribute) and call.func.attr.value in _METHODS:
             own = source.definition(call.func)
             class_of = own.source.class_around(own.node) if own else None
-            if own and class_of and _is_below_keras(own.source, class_of):
+            if own and class_of and is_below_keras(own.source, class_of):
                 yield Renamed(call.func.attr, _METHODS[call.func.attr.value])
     for class_ in source.classes:
-        if _is_below_keras(source, class_):
+        if is_below_keras(source, class_):
             for method in class_.body.body:
                 if isinstance(method, cst.FunctionDef) and method.name.value in _METHODS:
                     yield Renamed(method.name, _METHODS[method.name.value])
 
 
-def _is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
+def is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
+    """True for a class below one of Keras."""
     return any(is_below(base, "tf.keras") for base in source.bases(class_))
+
+
+def is_in_layer(source: Source, node: cst.CSTNode) -> bool:
+    """True in a class of the program that is a layer, a model or a metric of Keras."""
+    around = source.class_around(node)
+    return around is not None and any(is_below(base, *_WITH_VARIABLES) for base in source.bases(around))
+
+
+def is_model(source: Source, node: cst.BaseExpression) -> bool:
+    """True for an object made as a model of Keras, and for one that the program compiles or fits."""
+    made = (value.func for value in source.values(node) if isinstance(value, cst.Call))
+    return is_of_keras_by_use(source, node) or any(
+        source.dotted(function) in _FUNCTIONAL + _SEQUENTIAL for function in made
+    )
 
 
 def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:

@@ -59,6 +59,7 @@ class Marker:
             self._mean_of_losses,
             self._mean_of_integers,
             self._keras_loss,
+            self._outputs,
             self._side_effect,
             self._scope,
             self._int64,
@@ -152,6 +153,30 @@ class Marker:
                         "this loss takes the mean over the rows of one replica",
                         "give it reduction=None, and write rx.nn.compute_average_loss(losses) in the step",
                     )
+
+    def _outputs(self) -> Iterator[Found]:
+        """Finds a model with several outputs that gives one of them to its compiled loss or metrics."""
+        for call in self._source.calls:
+            owner = text_of(call.func.value) if isinstance(call.func, cst.Attribute) else ""
+            is_loss = text_of(call.func) == "self.compiled_loss"
+            if not is_loss and not (
+                owner == "self.compiled_metrics" and text_of(call.func).endswith("update_state")
+            ):
+                continue
+            around = self._source.class_around(call)
+            method = self._source.member(around, "call") if around else None
+            returned = (
+                s.value
+                for s in self._source.statements
+                if isinstance(s, cst.Return) and method and self._source.owners[s] is method.node
+            )
+            if any(isinstance(value, cst.Tuple) for value in returned):
+                yield (
+                    call,
+                    "keras",
+                    "before the first step, Keras 3 gives all outputs of call to the loss and the metrics of compile",
+                    "override compute_loss and compute_metrics, and take y_pred[0] there if y_pred is a tuple",
+                )
 
     def _side_effect(self) -> Iterator[Found]:
         """Finds side effects where TensorFlow ran a replica function eagerly. In a tf.function they happened once,

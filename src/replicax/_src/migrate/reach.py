@@ -25,12 +25,11 @@ _DATASET_METHODS: Final = frozenset(
     | {"reduce", "bucket_by_sequence_length", "parallel_interleave", "map_and_batch", "rejection_resample"}
 )
 # Functions that take a function that makes a dataset.
-_DATASET_MAKERS: Final = frozenset(
+DATASET_MAKERS: Final = frozenset(
     {
         "distribute_datasets_from_function",
         "experimental_distribute_datasets_from_function",
         "create_per_worker_dataset",
-        "make_dataset_iterator_from_function",
         "make_input_fn_iterator",
         "DatasetCreator",
     }
@@ -48,7 +47,7 @@ _GIVES_TENSORS: Final = re.compile(r"tf\.(io\.(?!gfile)|strings|audio|ragged|spa
 _NO_TENSORS: Final = frozenset(
     {"numpy", "shape", "dtype", "ndim", "as_list", "item", "tolist", "name", "device"}
 )
-_STEP_METHODS: Final = frozenset(
+STEP_METHODS: Final = frozenset(
     {"run", "experimental_run_v2", "call_for_each_replica", "merge_call", "schedule", "value_and_grad"}
 )
 # Decorators of TensorFlow, replicax and JAX that make a step of a function.
@@ -56,7 +55,11 @@ STEP_DECORATORS: Final = frozenset(
     {"tf.function", "tf.custom_gradient", "tf.recompute_grad", "tf.autograph.experimental.do_not_convert"}
 )
 _MIGRATED_DECORATORS: Final = frozenset({"replicax.function", "jax.jit", "jax.custom_vjp"})
-_STEP_BASES: Final = ("tf.keras.", "tf.Module", "tf.nn.", "tf.optimizers.", "tf.losses.", "tf.metrics.")
+STEP_BASES: Final = ("tf.keras.", "tf.Module", "tf.nn.", "tf.optimizers.", "tf.losses.", "tf.metrics.")
+# Names that start servers, or connect to them.
+_SERVERS: Final = re.compile(
+    r"(tf\.distribute|replicax)\.(experimental\.)?(Server|ParameterServerStrategy|coordinator\.ClusterCoordinator)"
+)
 _NOT_IN_STEP: Final = frozenset({"__init__", "build", "get_config", "from_config", "__repr__", "summary"})
 _CALLBACKS: Final = ("tf.keras.callbacks.", "tf.keras.utils.")
 
@@ -72,10 +75,16 @@ class Reach:
       replica: Functions of ``step`` that ``strategy.run`` or a coordinator's function runs.
       differentiated: Calls whose result is part of a tape's gradient target.
       taped: Functions of ``step`` that a tape outside of steps records.
+      has_servers: True if the program has parameter servers, whose processes run its imports, too.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.has_servers = any(
+            _SERVERS.fullmatch(source.dotted(chain) or source.full_name(chain) or "")
+            for source in program.sources
+            for chain in source.chains
+        )
         self._edges: dict[Function, set[Function]] = {}
         self._data_arguments: set[cst.CSTNode] = set()
         self._callers = self._find_callers()
@@ -89,11 +98,11 @@ class Reach:
                 method = call.func.attr.value if isinstance(call.func, cst.Attribute) else text_of(call.func)
                 given = [argument.value for argument in call.args]
                 is_method = method in _DATASET_METHODS and self._may_be_dataset(source, call)
-                if is_method or method in _DATASET_MAKERS:
+                if is_method or method in DATASET_MAKERS:
                     data.update(self._mark_data(source, given))
                 elif source.dotted(call.func) in STEP_DECORATORS and given:
                     steps.update(self._functions(source, given[0]))
-                elif method in _STEP_METHODS and given and not source.full_name(call.func):
+                elif method in STEP_METHODS and given and not source.full_name(call.func):
                     replicas.update(self._functions(source, given[0]))
                 elif method == "compile":
                     steps.update(self._compiled(source, call))
@@ -267,7 +276,7 @@ class Reach:
     def _methods_of_keras(self, source: Source) -> Iterator[Function]:
         """Yields methods of layers, models, losses and metrics, except those that Keras calls outside of a step."""
         for class_ in source.classes:
-            bases = [base for base in source.bases(class_) if base.startswith(_STEP_BASES)]
+            bases = [base for base in source.bases(class_) if base.startswith(STEP_BASES)]
             if not bases or all(base.startswith(_CALLBACKS) for base in bases):
                 continue
             for statement in class_.body.body:

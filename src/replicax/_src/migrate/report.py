@@ -10,6 +10,7 @@ from typing import Any
 
 from replicax._src.migrate.files import File
 from replicax._src.migrate.marks import RULES
+from replicax._src.migrate.packages import packages_of
 
 
 def facts(files: Sequence[File]) -> dict[str, Any]:
@@ -18,6 +19,7 @@ def facts(files: Sequence[File]) -> dict[str, Any]:
         "files": len(files),
         "files_changed": sum(file.new != file.old for file in files),
         "names_changed": sum(len(file.changes) for file in files),
+        "packages": packages_of(code for file in files for code in file.codes()),
         "marks": dict(Counter(mark.rule for file in files for mark in file.marks).most_common()),
         "failures": [{"file": str(file.path), "why": file.failure} for file in files if file.failure],
         "to_look_at": [
@@ -54,6 +56,8 @@ def _markdown(found: dict[str, Any]) -> str:
         f"{found['files_changed']} of {found['files']} files changed, {found['names_changed']} names. "
         f"{len(found['to_look_at'])} places to look at, {len(found['failures'])} files left alone.",
     ]
+    if found["packages"]:
+        lines += ["", f"The program needs `pip install {' '.join(found['packages'])}` besides replicax."]
     if found["failures"]:
         lines += ["", "## Left alone", ""]
         lines += [f"- `{failure['file']}`: {failure['why']}" for failure in found["failures"]]

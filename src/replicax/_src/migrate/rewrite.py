@@ -49,6 +49,7 @@ class Rewriter(cst.CSTTransformer):
             *decisions.texts,
             *decisions.wraps,
             *decisions.dropped,
+            *decisions.keywords,
             *self._taped,
             *decisions.removed,
             *decisions.comments.statements(),
@@ -77,6 +78,8 @@ class Rewriter(cst.CSTTransformer):
             comments = [c.value for c in m.findall(updated_node, m.Comment()) if isinstance(c, cst.Comment)]
             self._lifted += [comment for comment in comments if comment not in code]
             return new
+        if original_node in self._decisions.keywords:
+            return self._with_keyword(updated_node, self._decisions.keywords[original_node])
         if isinstance(original_node, cst.Call) and self._decisions.dropped.intersection(original_node.args):
             return self._without_dropped(original_node, updated_node)
         if original_node in self._decisions.texts:
@@ -196,6 +199,8 @@ class Rewriter(cst.CSTTransformer):
         texts |= {name: () for name in filling.arguments if name not in texts}
         if isinstance(updated.func, cst.Attribute):
             texts["self"] = self._code(updated.func.value)
+            if isinstance(updated.func.value, cst.Attribute):
+                texts["owner"] = self._code(updated.func.value.value)
         return cst.parse_expression(fill(template, texts))
 
     def _by_parameter(self, row: Row, arguments: Sequence[cst.Arg]) -> dict[str, list[cst.Arg]]:
@@ -205,7 +210,7 @@ class Rewriter(cst.CSTTransformer):
         found: dict[str, list[cst.Arg]] = {}
         for place, argument in enumerate(arguments):
             if argument.keyword:
-                found[argument.keyword.value] = [argument]
+                found[row.parameter(argument.keyword.value)] = [argument]
             elif place < len(places):
                 found[places[place]] = [argument]
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,10 @@ from replicax._src.migrate.arguments import Arguments, BindError, Parameter, bou
 from replicax._src.migrate.templates import PLACEHOLDER, as_names, dotted, given_name, simplified
 
 TABLE: Final = Path(__file__).with_name("names.toml")
+# Names of tf.compat.v1 and of TensorFlow 1 -> names of TensorFlow 2; tools/tensorflow_1_names.py makes the file.
+TENSORFLOW_1: Final = Path(__file__).with_name("tensorflow_1.json")
+# Modules that are other names of one of tf.keras.
+_OF_KERAS: Final = re.compile(r"^tf\.(losses|metrics|optimizers|initializers)(?=\.|$)")
 
 # A name that templates begin with -> the import that binds it.
 ROOTS: Final = MappingProxyType(
@@ -34,11 +39,24 @@ ROOTS: Final = MappingProxyType(
         "optax": "import optax",
         "contextlib": "import contextlib",
         "tf": "import tensorflow as tf",
+        "logging": "import logging",
         "seed_generator": "seed_generator = keras.random.SeedGenerator(seed=0)",
     }
 )
 # The root that no import binds: the generator of a module's random numbers.
 RANDOM: Final = "seed_generator"
+# Keywords of TensorFlow 1 -> of TensorFlow 2.
+_OLD_KEYWORDS: Final = MappingProxyType(
+    {
+        "keep_dims": "keepdims",
+        "reduction_indices": "axis",
+        "squeeze_dims": "axis",
+        "dimension": "axis",
+        "dim": "axis",
+        "filter": "filters",
+        "value": "input",
+    }
+)
 # Arguments that every function of TensorFlow has and that have no effect here.
 IGNORED: Final = frozenset({"name"})
 
@@ -92,6 +110,12 @@ class Row:
     def is_call(self) -> bool:
         return self.parameters is not None
 
+    def parameter(self, keyword: str) -> str:
+        """Returns the name of the parameter for a keyword, which may be TensorFlow 1's."""
+        names = [parameter.name for parameter in self.parameters or ()]
+        new = _OLD_KEYWORDS.get(keyword, "")
+        return new if keyword not in names and new in names else keyword
+
     def action(self, *, keras: bool, step: bool = False) -> Kind:
         """Returns what happens to the name in a file, in a step or outside of steps."""
         if self.kind in ("mark", "remove"):
@@ -106,7 +130,9 @@ class Row:
         """Returns the template for a file, with ``xp`` resolved."""
         chosen = (step and self.in_step) or (self.with_keras if keras else self.without_keras)
         if keras:
-            chosen = chosen.replace(":array", "")  # keras.ops takes lists
+            chosen = chosen.replace(":array", "").replace(
+                ":operand", ""
+            )  # keras.ops takes lists and variables
         return re.sub(r"\bxp\.", "ops." if keras else "jnp.", chosen)
 
     def bare(self, *, keras: bool) -> str | None:
@@ -144,6 +170,7 @@ class Row:
           BindError: The row is not for this call.
         """
         parameters = self.parameters or ()
+        keywords = {self.parameter(keyword): text for keyword, text in keywords.items()}
         bound = dict(bound_to(parameters, positional, keywords))
         for name, text in self.when.items():
             default = next((p.default for p in parameters if p.name == name), None)
@@ -220,12 +247,34 @@ def _by_name() -> Mapping[str, tuple[Row, ...]]:
     return found
 
 
+@functools.cache
+def _tensorflow_1() -> Mapping[str, str]:
+    return json.loads(TENSORFLOW_1.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def standard(name: str) -> str:
+    """Returns the name of an object in the table: ``tf.keras.losses.MSE`` for ``tf.losses.MSE``.
+
+    ``tf.compat.v2.x`` is ``tf.x``, and so is ``tf.compat.v1.x`` where both mean the same.
+    """
+    name = re.sub(r"^tf\.compat\.v2\.", "tf.", name)
+    if name in _by_name():
+        return name
+    parts = re.sub(r"^tf\.(compat\.v1\.)?", "", name).split(".")
+    for length in range(len(parts), 0, -1):
+        found = _tensorflow_1().get(".".join(parts[:length]))
+        if found is not None:
+            return ".".join(["tf", found, *parts[length:]])
+    return _OF_KERAS.sub(r"tf.keras.\1", name)
+
+
 def find(name: str) -> Found | None:
     """Returns the rows of a name, or of the longest prefix that is not a function; None if there is none.
 
-    ``tf.compat.v2.x`` is ``tf.x``. Methods are found as ``.numpy``.
+    Methods are found as ``.numpy``.
     """
-    name = re.sub(r"^tf\.compat\.v2\.", "tf.", name)
+    name = standard(name)
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         above = ".".join(parts[:length])

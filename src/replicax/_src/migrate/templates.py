@@ -5,7 +5,8 @@ A template is an expression with placeholders: ``xp.mean({input_tensor:array}, a
 - ``{axis}`` is the argument as written. If it was not given, the template's call leaves out that argument.
 - ``{axis|0}`` is ``0`` if the argument was not given.
 - ``{axis:axes}`` is the argument in another form: see ``FORMS``.
-- ``{*inputs}`` are all arguments of ``*inputs``. ``{self}`` is the object, in a row of a method.
+- ``{*inputs}`` are all arguments of ``*inputs``. ``{self}`` is the object, in a row of a method; ``{owner}`` is the
+  object that has it as an attribute.
 - ``xp`` is ``keras.ops`` in a file that uses Keras, ``jax.numpy`` otherwise; ``table.ROOTS`` has the other names.
 """
 

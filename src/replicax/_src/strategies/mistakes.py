@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.options import RunOptions
@@ -13,6 +14,9 @@ from replicax._src.tracing.key import name_of, unwrap
 
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
+
+# Names of TensorFlow's that a strategy does not have -> its own. `replicax migrate` writes these.
+RENAMED: Final = MappingProxyType({"experimental_run_v2": "run"})
 
 
 def check_arguments(method: str, fn: Any, args: Any, kwargs: Any, options: Any) -> None:
@@ -82,7 +86,7 @@ def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
     """Returns the error for a public name that a strategy does not have. It names the one that was probably meant."""
     extended = {each: f"extended.{each}" for each in dir(strategy.extended)}
-    names = {**extended, **{each: each for each in dir(type(strategy))}, "experimental_run_v2": "run"}
+    names = {**extended, **{each: each for each in dir(type(strategy))}, **RENAMED}
     close = difflib.get_close_matches(name, [each for each in names if not each.startswith("_")], n=1)
     hint = f" Did you mean strategy.{names[close[0]]}?" if close else ""
     # With ``obj`` Python would add its own suggestion, which is a different one for experimental_run_v2.
