@@ -14,6 +14,16 @@ import replicax as rx
 from checks import path_of_programs, xla_flags
 from page_listings import check_listings
 
+# Keras Tuner's own: names of threading, and a new optimizer for the weights of the best model.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "currentThread",
+        "getName",
+        "Skipping variable loading for optimizer",
+        "__array__ implementation",
+    )
+]
 ROOT = Path(__file__).parents[2]
 ROWS = 101  # batches of 32 leave 5
 FEATURES = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
