@@ -1,6 +1,5 @@
 """The ``python`` listings of a page, and how they run: one session, in a process of its own."""
 
-import os
 import re
 import subprocess
 import sys
