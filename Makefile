@@ -62,7 +62,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines fuzz docs docs-serve lint format bench clean
+.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines fuzz pages docs docs-serve lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -79,6 +79,7 @@ help:
 	@echo "make test-engines  run the tests on Slurm, Ray, Open MPI and manifests for Kubernetes (tests/engines); as root it installs"
 	@echo "                Debian's packages of Slurm and Open MPI where they are missing"
 	@echo "make fuzz       compare operations that mix rows on several devices with one device in float64 (an hour)"
+	@echo "make pages      fill the parts of pages that come from the code, and write the notebooks (docs/generate.py)"
 	@echo "make docs       build the site into $(DOCS_BUILD)/html; warnings are errors"
 	@echo "make docs-serve show it on http://127.0.0.1:$(DOCS_PORT)"
 	@echo "make lint       check the format, lint, check the types"
@@ -160,6 +161,10 @@ docs: $(DOCS_STAMP)
 	@echo "docs: sphinx-build docs $(DOCS_BUILD)/html"
 	@$(DOCS_VENV)/bin/python -m sphinx -q -E -W --keep-going -d $(DOCS_BUILD)/doctrees docs $(DOCS_BUILD)/html
 	@echo "docs: built $(DOCS_BUILD)/html/index.html; make docs-serve shows it"
+
+# The parts of pages that come from the code, and the notebooks. A test fails if a page is not current.
+pages: $(STAMP)
+	@$(BIN)/python docs/generate.py
 
 docs-serve: docs
 	@echo "docs-serve: http://127.0.0.1:$(DOCS_PORT), until Ctrl-C; another port: make DOCS_PORT=8001 docs-serve"

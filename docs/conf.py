@@ -10,21 +10,21 @@ import sys
 # Before Keras or JAX is imported, here and in the kernels of the notebooks, which inherit the environment.
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["REPLICAX_DOCS_BUILD"] = "1"
 
 DOCS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(DOCS / "extensions"))
 
 import importlib.metadata  # noqa: E402
 
+from replicax._src import home  # noqa: E402
+
 project = "replicax"
 author = "The replicax authors"
 copyright = author
 version = release = importlib.metadata.version("replicax")
 
-# The two addresses that pages name; README.md has them too, because it must stand alone on a package index.
-repository_url = "https://github.com/replicax/replicax"
-html_baseurl = "https://replicax.readthedocs.io/"
+repository_url = home.REPOSITORY
+html_baseurl = f"{home.SITE}/" if home.SITE else ""
 
 extensions = [
     "myst_nb",
@@ -33,12 +33,11 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
-    "public_names",  # this one and the next three: docs/extensions
-    "command_help",
-    "migration_table",
+    "public_names",  # this one and the next two: docs/extensions
+    "raw_pages",
     "repository_links",
 ]
-exclude_patterns = ["extensions", "pictures", "_templates"]
+exclude_patterns = ["extensions", "pictures", "_templates", "**.ipynb"]  # notebooks: made from their pages
 templates_path = ["_templates"]
 source_suffix = {".md": "myst-nb"}
 root_doc = "index"
@@ -58,6 +57,7 @@ myst_heading_anchors = 4  # pages link to headings, as on GitHub: page.md#headin
 myst_links_external_new_tab = False
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(DOCS.parent / "build" / "docs" / "notebooks")
+nb_execution_in_temp = True  # cells write files
 nb_execution_raise_on_error = True
 nb_execution_timeout = 240  # seconds for a cell
 nb_execution_show_tb = True
@@ -122,7 +122,9 @@ html_theme_options = {
     "footer_end": [],
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
-    "icon_links": [{"name": "Source code", "url": repository_url, "icon": "fa-brands fa-github"}],
+    "icon_links": [{"name": "Source code", "url": repository_url, "icon": "fa-brands fa-github"}]
+    if repository_url
+    else [],
 }
 html_sidebars = {"index": [], "comparison": []}  # pages without others beside them
 html_context = {"default_mode": "auto"}

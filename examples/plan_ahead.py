@@ -1,7 +1,7 @@
 """Plans what a training step needs on hardware that is not here: TPUs, GPUs, or more devices of this machine.
 
 The step is compiled for each topology, but not run, and nothing of the model's size is allocated. Plans for
-TPUs and GPUs need their compilers (pip install 'replicax[plan-tpu,plan-gpu]') and, for GPUs,
+TPUs and GPUs need their compilers (in the source's folder: pip install '.[plan-tpu,plan-gpu]') and, for GPUs,
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before Python starts. Without these it plans for this machine.
 """
 

@@ -12,7 +12,7 @@ python examples/small_gpt.py
 python examples/small_gpt.py train --devices-per-replica 2 --directory training   # one training
 replicax plan --topology h100:32x8 --global-batch 256 examples/small_gpt.py train --size 7b --devices-per-replica 4
 
-Plans need pip install 'replicax[plan-gpu,plan-tpu]', and some minutes.
+Plans need their compilers (in the source's folder: pip install '.[plan-gpu,plan-tpu]'), and some minutes.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def show():
         print(f"{epoch:5}", *(f"{losses.get(epoch, ''):>15}" for losses in columns.values()))
     for topology, compiler in PLANS.items():
         if importlib.util.find_spec(compiler) is None:
-            print(f"no plan for {topology}: pip install 'replicax[plan-gpu,plan-tpu]'")
+            print(f"no plan for {topology}; in the source's folder: pip install '.[plan-gpu,plan-tpu]'")
             continue
         options = ["--topology", topology, "--global-batch", "256", __file__, "train"]
         command = [

@@ -15,7 +15,7 @@ def test_the_packages_to_install_come_first():
     assert nothing.version is None
     error = missing_extra("This", "plan-tpu", advice="That needs nothing.")
     assert str(error) == (
-        "This needs libtpu, which is not installed. Run: pip install libtpu (the extra replicax[plan-tpu]). "
+        "This needs libtpu, which is not installed. Run: pip install libtpu (the extra plan-tpu). "
         "That needs nothing."
     )
 
@@ -23,7 +23,7 @@ def test_the_packages_to_install_come_first():
 def test_only_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     assert [package.name for package in missing_packages("ps")] == ["xxhash"]
-    assert "pip install xxhash (the extra replicax[ps])" in str(missing_extra("This", "ps"))
+    assert "pip install xxhash (the extra ps)" in str(missing_extra("This", "ps"))
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     text = str(missing_extra("This", "ps"))
     assert text.startswith(
@@ -51,7 +51,7 @@ def test_a_plan_asks_for_its_compiler(monkeypatch, kind):
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     hardware = hardware_of({"tpu": "v5e:2x4", "gpu": "h100:1x8"}[kind])
-    says = ["needs " + EXTRAS[f"plan-{kind}"][0].name, "Run: pip install ", f"replicax[plan-{kind}]", "cpu:8"]
+    says = ["needs " + EXTRAS[f"plan-{kind}"][0].name, "Run: pip install ", f"the extra plan-{kind}", "cpu:8"]
     message(rx.errors.MissingExtraError, lambda: check_extra(hardware), *says)
     check_extra(hardware_of("cpu:8"))
 
@@ -84,4 +84,4 @@ def test_each_use_names_its_package_first():
     lines = in_a_process_of_its_own(program, "-W", "error").splitlines()
     for line, (use, (packages, extra)) in zip(lines, USES.items(), strict=True):
         assert f"needs {packages}, which" in line, use
-        assert f"Run: pip install {packages.replace(' and', '')} (the extra replicax[{extra}])" in line, use
+        assert f"Run: pip install {packages.replace(' and', '')} (the extra {extra})" in line, use

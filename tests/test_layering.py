@@ -15,7 +15,7 @@ PRIVATE = PACKAGE / "_src"
 # The folders of src/replicax/_src, and the files beside them, from the floor up. A file imports from its own row and
 # from those below; for type checkers it may import anything.
 LAYERS = (
-    "errors options version dtypes extras user_code tracebacks narrowing keras_backend keras_import program_guard "
+    "errors options version dtypes extras user_code tracebacks home narrowing keras_backend keras_import program_guard "
     "coordination jax_compat_names jax_compat drawing file_access strict_json",
     "migrate public_names",
     "wire",

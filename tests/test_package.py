@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 import replicax as rx
+from replicax._src import home
 from replicax._src.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HATCH_BUILD = runpy.run_path(str(ROOT / "hatch_build.py"))
 ELSEWHERE = re.compile(r"https?://|mailto:|#")
 
 
@@ -75,16 +77,30 @@ def test_the_metadata(metadata):
     assert metadata["Version"] == rx.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"]
-    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
-    assert {"Homepage", "Documentation", "Source", "Changelog", "Issues"} <= set(urls)
-    assert all(url.startswith("https://") for url in urls.values())
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", ()))
+    assert urls == HATCH_BUILD["urls"](home.REPOSITORY, home.SITE)
     kinds = {classifier.partition(" :: ")[0] for classifier in metadata.get_all("Classifier")}
     assert {"Operating System", "Framework", "Programming Language", "Development Status"} <= kinds
 
 
+def test_addresses_are_those_of_the_public_home():
+    urls = HATCH_BUILD["urls"]
+    assert urls("", "") == {}
+    full = urls("https://example.com/r", "https://docs.example.com")
+    assert {"Homepage", "Documentation", "Source", "Changelog", "Issues"} <= set(full)
+    assert all(url.startswith("https://") for url in full.values())
+
+
+def test_without_a_public_home_links_to_files_are_their_names():
+    named = HATCH_BUILD["with_named_files"]
+    assert named("See [a `b`](docs/c.md#d), [e](./f.py).") == "See a `b` (docs/c.md), e (f.py)."
+    for text in ("[a](https://b/c.md)", "[a](#b)", "```md\n[a](b.md)\n```", "![a](b.png)"):
+        assert named(text) == text
+
+
 @pytest.mark.rest
 def test_links_in_code_stay_and_each_picture_of_a_set_is_found():
-    rewrite = runpy.run_path(str(ROOT / "hatch_build.py"))["with_absolute_links"]
+    rewrite = HATCH_BUILD["with_absolute_links"]
     at = "https://example.com/r"
     fenced = "".join(f"{fence}md\n[a](b.md)\n{fence}\n" for fence in ("```", "~~~"))
     assert rewrite(fenced + "`[a](b.md)`", at, "main") == fenced + "`[a](b.md)`"
@@ -98,16 +114,13 @@ def test_links_in_code_stay_and_each_picture_of_a_set_is_found():
 
 
 def test_links_of_the_readme_work_on_the_package_index(metadata):
-    """Links to files of the repository lead into it, and to existing files."""
+    """Links to files lead into the public repository; while there is none, the text names the files instead."""
     assert metadata["Description-Content-Type"] == "text/markdown"
     text = re.sub(r"^```.*?^```", "", metadata.get_payload(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href|srcset)="([^"]+)', text)
     targets += re.findall(r"^\[[^\]]+\]: *(\S+)", text, re.MULTILINE)
     assert targets
     assert not [target for target in targets if not ELSEWHERE.match(target)]
-    repository = PROJECT["urls"]["Source"]
-    paths = [re.match(rf"{re.escape(repository)}/(?:blob|raw)/[^/]+/([^#]+)", target) for target in targets]
-    assert not [path[1] for path in paths if path and not (ROOT / path[1]).exists()]
     headings = [line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("#")]
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert {target[1:] for target in targets if target.startswith("#")} <= anchors

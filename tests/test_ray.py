@@ -36,7 +36,9 @@ def test_each_use_says_how_to_get_ray():
     }
     assert list(uses) == rx.ray.__all__
     for name, use in uses.items():
-        says = f"rx.ray.{name} needs ray, which is not installed. Run: pip install ray[train] (the extra replicax[ray])."
+        says = (
+            f'rx.ray.{name} needs ray, which is not installed. Run: pip install "ray[train]" (the extra ray).'
+        )
         message(rx.errors.MissingExtraError, use, says)
 
 

@@ -8,6 +8,7 @@ not to wait.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replicax._src.home import install_command
 from replicax._src.keras_import import explain_failing_import
 from replicax._src.public_names import missing_name, publish, publish_all, publish_loaded
 from replicax._src.version import __version__ as __version__
@@ -253,8 +254,8 @@ def _imported(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name in ("jax", "jaxlib", "numpy"):
             error.add_note(
-                f"replicax needs {error.name}, which is not installed. Run: pip install jax (for NVIDIA GPUs: "
-                'pip install "jax[cuda13]"; for TPUs: pip install "jax[tpu]").'
+                f"replicax needs {error.name}, which is not installed. Run: {install_command('jax')} (for NVIDIA GPUs: "
+                f"{install_command('jax[cuda13]')}; for TPUs: {install_command('jax[tpu]')})."
             )
         raise
 

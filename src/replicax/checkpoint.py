@@ -1,4 +1,4 @@
-"""What is around ``rx.Checkpoint`` and ``rx.CheckpointManager``. See ``docs/reference/checkpoints.md``."""
+"""What is around ``rx.Checkpoint`` and ``rx.CheckpointManager``. In the source: ``docs/reference/checkpoints.md``."""
 
 from replicax._src.checkpoint.directory import latest_checkpoint
 from replicax._src.checkpoint.errors import (

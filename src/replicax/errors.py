@@ -1,4 +1,4 @@
-"""Every exception that replicax raises on purpose: ``rx.errors``. See ``docs/reference/errors.md``."""
+"""Every exception that replicax raises on purpose: ``rx.errors``. ``docs/reference/errors.md`` explains each."""
 
 from replicax._src.checkpoint.errors import (
     CheckpointError,

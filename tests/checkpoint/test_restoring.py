@@ -172,6 +172,17 @@ def test_per_replica_values_are_restored(aggregation, dtype, values, on_two, on_
             assert bits(components(v)) == bits(np.asarray(wanted, dtype).tolist())
 
 
+@pytest.mark.parametrize("aggregation", ["sum", "mean"])
+def test_restored_values_differ_by_rounding_only_on_other_numbers_of_replicas(aggregation, saved):
+    """A sum is added in another order when it is saved than when it is read; a mean of R equal values is rounded again."""
+    for num_saved, num_restored in ((2, 8), (3, 1), (8, 3)):
+        values = np.random.default_rng(num_saved).uniform(1, 2, size=num_saved)
+        before = on_read(mirrored(num_saved), aggregation, "float32", values)
+        v = on_read(mirrored(num_restored), aggregation, "float32")
+        rx.Checkpoint(v=v).restore(saved(v=before)).assert_consumed()
+        np.testing.assert_array_max_ulp(np.asarray(v.numpy()), np.asarray(before.numpy()), maxulp=2)
+
+
 # --- shards ------------------------------------------------------------------------------------------------
 
 

@@ -244,7 +244,7 @@ def test_missing_compiler_is_reported_before_the_script_runs(tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     done = plan(tmp_path, "print('begun', flush=True)", "--topology", "v5e:2x4")
     assert done.returncode == 1
-    assert "replicax[plan-tpu]" in done.stderr
+    assert "the extra plan-tpu" in done.stderr
     assert "begun" not in done.stderr
 
 

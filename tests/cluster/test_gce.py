@@ -137,7 +137,7 @@ def test_without_the_packages(monkeypatch):
         errors.MissingExtraError,
         lambda: GCEClusterResolver(**GROUP, port=1),
         "GCEClusterResolver needs google-api-python-client, which is not installed.",
-        "pip install google-api-python-client (the extra replicax[gce])",
+        "pip install google-api-python-client (the extra gce)",
     )
 
 

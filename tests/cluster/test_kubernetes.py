@@ -153,7 +153,7 @@ def test_without_the_package(monkeypatch):
         errors.MissingExtraError,
         KubernetesClusterResolver,
         "KubernetesClusterResolver needs kubernetes, which is not installed. Run: pip install kubernetes (",
-        "replicax[k8s]",
+        "the extra k8s",
     )
     assert issubclass(errors.MissingExtraError, ImportError)  # TensorFlow's
 

@@ -2,7 +2,7 @@
 
 A page is read as a person would read it: its ``python`` listings are one session, and the ``text`` after a listing is
 its output. Pages with ``bash`` listings too are programs in files and commands, which test_pages_of_files.py runs; the
-build of the site runs the cells of notebooks (``{code-cell}``).
+build of the site runs the listings of tutorials.
 """
 
 import json
@@ -15,13 +15,11 @@ import sys
 import pytest
 
 from checks import path_of_programs, xla_flags
+from page_listings import LIMIT_S, LISTING, check_listings
 
 ROOT = pathlib.Path(__file__).parents[2]
-LISTING = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 COMMAND = re.compile(r"^```bash$", re.MULTILINE)
 TRACKERS = pathlib.Path(__file__).with_name("trackers")  # W&B and MLflow, without the network
-SEPARATOR = "=== end of listing ==="
-LIMIT_S = 240
 
 # Listings that show parts of a program: each is compiled, but not run.
 PARTS = {
@@ -31,37 +29,22 @@ PARTS = {
     "docs/how_to/submitit.md",
     "docs/how_to/ray.md",
     "docs/how_to/ray_parameter_servers.md",
+    # tests/peers runs these, with the packages.
+    "docs/how_to/keras_tuner.md",
+    "docs/how_to/optuna.md",
     "docs/reference/clusters.md",
     "docs/reference/parameter_servers.md",
     "docs/reference/plans.md",
     "docs/migrating_from_tensorflow.md",
 }
 
-# Runs the listings of one page one after the other, as a person would in one session.
-RUNNER = """
-import os, sys
-os.environ["KERAS_BACKEND"] = "jax"
-import jax
-*listings, separator = eval(sys.stdin.read())
-names = {}
-for listing in listings:
-    try:
-        exec(compile(listing, "<listing>", "exec"), names)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
-    jax.effects_barrier()
-    print(separator, flush=True)
-"""
-
-
-def lines_of(text: str) -> list[str]:
-    """The lines in sorted order, because replicas print in no particular order."""
-    return sorted(line.strip() for line in text.strip().splitlines())
-
 
 def pages_with_listings() -> dict[str, str]:
     """README.md and each page of docs that has a ``python`` listing, and its text."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    paths = [
+        path for path in paths if path.parent.name != "tutorials"
+    ]  # the build of the site runs their cells
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
     return {page: text for page, text in texts.items() if LISTING.search(text)}
 
@@ -74,27 +57,11 @@ RUN_HERE = [page for page, text in WITH_LISTINGS.items() if page not in PARTS an
     "page", [page if page == "README.md" else pytest.param(page, marks=pytest.mark.rest) for page in RUN_HERE]
 )
 def test_listings_print_what_the_page_says(page, tmp_path):
-    listings = LISTING.findall(WITH_LISTINGS[page])
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=repr([code for code, _ in listings] + [SEPARATOR]),
-        env={
-            "PYTHONPATH": path_of_programs(ROOT / "src") + os.pathsep + str(TRACKERS),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": xla_flags(),
-            "HOME": str(tmp_path),
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.split(SEPARATOR)[:-1]
-    assert len(printed) == len(listings)
-    for (code, expected), got in zip(listings, printed, strict=True):
-        # A long message is wrapped on the page.
-        assert lines_of(got) == lines_of(expected) or got.split() == expected.split(), code
+    environment = {
+        "PYTHONPATH": path_of_programs(ROOT / "src") + os.pathsep + str(TRACKERS),
+        "XLA_FLAGS": xla_flags(),
+    }
+    check_listings(WITH_LISTINGS[page], tmp_path, environment)
 
 
 def test_programs_by_hand_print_what_those_on_replicax_print():

@@ -17,9 +17,8 @@ from replicax.__main__ import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-API = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-SITE = "https://replicax.readthedocs.io/"
-REPOSITORY = re.compile(r"https://github\.com/replicax/replicax/(?:blob|tree)/main/([^)\s#]+)")
+API = re.compile(r"^<!-- make pages: api (\S+)\n(.*?)^-->$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^<!-- make pages: .*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
 
 def public_names() -> list[str]:
@@ -151,7 +150,7 @@ def test_the_page_shows_every_command(capsys):
     commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
     page = (DOCS / "reference" / "command_line.md").read_text()
     assert "launch" in commands
-    assert [name for name in commands if f"```{{command}} replicax {name}\n" not in page] == []
+    assert [name for name in commands if f"<!-- make pages: command replicax {name} -->\n" not in page] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start/install.md"])
@@ -160,22 +159,6 @@ def test_the_page_has_every_extra(page):
     text = (ROOT / page).read_text()
     for_users = [name for name in extras if name not in ("test", "dev")]
     assert [name for name in for_users if f"`{name}`" not in text] == []
-
-
-def test_links_of_the_readme_lead_to_pages_and_files_that_exist():
-    text = (ROOT / "README.md").read_text()
-    pages = re.findall(re.escape(SITE) + r"([^)\s#]*)", text)
-    assert pages
-    for page in pages:
-        path = DOCS / (page.removesuffix(".html") + ".md" if page.endswith(".html") else f"{page}index.md")
-        assert path.exists(), page
-    for path in REPOSITORY.findall(text):
-        assert (ROOT / path).exists(), path
-
-
-def test_links_of_the_readme_are_absolute():
-    targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
-    assert [target for target in targets if not target.startswith("https://")] == []
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path):
@@ -187,16 +170,13 @@ def test_the_pictures_are_what_the_script_draws(tmp_path):
 
 
 def test_lines_have_at_most_120_characters():
-    elsewhere = (
-        DOCS / "migrating_from_tensorflow.md",
-        DOCS / "reference" / "migration_report.md",
-    )  # tables of names
+    elsewhere = (DOCS / "migrating_from_tensorflow.md", DOCS / "reference" / "migration_report.md")
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
     wide = [
-        f"{page.relative_to(ROOT)}:{number}"
+        f"{page.relative_to(ROOT)}:{number}, without its blocks"
         for page in pages
         if page not in elsewhere
-        for number, line in enumerate(page.read_text().splitlines(), 1)
+        for number, line in enumerate(BLOCK.sub("", page.read_text()).splitlines(), 1)
         if len(line) > 120
     ]
     assert wide == []

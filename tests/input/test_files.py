@@ -635,7 +635,7 @@ def test_errors_of_the_users_function_are_raised_unchanged(tmp_path):
 def test_missing_extras(monkeypatch, tmp_path, name, module, package):
     monkeypatch.setitem(__import__("sys").modules, module, None)
     make = getattr(rx.data, name)
-    says = (f"rx.data.{name} needs {package}", "replicax[files]")
+    says = (f"rx.data.{name} needs {package}", "the extra files")
     message(rx.errors.MissingExtraError, lambda: make(tmp_path / "none"), *says)
 
 

@@ -199,7 +199,7 @@ def test_wrong_options(program, capsys, monkeypatch, arguments, says):
 def test_without_libcst(program, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["migrate", str(program)]) == 1
-    assert "Run: pip install libcst (the extra replicax[migrate])" in capsys.readouterr().err
+    assert "Run: pip install libcst (the extra migrate)" in capsys.readouterr().err
 
 
 def test_the_backend_is_set_where_the_program_starts(tmp_path, capsys):

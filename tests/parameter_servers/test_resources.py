@@ -281,7 +281,7 @@ def test_without_cloudpickle_the_extra_is_named(monkeypatch):
         return imported(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", import_one)
-    with pytest.raises(MissingExtraError, match=r"replicax\[ps\]"):
+    with pytest.raises(MissingExtraError, match=r"the extra ps"):
         dump(1)
 
 

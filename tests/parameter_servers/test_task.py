@@ -593,4 +593,4 @@ def test_importing_does_not_need_the_extra():
     except rx.errors.MissingExtraError as error:
         print(error)
     """)
-    assert "replicax[ps]" in printed
+    assert "the extra ps" in printed

@@ -1,4 +1,4 @@
-"""Tests with libraries that replicax never depends on: TensorFlow, torch, Hugging Face datasets, keras_hub."""
+"""Tests with libraries that replicax never depends on: TensorFlow, torch, Hugging Face datasets, keras_hub, tuners."""
 
 import importlib.util
 import os
@@ -11,11 +11,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 LIBRARIES = ("tensorflow", "torch", "torchdata", "datasets")
+OTHERS = {"test_keras_hub.py": ("keras_hub",), "test_tuners.py": ("keras_tuner", "optuna")}
 NEEDS = {
-    path.name: ("keras_hub",) if path.name == "test_keras_hub.py" else LIBRARIES
-    for path in pathlib.Path(__file__).parent.glob("test_*.py")
+    path.name: OTHERS.get(path.name, LIBRARIES) for path in pathlib.Path(__file__).parent.glob("test_*.py")
 }
-MISSING = [name for name in (*LIBRARIES, "keras_hub") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in (*LIBRARIES, *sum(OTHERS.values(), ())) if importlib.util.find_spec(name) is None]
 
 collect_ignore = [file for file, names in NEEDS.items() if set(names) & set(MISSING)]
 

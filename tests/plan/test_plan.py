@@ -321,7 +321,7 @@ def test_the_picture_has_every_array(plan):
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])
 def test_without_the_extra(training, topology, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(errors.MissingExtraError, match=r"replicax\[plan-(tpu|gpu)\]"):
+    with pytest.raises(errors.MissingExtraError, match=r"the extra plan-(tpu|gpu)"):
         training.strategy.plan(training.step, args=training.batch(), topology=topology)
 
 
@@ -350,6 +350,30 @@ def test_a_global_batch_that_does_not_divide(training):
     assert any("9 rows does not divide by 4 replicas" in note for note in plan.notes)
     even = training.strategy.plan(training.step, args=training.batch(), topology="cpu:4", global_batch=8)
     assert not any("does not divide" in note for note in even.notes)
+
+
+def test_a_plan_says_that_the_batch_grows_with_the_replicas(training):
+    """``batch_size=12`` on two devices is 24 rows on four, unless ``global_batch`` says otherwise."""
+    grown = training.strategy.plan(training.step, args=training.batch(), topology="cpu:4")
+    assert f"Each of the 4 replicas has {ROWS} rows, as each of the 2 here: {4 * ROWS} in all." in str(grown)
+    kept = training.strategy.plan(
+        training.step, args=training.batch(), topology="cpu:4", global_batch=2 * ROWS
+    )
+    assert "as each of" not in str(kept)
+    assert "as each of" not in str(training.strategy.plan(training.step, args=training.batch()))
+
+
+def test_a_plan_with_many_variables_shows_the_batch():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        variables = [rx.Variable(np.ones(8, np.float32), name=f"v{number}") for number in range(30)]
+
+    def step(rows):
+        return rows.sum() * sum(jnp.sum(variable.value) for variable in variables)
+
+    printed = str(strategy.plan(step, args=(jax.ShapeDtypeStruct((3, 2), "float32"),), topology="cpu:2"))
+    assert "… and 10 smaller variables" in printed
+    assert printed.index("smaller variables") < printed.index("args[0]  float32[2, 3, 2]")
 
 
 def test_a_function_that_loops_over_a_dataset_is_several_programs(training):

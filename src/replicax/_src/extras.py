@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
 from replicax._src.errors import MissingExtraError
+from replicax._src.home import install_command
 
 
 @final
@@ -79,6 +81,11 @@ def missing_packages(extra: str) -> tuple[Package, ...]:
     return tuple(package for package in EXTRAS[extra] if not package.is_installed)
 
 
+def install_packages(packages: Iterable[Package]) -> str:
+    """Returns the command that installs packages, which works wherever replicax itself came from."""
+    return install_command(*(package.to_install for package in packages))
+
+
 def missing_extra(what: str, extra: str, *names: str, advice: str = "") -> MissingExtraError:
     """Returns the error for a feature that needs packages of an extra.
 
@@ -89,7 +96,7 @@ def missing_extra(what: str, extra: str, *names: str, advice: str = "") -> Missi
       advice: A sentence about what works without them.
 
     >>> print(missing_extra("rx.optax", "optax"))  # doctest: +SKIP
-    rx.optax needs optax, which is not installed. Run: pip install optax (the extra replicax[optax]).
+    rx.optax needs optax, which is not installed. Run: pip install optax (the extra optax).
     """
     needed = [package for package in EXTRAS[extra] if not names or package.name in names]
     missing = [package for package in needed if not package.is_installed]
@@ -97,6 +104,6 @@ def missing_extra(what: str, extra: str, *names: str, advice: str = "") -> Missi
     *others, last = [package.name for package in shown]
     listed = f"{', '.join(others)} and {last}" if others else last
     why = ("are" if others else "is") + " not installed" if missing else "cannot be imported"
-    command = " ".join(package.to_install for package in shown)
-    text = f"{what} needs {listed}, which {why}. Run: pip install {command} (the extra replicax[{extra}]). {advice}"
+    command = install_packages(shown)
+    text = f"{what} needs {listed}, which {why}. Run: {command} (the extra {extra}). {advice}"
     return MissingExtraError(text.rstrip())

@@ -34,7 +34,8 @@ from replicax._src.cluster.mpi import CHOICE as COLLECTIVES
 from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import Task
-from replicax._src.extras import EXTRAS, missing_packages
+from replicax._src.extras import EXTRAS, install_packages, missing_packages
+from replicax._src.home import install_command
 from replicax._src.keras_backend import chosen_backend, wrong_backend
 from replicax._src.version import __version__
 
@@ -186,7 +187,7 @@ def _keras(report: _Report) -> list[tuple[str, str]]:
 def _extra_described(extra: str) -> str:
     missing = missing_packages(extra)
     if missing:
-        return f"not installed: pip install {' '.join(package.to_install for package in missing)}"
+        return f"not installed: {install_packages(missing)}"
     return ", ".join(f"{package.name} {package.version or ''}".rstrip() for package in EXTRAS[extra])
 
 
@@ -239,7 +240,7 @@ def _devices(wrong: list[str]) -> list[tuple[str, str]]:
     try:
         import jax
     except ImportError as error:
-        wrong.append(f"JAX cannot be imported: {error}. Run: pip install jax")
+        wrong.append(f"JAX cannot be imported: {error}. Run: {install_command('jax')}")
         return [("jax", "cannot be imported")]
     try:
         devices = jax.local_devices()

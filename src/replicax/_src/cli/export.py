@@ -18,7 +18,7 @@ read is verified. The ending of --to says which file:
 
   model.safetensors                the arrays under their names in the checkpoint
   model.weights.h5, model.keras    a Keras model, as Keras itself writes it; needs --model
-  DIRECTORY                        a checkpoint of orbax, a pytree of nested dicts; needs replicax[orbax]
+  DIRECTORY                        a checkpoint of orbax, a pytree of nested dicts; needs orbax-checkpoint
 """
 _EPILOG: Final = """\
 --model names a function without arguments that makes the Keras model that was saved. Its script is run, but not as

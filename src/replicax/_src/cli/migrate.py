@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from replicax._src.extras import missing_extra, missing_packages
+from replicax._src.extras import EXTRAS, install_packages, missing_extra, missing_packages
+from replicax._src.home import page
 
 if TYPE_CHECKING:
     from replicax._src.migrate.files import File
@@ -19,12 +20,12 @@ the table of the page "Migrating from TensorFlow". Comments and layout stay. Fun
 TensorFlow's. What the command cannot know, it marks with a comment `# replicax migrate: ...` above the line. When you have
 looked at one, delete it, or write `# replicax migrate: ok` in its place. Running the command again changes nothing.
 """
-_EPILOG: Final = """\
-The exit code is 0 if nothing is left to do, 3 if there are marks to look at, 1 if a file was left alone. Needs libcst:
-pip install replicax[migrate].
+_EPILOG: Final = f"""\
+The exit code is 0 if nothing is left to do, 3 if there are marks to look at, 1 if a file was left alone. Needs libcst
+({install_packages(EXTRAS["migrate"])}).
 """
 _TO_LOOK_AT: Final = 3
-_PAGE: Final = "https://replicax.readthedocs.io/migrating_from_tensorflow.html"
+_PAGE: Final = page("Migrating from TensorFlow", "migrating_from_tensorflow.md")
 
 
 def add_parser(subparsers: Any) -> None:

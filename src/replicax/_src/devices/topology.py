@@ -24,6 +24,7 @@ from replicax._src.devices.autoshard import WorkerShare
 from replicax._src.devices.device_names import LogicalDevice
 from replicax._src.devices.program_cache import keep_programs
 from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError, UnsupportedError
+from replicax._src.home import install_command
 from replicax._src.jax_compat import Device
 from replicax._src.options import whole_number
 
@@ -33,8 +34,13 @@ GROUP_AXIS, SHARD_AXIS = "group", "shard"
 log = logging.getLogger("replicax")
 
 # The packages on JAX's installation page in 2026.
-_NVIDIA = '"jax[cuda13]" (or "jax[cuda12]", for older drivers)'
-_PACKAGES = {"gpu": _NVIDIA, "cuda": _NVIDIA, "rocm": '"jax[rocm7-local]"', "tpu": '"jax[tpu]"'}
+_NVIDIA = f'{install_command("jax[cuda13]")} (or "jax[cuda12]", for older drivers)'
+_INSTALL = {
+    "gpu": _NVIDIA,
+    "cuda": _NVIDIA,
+    "rocm": install_command("jax[rocm7-local]"),
+    "tpu": install_command("jax[tpu]"),
+}
 
 # XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads. With fewer threads than
 # waiting participants, XLA aborts the process after 40 s (seen with jax 0.10 on 2 cores).
@@ -626,9 +632,9 @@ def _missing_device_text(device: str, kind: str, num_found: int) -> str:
     text = f"Device {device!r} does not exist: this process has {num_found} {kind} device(s). It has: {have}."
     if kind == "cpu":
         text += " Call replicax.config.set_local_devices(n) at the start of the program for n virtual ones."
-    elif not num_found and kind in _PACKAGES:
+    elif not num_found and kind in _INSTALL:
         text += (
-            f" If the machine has one, install JAX for it: pip install {_PACKAGES[kind]}. Without one, try the program on n "
+            f" If the machine has one, install JAX for it: {_INSTALL[kind]}. Without one, try the program on n "
             "virtual CPU devices: replicax.config.set_local_devices(n)."
         )
     return text

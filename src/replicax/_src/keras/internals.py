@@ -26,6 +26,7 @@ import keras
 import numpy as np
 
 from replicax._src.errors import KerasVersionError
+from replicax._src.home import install_command
 from replicax._src.input.arrays import check_numbers
 from replicax._src.keras.overriding import overridden
 
@@ -36,8 +37,8 @@ TRIED: Final = ("3.12.0", "3.15.1", "3.16.0.dev2026102704")
 def _misfit(part: str, got: str) -> KerasVersionError:
     return KerasVersionError(
         f"Keras {keras.__version__} cannot be used: {part}, which has no public name, is not what replicax needs. {got} "
-        f"replicax was tried with Keras {', '.join(TRIED[:-1])} and {TRIED[-1]}. Install one of these, for example: "
-        f"pip install 'keras=={TRIED[-2]}'. Or install a newer replicax."
+        f"replicax was tried with Keras {', '.join(TRIED[:-1])} and {TRIED[-1]}. Install a newer replicax, or one of "
+        f"these, for example: {install_command(f'keras=={TRIED[-2]}')}"
     )
 
 

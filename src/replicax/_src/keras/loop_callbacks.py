@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicax._src.errors import MissingExtraError
+from replicax._src.extras import EXTRAS, install_packages
 from replicax._src.keras import checkpoint_callback, internals, shared_reads
 from replicax._src.keras.accumulation import add_up
 from replicax._src.keras.overriding import muted, overridden
@@ -57,7 +58,7 @@ def _check_has_tensorflow(callbacks: Sequence[Any]) -> None:
     if is_needed and importlib.util.find_spec("tensorflow") is None:
         raise MissingExtraError(
             "keras.callbacks.TensorBoard needs TensorFlow, which is not installed. Use rx.keras.callbacks.TensorBoard "
-            "instead: it takes the same arguments, writes the same data, and needs pip install tensorboardX pillow."
+            f"instead: it takes the same arguments, writes the same data, and needs: {install_packages(EXTRAS['summaries'])}"
         )
 
 

@@ -104,7 +104,10 @@ class _Planning:
             )
             compilation = compiled_for(self.hardware, program)
         plan = _assembled(program, compilation, self.hardware, self.topology, trace_s)
-        notes = [*plan.notes, *_notes_of_rows(self.step.global_batch, plan)]
+        notes = [
+            *plan.notes,
+            *_notes_of_rows(self.step.global_batch, self.strategy.num_replicas_in_sync, plan),
+        ]
         return dataclasses.replace(plan, shard_size=shard_size, notes=notes)
 
     def with_remedies(self, plan: Plan, limit_s: float) -> Plan:
@@ -223,8 +226,15 @@ def _notes(costs: Costs) -> list[str]:
     return ["It has loops whose length is known only when they run: their operations are counted once."]
 
 
-def _notes_of_rows(asked: int | None, plan: Plan) -> Iterator[str]:
-    if asked is not None and plan.rows is not None and asked != plan.global_batch:
+def _notes_of_rows(asked: int | None, num_replicas_here: int, plan: Plan) -> Iterator[str]:
+    if plan.rows is None:
+        return
+    if asked is None and plan.num_replicas != num_replicas_here:
+        yield (
+            f"Each of the {plan.num_replicas:,} replicas has {plan.rows:,} rows, as each of the {num_replicas_here:,} here: "
+            f"{plan.global_batch:,} in all. Set global_batch for another batch."
+        )
+    if asked is not None and asked != plan.global_batch:
         yield (
             f"A global batch of {asked:,} rows does not divide by {plan.num_replicas:,} replicas: the plan uses "
             f"{plan.rows:,} rows for each, the number of the largest replica batches."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -70,12 +71,15 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _arrays(plan: Plan) -> Iterator[str]:
-    shown = sorted(plan.arrays, key=lambda a: (a.role != "variable", -a.device_bytes))
+    largest_first = sorted(plan.arrays, key=lambda a: -a.device_bytes)
+    variables = [a for a in largest_first if a.role == "variable"]
+    others = [a for a in largest_first if a.role != "variable"]
+    lines = iter(_table([_array_row(array) for array in (*variables[:_MAX_ROWS], *others[:_MAX_ROWS])]))
     yield "where the variables and the batch are"
-    yield from _table([_array_row(array) for array in shown[:_MAX_ROWS]])
-    if len(shown) > _MAX_ROWS:
-        rest = sum(a.device_bytes for a in shown[_MAX_ROWS:])
-        yield f"  … and {len(shown) - _MAX_ROWS} smaller ones, {size(rest)} together"
+    for arrays, name in ((variables, "variables"), (others, "arguments")):
+        yield from itertools.islice(lines, len(arrays[:_MAX_ROWS]))
+        if left := arrays[_MAX_ROWS:]:
+            yield f"  … and {len(left)} smaller {name}, {size(sum(a.device_bytes for a in left))} together"
 
 
 def _array_row(array: PlannedArray) -> tuple[str, ...]:

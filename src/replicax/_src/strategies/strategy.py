@@ -454,7 +454,7 @@ class Strategy:
           options: See ``run``.
           topology: ``"v5p:16x16x16"`` (a TPU slice), ``"h100:16x8"`` (hosts × GPUs), ``"cpu:8"`` (virtual devices of
             this machine); None for the strategy's own devices.
-          global_batch: The rows of all replicas together; by default those of ``args``.
+          global_batch: The rows of all replicas together. By default each replica has as many as here.
           remedy_limit_s: The time limit, in seconds, for remedies. A step that does not fit is planned again with fewer
             rows, more devices, and sharded state. After this time no further remedy is compiled, and only the size of
             its arguments is known.

@@ -39,6 +39,7 @@ def local_cluster(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loca
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Adds the output of each task of the test's clusters to the report of a test that failed."""
     report = yield
     if report.when == "call" and report.failed:
         for cluster in item.stash.get(_CLUSTERS, []):

@@ -1,12 +1,7 @@
-"""``{migration}`` is a directive: the tables of what each name of TensorFlow becomes, each below its heading."""
+"""The tables of what each name of TensorFlow becomes, in Markdown."""
 
 import re
 from collections.abc import Iterable, Iterator
-
-from docutils import nodes
-from docutils.statemachine import StringList
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 from replicax._src.migrate import table
 
@@ -75,24 +70,7 @@ def lines(rows: Iterable[table.Row]) -> Iterator[str]:
         seen.add(line)
 
 
-class Migration(SphinxDirective):
-    """``{migration} Title`` shows the section of the table with this title."""
-
-    required_arguments = 1
-    final_argument_whitespace = True
-
-    def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(table.TABLE))
-        section = next((s for s in table.sections() if s.title == self.arguments[0]), None)
-        if section is None:
-            raise self.error(f"the table of names has no section {self.arguments[0]}")
-        text = [*section.text.strip().splitlines(), "", *lines(section.rows)]
-        container = nodes.container()
-        place = self.get_source_info()[0]
-        self.state.nested_parse(StringList(text, source=place), self.content_offset, container)
-        return container.children
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    app.add_directive("migration", Migration)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def section(title: str) -> str:
+    """The text and the table of the section with this title."""
+    (found,) = (section for section in table.sections() if section.title == title)
+    return "\n".join((*found.text.strip().splitlines(), "", *lines(found.rows))).lstrip("\n")
