@@ -17,7 +17,7 @@ _log = logging.getLogger("replicax")
 
 @final
 class HistoryFile:
-    """Loads and saves a ``History``. A file that cannot be read or written is no error, because the job does not need it.
+    """Loads and saves a ``History``. A file that cannot be read or written is no error, as the job does not need it.
 
     Args:
       path: The path of the file. With None nothing is loaded or saved.

@@ -223,7 +223,7 @@ def _staleness(status: Mapping[str, Any]) -> str:
     )
     head = "<tr><th>updates of others missed</th><th class=number>updates</th><th></th></tr>"
     line = " · ".join(f"{name} {value}" for name, value in staleness_of(status))
-    return f'{title}<p>{line}</p><table id="staleness"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+    return f'{title}<p>{line}</p><div class="wide"><table id="staleness"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
 
 
 def _range(low: int) -> str:

@@ -1,4 +1,4 @@
-"""``LoopProgress``: the position of a training loop in its data, and the time that is left. What is not known is None."""
+"""``LoopProgress``: the position of a training loop in its data, and the time left. What is not known is None."""
 
 from __future__ import annotations
 
