@@ -32,7 +32,8 @@ def pictures(history: History, now: float) -> list[str]:
     """
     known = {name: history.points(name, MOST_DRAWN) for name in (*LOSSES, *SPEEDS)}
     groups = [{name: known[name] for name in names if known[name]} for names in (LOSSES, SPEEDS)]
-    return [_picture(lines, now, starts_at_0="loss" not in lines) for lines in groups if lines]
+    start = min((points[0][0] for points in known.values() if points), default=now)
+    return [_picture(lines, start, now, starts_at_0=number > 0) for number, lines in enumerate(groups) if lines]
 
 
 @final
@@ -67,9 +68,8 @@ class _Axis:
         return self.low + share * (self.high - self.low)
 
 
-def _picture(lines: Mapping[str, Points], now: float, *, starts_at_0: bool) -> str:
+def _picture(lines: Mapping[str, Points], start: float, now: float, *, starts_at_0: bool) -> str:
     axis = _Axis.of([value for points in lines.values() for _, value in points], starts_at_0=starts_at_0)
-    start = min(points[0][0] for points in lines.values())
     parts = [
         *_grid(axis, max(now - start, 1.0), is_loss=not starts_at_0),
         *_legend(lines, is_log=axis.is_log),

@@ -42,7 +42,12 @@ class _Curve:
 
     def joined(self, num_intervals: int) -> _Curve:
         """Returns the curve with intervals that are longer by a factor."""
-        return _Curve((index // num_intervals, *point) for index, point in self.points.items())
+        joined = _Curve()
+        points = joined.points
+        for index, (total, count) in self.points.items():
+            old_total, old_count = points.get(index // num_intervals, (0.0, 0))
+            points[index // num_intervals] = old_total + total, old_count + count
+        return joined
 
 
 @final
@@ -75,9 +80,9 @@ class History:
     def points(self, name: str, most: int = MOST_POINTS) -> Points:
         """Returns the points of a curve, oldest first. More than ``most`` are joined like those that are kept."""
         curve, factor = self._curves.get(name, _Curve()), 1
-        while len(curve.points) > most:
-            curve, factor = curve.joined(2), 2 * factor
-        interval_s = self.interval_s * factor
+        while len({index // factor for index in curve.points}) > most:
+            factor *= 2
+        curve, interval_s = curve.joined(factor), self.interval_s * factor
         return [(index * interval_s, total / count) for index, (total, count) in curve.points.items()]
 
     # --- as text, for the process that serves after a restart ---------------------------------------------

@@ -33,7 +33,8 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; 
 header { display: flex; flex-wrap: wrap; gap: .25rem 1rem; align-items: baseline; justify-content: space-between; }
 h1 { font-size: 1.3rem; margin: 0; }
 h2 { font-size: 1rem; margin: 1.75rem 0 .5rem; }
-h1 small { font-size: .95rem; font-weight: 400; margin-left: .4rem; }
+h1 { align-items: baseline; display: flex; flex-wrap: wrap; gap: .1rem .8rem; }
+h1 small { font-size: .95rem; font-weight: 400; }
 h1, #metrics dt { overflow-wrap: anywhere; }
 p, small { color: var(--dim); margin: 0; }
 p b { color: CanvasText; font-weight: 600; }
@@ -55,7 +56,7 @@ dt a, th a { text-decoration: underline dotted; text-underline-offset: .2em; }
 #meanings div:target dt { color: var(--bar); }
 .wide { overflow-x: auto; }
 table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.wide > table { min-width: 100%; }
+#tasks { min-width: 100%; }
 th, td { border-bottom: 1px solid var(--line); padding: .3rem .7rem .3rem 0; text-align: left; }
 th { color: var(--dim); font-size: .82rem; font-weight: 500; }
 .number { padding-left: .7rem; padding-right: 0; text-align: right; }
