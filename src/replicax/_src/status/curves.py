@@ -33,7 +33,9 @@ def pictures(history: History, now: float) -> list[str]:
     known = {name: history.points(name, MOST_DRAWN) for name in (*LOSSES, *SPEEDS)}
     groups = [{name: known[name] for name in names if known[name]} for names in (LOSSES, SPEEDS)]
     start = min((points[0][0] for points in known.values() if points), default=now)
-    return [_picture(lines, start, now, starts_at_0=number > 0) for number, lines in enumerate(groups) if lines]
+    return [
+        _picture(lines, start, now, starts_at_0=number > 0) for number, lines in enumerate(groups) if lines
+    ]
 
 
 @final

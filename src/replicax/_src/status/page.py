@@ -102,7 +102,7 @@ CONTENT_SECURITY_POLICY: Final = (
     f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_DOCS: Final = "Watch a job, docs/how_to/watching_jobs.md in the repository of replicax"
+_DOCS: Final = 'the page "Watch a job" (docs/how_to/watching_jobs.md in the source of replicax)'
 _STATES: Final = {
     **dict.fromkeys(GOOD_STATES, "good"),
     **dict.fromkeys((*DOUBTFUL_STATES, *BAD_STATES), "bad"),
