@@ -62,7 +62,7 @@ class Cluster:
                 for worker in self.workers:
                     self.current = worker
                     if not worker.has_left:
-                        worker.channel._heartbeat()
+                        worker.channel._heartbeat(round(self.now))
                 self.deliver()
                 self.send(self.controller.tick(self.now))
         for thread in self.threads:

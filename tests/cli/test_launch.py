@@ -357,6 +357,24 @@ def test_restarts(script, num_restarts, code):
     assert f"restart 1 of {num_restarts}" in result.stderr
 
 
+def test_curves_of_the_status_are_found_again_after_a_restart(script, tmp_path):
+    """Every start has the same file, which is gone afterwards unless the user has chosen it."""
+    path = script("""
+    with open(os.environ["REPLICAX_STATUS_HISTORY"], "a+") as file:
+        file.write(str(restart))
+        file.seek(0)
+        print("history", file.read(), os.environ["REPLICAX_STATUS_HISTORY"])
+    sys.exit(5 * (restart < 2))
+    """)
+    own = tmp_path / "history.json"
+    for chosen in ({}, {"REPLICAX_STATUS_HISTORY": str(own)}):
+        result = launch("--workers", 1, "--grace", 0, "--max-restarts", 2, path, **chosen)
+        told = re.findall(r"history (\d+) (\S+)", result.stdout)
+        assert [starts for starts, _ in told] == ["0", "01", "012"], result.stderr
+        assert [os.path.exists(file) for _, file in told] == [bool(chosen)] * 3
+    assert own.read_text() == "012"
+
+
 def test_restart_leaves_ports_that_another_program_has_taken(script, tmp_path):
     path = script("""
     print("ports", *[address.rpartition(":")[2] for address in config["cluster"]["worker"]], flush=True)

@@ -66,11 +66,12 @@ def address_of(server):
 def test_once_shows_lines(server, capsys, write):
     assert main(["top", write(server.url), "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("closures/s ")
-    assert "  queued 0  in flight 0  failed 0" in lines[0]
-    assert lines[1] == "staleness: lately –  mean –  max –"
-    assert lines[2].split()[:4] == ["task", "state", "function", "closures/s"]
-    assert lines[4].split() == [
+    assert lines[0] == "replicax  2 tasks"
+    assert lines[1].startswith("closures/s ")
+    assert "  queued 0  in flight 0  failed 0" in lines[1]
+    assert lines[2] == "staleness: lately –  mean –  max –"
+    assert lines[3].split()[:4] == ["task", "state", "function", "closures/s"]
+    assert lines[5].split() == [
         *["worker", "0", "busy", "train_step", "–", "–", "–", "–"],
         "300",
         "MB",

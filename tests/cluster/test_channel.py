@@ -192,7 +192,7 @@ def test_reason_of_a_task_that_gives_up_is_passed_on_unless_another_task_is_the_
 
 
 def test_leaving_does_not_wait_for_the_next_heartbeat(monkeypatch):
-    monkeypatch.setattr(channel_module, "_BEAT_S", 1000.0)
+    monkeypatch.setattr(channel_module, "next_moment", lambda now: (0, 1000.0))
     monkeypatch.setattr(channel_module, "_STATUS_FILE_S", 1000.0)
     with serving(NAMES[:1]) as address, channels(address, NAMES[:1]) as (member,):
         member.leave()

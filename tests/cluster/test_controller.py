@@ -419,6 +419,17 @@ def test_figures_go_to_the_member_that_watches():
     assert message["tasks"][1]["state"] == "stalled"
 
 
+def test_watcher_gets_figures_of_one_moment():
+    controller = controller_with(0, 1, 2)
+    controller.receive(0, {"kind": "watch"}, now=0.0)
+    for moment, members in ((5, (0, 1, 2)), (6, (0, 2))):
+        for number in members:
+            told = {**heartbeat(3, "#0 step"), "figures": {"steps": 150 * moment + number, "moment": moment}}
+            controller.receive(number, told, now=float(moment))
+    ((_, message),) = [pair for pair in controller.tick(6.0) if pair[1]["kind"] == "figures"]
+    assert [task["steps"] for task in message["tasks"]] == [750, 751, 752]
+
+
 def test_no_member_waits_between_programs():
     """The chief writes a checkpoint, for example, and the others are at its position."""
     controller = controller_with(0, 1, silence_s=10_000.0)

@@ -39,6 +39,63 @@ def steps_until(path):
             break
 
 
+def fit_until(path):
+    """Trains with fast steps until a file exists."""
+    import os
+
+    import keras
+    import numpy as np
+
+    import replicax as rx
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen = strategy.experimental_distribute_values_from_function(
+                lambda _: np.float32(os.path.exists(path))
+            )
+            self.model.stop_training = float(strategy.reduce("SUM", seen, axis=None)) > 0
+
+    rows = np.ones((400, 4), np.float32)
+    model.fit(rows, rows[:, :1], batch_size=4, epochs=1_000_000, verbose=0, callbacks=[Stop()])
+
+
+def status_at(address):
+    try:
+        with urllib.request.urlopen(f"http://{address}/status.json", timeout=10) as answer:
+            return json.load(answer)
+    except OSError:  # it has not started
+        return {"tasks": [], "progress": None}
+
+
+@pytest.mark.rest
+def test_rows_are_of_one_moment_and_fit_shows_its_progress(local_cluster, tmp_path):
+    """The steps of two workers in one program differ by one or two, however many there are in a second."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    cluster = local_cluster(2, environment={"REPLICAX_STATUS_ADDRESS": address}, timeout_s=LIMIT_S)
+    cluster.start(fit_until, [str(tmp_path / "over")])
+    until, seen = time.monotonic() + LIMIT_S, [(0, 0)]
+    while len(seen) < 5:  # in a row
+        assert time.monotonic() < until, seen
+        time.sleep(0.5)
+        status = status_at(address)
+        steps = tuple(task["steps"] or 0 for task in status["tasks"])
+        if len(steps) == 2 and status["progress"] and steps > seen[-1] and min(steps) > 100:
+            seen = [*seen, steps] if abs(steps[0] - steps[1]) <= 3 else [steps]
+    (tmp_path / "over").touch()
+    cluster.wait().raise_if_failed()
+    progress = status["progress"]
+    assert (progress["kind"], progress["num_turns"], progress["num_batches"]) == ("epoch", 1_000_000, 100)
+    assert 0 < progress["batch"] <= 100
+    assert progress["left_s"] > 0
+    assert list(status["metrics"]) == ["mae"]
+    assert status["job"]["strategy"] == "MultiWorkerMirroredStrategy"
+
+
 @pytest.mark.rest
 def test_chief_shows_all_processes_and_who_is_slow(local_cluster, tmp_path):
     address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -47,11 +104,7 @@ def test_chief_shows_all_processes_and_who_is_slow(local_cluster, tmp_path):
     cluster.start(steps_until, [str(tmp_path / "over")])
 
     def told():
-        try:
-            with urllib.request.urlopen(f"http://{address}/status.json", timeout=10) as answer:
-                return {task["task"]: task for task in json.load(answer)["tasks"]}
-        except OSError:  # it has not started
-            return {}
+        return {task["task"]: task for task in status_at(address)["tasks"]}
 
     def is_clear(first, slow):
         """Only a task's own data count, not the wait for those of another."""

@@ -2,16 +2,28 @@
 
 import itertools
 import json
+import re
 import socket
 
 import pytest
 
+from replicax._src.cli.top import lines_of, summary_lines
 from replicax._src.status import job
 from replicax._src.status.figures import FIGURES
 from replicax._src.status.job import status_of
 from replicax._src.status.metrics import metrics_of
 from replicax._src.status.page import page_of
-from replicax._src.status.status import columns_of, rows_of, summary_of, with_rates
+from replicax._src.status.status import (
+    columns_of,
+    curve_values_of,
+    fit_metrics_of,
+    meanings_of,
+    progress_of,
+    rows_of,
+    summary_of,
+    title_of,
+    with_rates,
+)
 
 
 def task(number, now, own_share, *, state="running", **more):
@@ -115,6 +127,73 @@ def test_status_is_json_and_the_page_has_no_staleness():
     assert 'replicax_task_slow{task="worker 1"} 1' in lines
     assert 'replicax_task_slow{task="worker 0"} 0' in lines
     assert not [line for line in lines if "closures" in line]
+
+
+OF_JOB = {
+    "job": {"name": "train.py", "strategy": "MirroredStrategy"},
+    "progress": {
+        **{"kind": "epoch", "number": 3, "num_turns": 6, "batch": 120, "num_batches": 1313},
+        **{"share": 0.3972, "left_s": 125.0},
+    },
+    "metrics": {"mae": 0.25, 'val "loss"': "nan"},
+}
+
+
+def test_job_is_titled_and_its_progress_and_metrics_are_shown():
+    told = {**status(0.2, 0.6), **OF_JOB}
+    assert title_of(told) == ("train.py", "MirroredStrategy, 2 tasks")
+    assert dict(progress_of(told)) == {
+        "epoch": "3 of 6",
+        "batch": "120 of 1,313",
+        "done": "40 %",
+        "time left": "2 min 5 s",
+    }
+    assert fit_metrics_of(told) == [("mae", "0.25"), ('val "loss"', "nan")]
+    assert curve_values_of(told) == {"loss": 0.25, "val_loss": None, "steps/s": 2.0}
+    assert summary_lines(told)[:2] == [
+        "train.py  MirroredStrategy, 2 tasks",
+        "epoch 3 of 6  batch 120 of 1,313  done 40 %  time left 2 min 5 s",
+    ]
+    lines = metrics_of(told).splitlines()
+    assert {"replicax_progress_ratio 0.3972", "replicax_time_left_seconds 125.0"} <= set(lines)
+    assert 'replicax_fit_metric{name="val \\"loss\\""} nan' in lines
+
+
+def test_what_is_not_known_of_a_job_is_not_shown():
+    progress = {"kind": "pass", "number": 1, "num_turns": None, "batch": 7, "num_batches": None}
+    told = {
+        **status(0.2, 0.6),
+        **OF_JOB,
+        "progress": {**progress, "share": None, "left_s": None},
+        "metrics": {},
+    }
+    assert progress_of(told) == [("pass", "1"), ("batch", "7")]
+    assert "<progress" not in page_of(told)
+    told |= {"job": {"name": None, "strategy": None}, "progress": None}
+    assert title_of(told) == ("replicax", "2 tasks")
+    assert progress_of(told) == []
+    names = re.findall("^# TYPE ([a-z_]+)", metrics_of(told), re.MULTILINE)
+    assert not {"replicax_progress_ratio", "replicax_time_left_seconds", "replicax_fit_metric"} & set(names)
+
+
+def test_meanings_are_those_of_the_columns_that_are_shown():
+    names = {column.name for column in columns_of(status(0.2, 0.6))}
+    meanings = meanings_of(status(0.2, 0.6))
+    assert {"data", "own", "slow", "step"} <= meanings.keys() <= names | {"slow"}
+    assert all(text.endswith(".") for text in meanings.values())
+
+
+def test_names_of_others_are_text_on_the_page_and_on_terminals():
+    ugly = "<script>\x1b[2J\u202e"
+    told = status(0.2, 0.6, function=ugly, host=ugly)
+    told |= {"job": {"name": ugly, "strategy": ugly}, "metrics": {ugly: 1.0}}
+    told["progress"] = {**OF_JOB["progress"], "kind": ugly}
+    page = page_of(told)
+    assert page.count("<script>") == 1, "its own"
+    assert page.count("&lt;script&gt;\\x1b[2J\\u202e") > 6
+    for text in (page, *lines_of(told)):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
 
 
 def test_figures_that_were_not_known_count_from_zero():

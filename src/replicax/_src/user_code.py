@@ -50,7 +50,7 @@ def is_library(filename: str) -> bool:
     """True if a source file belongs to Python or to an installed package other than replicax.
 
     An installed package lies in a ``site-packages``, whichever it is. JAX, Keras and others that run the user's
-    functions are also found by their modules: a folder of ``pip install --target`` or a checkout may hold them beside
+    functions are also found by their modules: a folder of pip's ``--target`` or a checkout may hold them beside
     the user's files.
     """
     if filename.startswith(PACKAGE):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from replicax._src.extras import EXTRAS, install_packages, missing_extra, missing_packages
-from replicax._src.home import page
+from replicax._src.home import install_command, page
 
 if TYPE_CHECKING:
     from replicax._src.migrate.files import File
@@ -129,5 +129,5 @@ def _summary(files: Sequence[File], *, is_written: bool) -> list[str]:
         num_places = len(found["to_look_at"])
         lines.append(f"{num_places} place{'s' * (num_places != 1)} to look at: {by_rule}. See {_PAGE}.")
     if found["packages"]:
-        lines.append(f"Besides replicax, the program needs: pip install {' '.join(found['packages'])}")
+        lines.append(f"Besides replicax, the program needs: {install_command(*found['packages'])}")
     return [f"replicax migrate: {line}" for line in lines]

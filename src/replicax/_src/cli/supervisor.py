@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import os
 import queue
 import re
 import signal
@@ -26,6 +27,7 @@ from replicax._src.cluster.processes import Ending, Process, resident_bytes, sig
 from replicax._src.cluster.spec import Task
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
+from replicax._src.status.history_file import STATUS_HISTORY_VARIABLE
 
 # Harmless lines that each process prints: from gloo, which has no option against it, and from JAX's coordination
 # service (jaxlib 0.10).
@@ -110,6 +112,7 @@ class Supervisor:
     ):
         self._starts, self._display, self._options, self._renew = starts, display, options, renew
         self._status_files: dict[Task, Path] = {}
+        self._history: dict[str, str] = {}
         self._signals: list[int] = []
         # Unlike an event it may be used in a signal handler, which may interrupt the thread that waits.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -129,7 +132,7 @@ class Supervisor:
         Raises:
           ProcessStartError: A task could not be started. No process is left.
         """
-        with self._signals_noticed(), self._none_left():
+        with self._curves_kept(), self._signals_noticed(), self._none_left():
             while True:
                 failed = self._run_once()
                 if self._signals:
@@ -199,6 +202,16 @@ class Supervisor:
         return servers if may_stay else ()
 
     @contextlib.contextmanager
+    def _curves_kept(self) -> Iterator[None]:
+        """Gives the task that serves the status a file for its curves, which it finds again after a restart."""
+        if os.environ.get(STATUS_HISTORY_VARIABLE):  # the user has chosen one
+            yield
+            return
+        with tempfile.TemporaryDirectory(prefix="replicax-launch-", ignore_cleanup_errors=True) as folder:
+            self._history = {STATUS_HISTORY_VARIABLE: str(Path(folder) / "history.json")}
+            yield
+
+    @contextlib.contextmanager
     def _none_left(self) -> Iterator[None]:
         """Ends all processes of tasks after the block."""
         try:
@@ -218,6 +231,7 @@ class Supervisor:
         own = {
             STATUS_FILE_VARIABLE: str(self._status_files[start.task]),
             RESTART_COUNT_VARIABLE: str(self._num_starts[start.task]),
+            **self._history,
         }
         self._display.started(start.task, self._num_starts[start.task])
         self._num_starts[start.task] += 1

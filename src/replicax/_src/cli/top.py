@@ -27,16 +27,23 @@ from replicax._src.status.status import (
     GOOD_STATES,
     STATUS_ADDRESS_VARIABLE,
     columns_of,
+    fit_metrics_of,
+    progress_of,
     rows_of,
     staleness_of,
     summary_of,
+    title_of,
 )
 from replicax._src.strict_json import read_json
 
 _DESCRIPTION: Final = f"""\
 Shows a live table of the tasks of a job. The chief (worker 0 without one; with parameter servers the coordinator) serves it
 at the address that you choose with {STATUS_ADDRESS_VARIABLE}=127.0.0.1:8080 or `replicax launch --status`. The same address
-serves a page for browsers, and /metrics for Prometheus.
+serves a page for browsers, with curves of the loss and the speed, and /metrics for Prometheus.
+
+data is the share of the last 5 s in which a task waited for its own data, and own the share that it spent in Python or waiting
+for its data, while its devices had nothing to do. slow is the task for which the others wait: the one with the largest own
+share. The time left is that at the mean speed of this fit, if it runs all its epochs.
 
 A job that no longer answers may be restarting: this command waits for it (--wait). The exit code is 0 when the job has
 ended or you press Ctrl-C, and 1 if nothing answers at the address from the start.
@@ -281,11 +288,12 @@ def columns_within(width: int, status: Mapping[str, Any]) -> list[int]:
 
 def summary_lines(status: Mapping[str, Any]) -> list[str]:
     """Returns the lines about the job as a whole."""
-    counts, staleness = (
+    progress, counts, metrics, staleness = (
         "  ".join(f"{name} {value}" for name, value in pairs)
-        for pairs in (summary_of(status), staleness_of(status))
+        for pairs in (progress_of(status), summary_of(status), fit_metrics_of(status), staleness_of(status))
     )
-    return [counts, f"staleness: {staleness}"] if staleness else [counts]
+    lines = ["  ".join(title_of(status)), progress, counts, metrics]
+    return [*filter(None, lines), *([f"staleness: {staleness}"] if staleness else [])]
 
 
 def lines_of(status: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ from replicax._src.cluster.failures import (
 )
 from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.moments import next_moment
 from replicax._src.cluster.occupants import describe_other_program
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.drawing.text import printable_lines
@@ -35,7 +36,6 @@ from replicax._src.wire.errors import ForeignPeerError, OtherProgramError, PeerE
 from replicax._src.wire.security import Security
 
 log = logging.getLogger("replicax")
-_BEAT_S = 1.0
 _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
 _ANSWER_S = 10.0  # three round trips: two to authenticate each other, one to join
@@ -425,12 +425,13 @@ class Channel:
         while not self._is_closed:
             now = time.monotonic()
             if now >= next_heartbeat:
-                next_heartbeat = now + _BEAT_S
-                self._heartbeat()
+                moment, wait_s = next_moment(time.time())
+                next_heartbeat = now + wait_s
+                self._heartbeat(moment)
             if self._status_file.is_wanted and now >= next_file:
                 next_file = now + _STATUS_FILE_S
                 self._write_status()
-            if connection.wait(_WAKE_S):
+            if connection.wait(min(_WAKE_S, max(0.0, next_heartbeat - time.monotonic()))):
                 try:
                     message = receive(connection, time.monotonic() + self._silence_s)
                 except OSError:
@@ -482,7 +483,7 @@ class Channel:
             return of_mismatch(self._names, sorted([(number, theirs), (self._number, ours)]))
         return of_gone(self._names, number, how, message["text"], theirs)
 
-    def _heartbeat(self) -> None:
+    def _heartbeat(self, moment: int) -> None:
         """Sends the figures of this process, its position and its line of code, and the line of a callback if it has
         not moved since the last heartbeat.
         """
@@ -492,9 +493,8 @@ class Channel:
             more["callback"] = callback
         reading = {"reading": self._reading}
         order = self._order  # last: the reads are at least those before the program at this position
-        self._send(
-            {"kind": "heartbeat", "status": {**status, **more, **reading, **order}, "figures": figures()}
-        )
+        told = {"status": {**status, **more, **reading, **order}, "figures": {**figures(), "moment": moment}}
+        self._send({"kind": "heartbeat", **told})
 
     @property
     def _order(self) -> dict[str, Any]:

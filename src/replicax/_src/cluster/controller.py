@@ -33,17 +33,19 @@ Every task of a cluster is a *member* of the channel, with the number of its pro
 - Members are *stuck* if all have reached a program and it does not end: one of them calls back into Python or waits for
   a device or the network without end. Those that run a callback are named, or else all that are in the program. After
   half of ``stuck_s`` since the last one came all are told, and after ``stuck_s`` the step fails.
-- A heartbeat may carry *figures* of the process. Each tick sends the figures of all members to the member that asked to
-  *watch*.
+- A heartbeat may carry *figures* of the process. Each tick sends the figures of all members at one moment to the member
+  that asked to *watch*; ``moments.py`` has the rule.
 - When a member is preempted, ``save_rounds.py`` decides after which step all save.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
+from replicax._src.cluster.moments import NUM_KEPT, Report, of_one_moment
 from replicax._src.cluster.save_rounds import KINDS, SaveRounds
 
 Message = Mapping[str, Any]
@@ -94,7 +96,7 @@ class _Member:
       runs: The programs that it has run. Those that were compared with all members are dropped.
       gone: The way in which it ended; None while it is present.
       text: Its ending in words, if it failed before it joined.
-      figures: The figures of its last heartbeat; see ``status/figures.py``.
+      reports: The figures of its last heartbeats, oldest first; see ``status/figures.py`` and ``moments.py``.
       has_twin: True once another process has said that it is this task.
     """
 
@@ -113,7 +115,7 @@ class _Member:
     runs: Runs = field(default_factory=list)
     gone: str | None = None
     text: str = ""
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    reports: deque[Report] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
 
     @property
     def is_present(self) -> bool:
@@ -263,7 +265,8 @@ class Controller:
         match message["kind"]:
             case "heartbeat":
                 member.heartbeat(dict(message["status"]), now)
-                member.figures = message.get("figures", member.figures)
+                if "figures" in message:
+                    member.reports.append(message["figures"])
                 return self._compared(number, now)
             case "watch":
                 self._watcher = number
@@ -302,14 +305,18 @@ class Controller:
             if member.is_present:
                 outbox += self._stalled(number, now)
         if self._watcher is not None:
-            tasks = [self._figures_of(member, now) for member in self._members]
+            reports = of_one_moment([member.reports if member.is_present else () for member in self._members])
+            tasks = [
+                self._figures_of(member, report, now)
+                for member, report in zip(self._members, reports, strict=True)
+            ]
             outbox.append((self._watcher, {"kind": "figures", "tasks": tasks}))
         return outbox
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _figures_of(self, member: _Member, now: float) -> dict[str, Any]:
-        """Returns the name and the state of a member, and its figures while it is present."""
+    def _figures_of(self, member: _Member, report: Report, now: float) -> dict[str, Any]:
+        """Returns the name and the state of a member, and its reported figures while it is present."""
         program = member.status.get("program")
         if not member.is_present:
             state = "awaited" if member.gone is None else "ended" if member.gone == "left" else "lost"
@@ -321,7 +328,7 @@ class Controller:
         else:
             state = "starting" if program is None else "running"
         function = program and program.partition(" ")[2]  # without its number
-        return {**member.figures, "task": member.name, "state": state, "function": function}
+        return {**report, "task": member.name, "state": state, "function": function}
 
     def _offered(self, number: int, message: Message, now: float) -> Outbox:
         key, position, member = message["key"], message.get("position"), self._members[number]

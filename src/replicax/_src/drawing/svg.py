@@ -65,6 +65,22 @@ def outline(left: float, top: float, width: float, height: float, *, is_dashed: 
     )
 
 
+def line(left: float, top: float, right: float, bottom: float) -> str:
+    """Returns a thin straight line, such as one of a grid."""
+    ends = f'x1="{left:g}" y1="{top:g}" x2="{right:g}" y2="{bottom:g}"'
+    return f'<line {ends} stroke="currentColor" stroke-opacity=".18"/>'
+
+
+def polyline(points: Sequence[tuple[float, float]], color: str, name: str) -> str:
+    """Returns a line through points. A single point becomes a dot."""
+    shown = points if len(points) > 1 else [*points, *points]
+    at = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
+    return (
+        f'<polyline class="{name}" points="{at}" fill="none" stroke="{color}" stroke-width="1.8" '
+        'stroke-linecap="round" stroke-linejoin="round"/>'
+    )
+
+
 def text(left: float, top: float, said: str, **style: object) -> str:
     """Returns a line of text. ``style`` has attributes, with ``_`` for ``-``."""
     styles = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())

@@ -20,6 +20,7 @@ from replicax._src.keras.datasets import DistributedInput
 from replicax._src.keras.overriding import muted
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.keras.steps import StepFunction
+from replicax._src.status.counters import counters
 
 _BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
@@ -298,6 +299,8 @@ class ReplayedSteps:
 
     def _finish(self) -> None:
         self._data.end_replay()
+        if counters.fit is not None:
+            counters.fit.batch = self._num_batches
         if isinstance(self._function, StepFunction):  # otherwise Keras's own function, outside of every scope
             self._function.note_batches()
         self._give_back()

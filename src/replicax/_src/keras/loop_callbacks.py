@@ -12,7 +12,7 @@ import keras
 
 from replicax._src.errors import MissingExtraError
 from replicax._src.extras import EXTRAS, install_packages
-from replicax._src.keras import checkpoint_callback, internals, shared_reads
+from replicax._src.keras import checkpoint_callback, fit_status, internals, shared_reads
 from replicax._src.keras.accumulation import add_up
 from replicax._src.keras.overriding import muted, overridden
 from replicax._src.keras.tensorboard_callback import closed_on_error
@@ -43,6 +43,8 @@ def in_loop(model: Any, strategy: Strategy | None, method: str, given: dict[str,
                 add = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: add_up(model))
                 listed = [add, *listed]  # so that each process can read accumulated gradients alone
             listed = stack.enter_context(checkpoint_callback.in_fit(model, strategy, given, listed))
+            if strategy is not None:  # otherwise Keras's own steps run, which count nothing
+                listed = stack.enter_context(fit_status.in_fit(listed))
             if not is_ordered:
                 given["callbacks"] = listed
         yield

@@ -150,7 +150,7 @@ class ReplicaStepFunction(StepFunction):
             raise StopIteration
         # The returned state is empty. The variables hold the state; if Keras held it too, each step would copy it.
         empty = tuple([] for _ in state)
-        self._note_loss(outputs[-1])
+        self._note_logs(outputs[-1], len(outputs))
         if not self.phase.is_predict:
             return outputs[-1], empty
         return (joined(outputs) if workers is None else workers.joined(outputs)), empty

@@ -165,10 +165,10 @@ class StepFunction(abc.ABC):
             return batch.num_rows
         return sum(rows_of_global_batch(batch.num_rows, share).sizes)
 
-    def _note_loss(self, logs: Any) -> None:
-        """Notes the loss in the logs of a training step for the status; the value may not be computed yet."""
+    def _note_logs(self, logs: Any, num_batches: int) -> None:
+        """Notes the logs of training steps for the status; the values may not be computed yet."""
         if self.phase is TRAIN and isinstance(logs, Mapping):
-            counters.loss = logs.get("loss", counters.loss)
+            counters.note_logs(logs, num_batches)
 
     def _standardised(self, data: Any) -> Any:
         """Converts an element of the dataset to the form that the step takes."""
@@ -258,7 +258,7 @@ class GlobalStepFunction(StepFunction):
             outputs += self._run(list(group), capacity)
         if error is not None:
             raise error
-        self._note_loss(outputs[-1])
+        self._note_logs(outputs[-1], len(batches))
         return (joined(outputs) if self.phase.is_predict else outputs[-1]), groups
 
     def described(

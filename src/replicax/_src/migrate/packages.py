@@ -32,7 +32,7 @@ _FEATURES: Final = (
 
 
 def packages_of(codes: Iterable[str]) -> list[str]:
-    """Returns the arguments for ``pip install`` for these modules, such as ``keras`` and ``tensorflow-cpu``.
+    """Returns the requirements of these modules, such as ``keras`` and ``tensorflow-cpu``.
 
     A module that does not parse needs nothing.
     """

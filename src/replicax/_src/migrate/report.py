@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from replicax._src.home import install_command
 from replicax._src.migrate.files import File
 from replicax._src.migrate.marks import RULES
 from replicax._src.migrate.packages import packages_of
@@ -57,7 +58,7 @@ def _markdown(found: dict[str, Any]) -> str:
         f"{len(found['to_look_at'])} places to look at, {len(found['failures'])} files left alone.",
     ]
     if found["packages"]:
-        lines += ["", f"The program needs `pip install {' '.join(found['packages'])}` besides replicax."]
+        lines += ["", f"The program needs `{install_command(*found['packages'])}` besides replicax."]
     if found["failures"]:
         lines += ["", "## Left alone", ""]
         lines += [f"- `{failure['file']}`: {failure['why']}" for failure in found["failures"]]

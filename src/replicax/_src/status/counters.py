@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Final, final
+
+from replicax._src.status.progress import LoopProgress
 
 _LOSSES: Final = ("loss", "train/loss")
 
@@ -38,7 +41,12 @@ class Counters:
       num_batches: The number of batches that loops have taken from datasets.
       num_examples: The number of their rows, on the replicas of this process.
       loss: The loss that was logged last: a number or an array, perhaps of a step that has not ended.
-      known_loss: The last loss whose value was known.
+      logs: What the last training step of a ``fit`` logged, by name; values as ``loss``.
+      epoch_logs: What the last epoch of a ``fit`` logged, with its validation.
+      known: The last known values of the loss (``""``) and of each name in the logs.
+      strategy: The name of the strategy that was made last.
+      fit: The position of the running ``fit``; None outside of every ``fit``.
+      passes: The position of the loop over distributed datasets that is shown; see ``begin_pass``.
       programs: The time in programs that several processes run together. It includes waits for other processes.
       agreements: The time in which a thread that reads ahead waits for the batches of other processes.
     """
@@ -46,7 +54,12 @@ class Counters:
     def __init__(self) -> None:
         self.num_runs = self.num_batches = self.num_examples = 0
         self.loss: Any = None
-        self.known_loss: float | str | None = None
+        self.logs: Mapping[str, Any] = {}
+        self.epoch_logs: Mapping[str, Any] = {}
+        self.known: dict[str, float | str] = {}
+        self.strategy: str | None = None
+        self.fit: LoopProgress | None = None
+        self.passes: LoopProgress | None = None
         self.programs, self.agreements = Span(), Span()
         self._reading = Span()
         # The total of ``agreements`` when the loop began to wait; None: it does not wait.
@@ -57,6 +70,21 @@ class Counters:
         """Notes a number that is logged, if its name says that it is the loss."""
         if name in _LOSSES:
             self.loss = value
+
+    def note_logs(self, logs: Mapping[str, Any], num_batches: int) -> None:
+        """Notes the logs of training steps of a Keras model, which are those of the last step."""
+        self.loss, self.logs = logs.get("loss", self.loss), logs
+        if self.fit is not None:
+            self.fit.note(num_batches)
+
+    def begin_pass(self, progress: LoopProgress) -> None:
+        """Notes that a loop over a distributed dataset begins a pass. It is shown from now on, unless the one that is
+        shown is longer: the shorter one is a validation.
+        """
+        shown, new = self.passes, progress.num_batches
+        is_longer = shown is not None and shown.num_batches is not None and new is not None
+        if not (is_longer and shown.num_batches > new):  # type: ignore[union-attr, operator]
+            self.passes = progress
 
     def begin_reading(self) -> None:
         """Notes that a loop asks for a batch."""

@@ -6,7 +6,9 @@ import contextlib
 import math
 import os
 import socket
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -21,6 +23,9 @@ FIGURES: Final = (
     *("steps", "examples", "loss", "data_s", "device_s"),
 )
 _NUMBERS: Final = (int, float, np.generic, np.ndarray, jax.Array)
+_LOSS: Final = ""  # the name of the loss among the known values
+_MOST_LOGS: Final = 16
+_LONGEST_NAME: Final = 64
 _BEGAN_S: Final = time.monotonic()
 _RESTART_COUNTS: Final = ("REPLICAX_RESTART_COUNT", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -52,6 +57,32 @@ def figures() -> dict[str, Any]:
     }
 
 
+def of_job() -> dict[str, Any]:
+    """Returns what the process that serves the status knows of the whole job, as JSON: ``job``, its name and strategy;
+    ``progress``, the position of its loop (see ``progress.py``), None if it is in none; ``metrics``, see ``logs_of``.
+    """
+    loop = counters.fit or counters.passes
+    return {
+        "job": {"name": program_name(sys.argv, sys.modules.get("__main__")), "strategy": counters.strategy},
+        "progress": None if loop is None else loop.describe(),
+        "metrics": logs_of(counters),
+    }
+
+
+def program_name(argv: Sequence[str], main: Any) -> str | None:
+    """Returns the name of a program: its file, or its module after ``python -m``. None for a notebook or a prompt.
+
+    Args:
+      argv: The arguments of the process.
+      main: The module ``__main__``.
+    """
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name.removesuffix(".__main__")
+    file = getattr(main, "__file__", None)
+    return os.path.basename(file) if file and argv and argv[0] else None
+
+
 def _variable(name: str) -> str:
     return os.environ.get(name, "")
 
@@ -60,16 +91,48 @@ def loss_of(counted: Counters) -> float | str | None:
     """Returns the last loss that is known, without a wait: a number, or "nan", "inf" or "-inf", which JSON has no
     numbers for.
     """
-    value = counted.loss
+    return _known(counted, _LOSS, counted.loss)
+
+
+def logs_of(counted: Counters) -> dict[str, float | str]:
+    """Returns the last known values of what ``fit`` logs besides the loss, by name; each as ``loss_of``.
+
+    Those of the last epoch that the steps do not log, such as a validation's, come after the others. Of many it
+    returns the first 16.
+    """
+    epoch, steps = dict(counted.epoch_logs), counted.logs
+    values = {**_flat(steps), **{name: value for name, value in _flat(epoch).items() if name not in steps}}
+    values.pop("loss", None)
+    shown = {name: _known(counted, name, values[name]) for name in list(values)[:_MOST_LOGS]}
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns logs in which metrics with several results are flat, as Keras shows them."""
+    flat: dict[str, Any] = {}
+    for name, value in dict(logs).items():
+        flat.update(value if isinstance(value, Mapping) else {name: value})
+    return {str(name)[:_LONGEST_NAME]: value for name, value in flat.items()}
+
+
+def _known(counted: Counters, name: str, value: Any) -> float | str | None:
+    number = _number_of(value)
+    if number is not None:
+        counted.known[name] = number
+    return counted.known.get(name)
+
+
+def _number_of(value: Any) -> float | str | None:
+    """Returns the number that a value is; None if it is none, or not computed yet."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no number, or a program that failed
         if isinstance(value, jax.Array) and (value.is_deleted() or not value.is_ready()):  # type: ignore[attr-defined]
-            return counted.known_loss
+            return None
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = value.addressable_data(0)
         if isinstance(value, _NUMBERS):  # others may wait for another task
             number = float(np.asarray(value))
-            counted.known_loss = number if math.isfinite(number) else str(number)
-    return counted.known_loss
+            return number if math.isfinite(number) else str(number)
+    return None
 
 
 def _device_bytes() -> int | None:

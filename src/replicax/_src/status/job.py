@@ -17,7 +17,7 @@ from replicax._src.cluster.detect import choose_resolver
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.cluster.progress import say
 from replicax._src.cluster.spec import split_address
-from replicax._src.status.figures import FIGURES, figures
+from replicax._src.status.figures import FIGURES, figures, of_job
 from replicax._src.status.status import STATUS_ADDRESS_VARIABLE
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ def status_of_job() -> dict[str, Any]:
     own, peers = figures(), joined_peers()
     if peers is None:
         state = "running" if own["steps"] else "starting"
-        return status_of([{"task": "worker 0", "state": state, **own}], time.time())
+        return {**status_of([{"task": "worker 0", "state": state, **own}], time.time()), **of_job()}
     tasks = peers.figures_of_tasks()
-    tasks[peers.number] = {**tasks[peers.number], **own}
-    return status_of(tasks, time.time())
+    # Its own figures come from the controller too: those of now would be ahead of the others'.
+    tasks[peers.number] = {**own, **tasks[peers.number]}
+    return {**status_of(tasks, time.time()), **of_job()}
 
 
 def status_of(tasks: Sequence[Mapping[str, Any]], now: float) -> dict[str, Any]:

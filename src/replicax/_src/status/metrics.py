@@ -63,6 +63,14 @@ _TASKS: Final = {
     ),
     "replicax_ps_held_bytes": ("held_bytes", "Size of the values on the parameter server."),
 }
+# The name of each metric, with its field of ``status["progress"]`` and its help text.
+_PROGRESS: Final = {
+    "replicax_progress_ratio": (
+        "share",
+        "The part of the training that is done; without epochs, of the pass.",
+    ),
+    "replicax_time_left_seconds": ("left_s", "Time until then, at the mean speed so far."),
+}
 _DOWN: Final = ("awaited", "ended", "lost", "given up", "silent")
 _STALENESS: Final = "replicax_ps_staleness_updates"
 # The upper ends of the buckets 0, 1, 2 to 3, 4 to 7, ...; Prometheus expects them never to change.
@@ -72,7 +80,8 @@ _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
 def metrics_of(status: Mapping[str, Any]) -> str:
     """Returns all metrics of a status, with or without rates. Counters of a task start at 0 with its process."""
     closures = _of_closures(status) if "closures" in status else ()
-    return "".join(f"{line}\n" for line in (*closures, *_of_tasks(status), *_of_staleness(status)))
+    parts = (closures, _of_tasks(status), _of_progress(status), _of_fit(status), _of_staleness(status))
+    return "".join(f"{line}\n" for part in parts for line in part)
 
 
 def _of_closures(status: Mapping[str, Any]) -> Iterator[str]:
@@ -92,6 +101,22 @@ def _of_tasks(status: Mapping[str, Any]) -> Iterator[str]:
             yield from _head(name, text)
         for task, value in known:
             yield f"{name}{_labels(task=task)} {value}"
+
+
+def _of_progress(status: Mapping[str, Any]) -> Iterator[str]:
+    progress = status.get("progress") or {}
+    for name, (field, text) in _PROGRESS.items():
+        if progress.get(field) is not None:
+            yield from _head(name, text)
+            yield f"{name} {progress[field]}"
+
+
+def _of_fit(status: Mapping[str, Any]) -> Iterator[str]:
+    metrics = status.get("metrics") or {}
+    if metrics:
+        yield from _head("replicax_fit_metric", "What fit has logged last besides the loss.")
+    for name, value in metrics.items():
+        yield f"replicax_fit_metric{_labels(name=name)} {value}"
 
 
 def _of_staleness(status: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import http.server
 import io
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -21,13 +22,16 @@ from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.status import metrics
 from replicax._src.status.access import StatusAccess
+from replicax._src.status.curves import pictures
+from replicax._src.status.history_file import HistoryFile
 from replicax._src.status.page import CONTENT_SECURITY_POLICY, page_of
-from replicax._src.status.status import STATUS_ADDRESS_VARIABLE, Recent
+from replicax._src.status.status import STATUS_ADDRESS_VARIABLE, Recent, curve_values_of
 from replicax._src.wire.acceptor import HANDSHAKE_S, Acceptor
 from replicax._src.wire.sockets import shut_down
 
 _log = logging.getLogger("replicax")
 _SAMPLE_S: Final = 1.0
+_SAVE_S: Final = 10.0
 _LARGEST_REQUEST: Final = 4096
 _JOIN_S: Final = 5.0
 _ANYWHERE: Final = ("0.0.0.0", "::")
@@ -40,7 +44,7 @@ class StatusServer:
     Args:
       address: ``host:port``. Port 0 takes a free one.
       token: The cluster's token. A request from another machine needs its ``viewing_token``.
-      look: Returns the current status, without rates. It is also called once a second, to compute rates.
+      look: Returns the current status, without rates. It is also called once a second, to compute rates and curves.
 
     Attributes:
       address: The ``host:port`` at which it answers.
@@ -50,7 +54,12 @@ class StatusServer:
       AddressError: It is not ``host:port``, or the server cannot listen there.
     """
 
-    def __init__(self, address: str, token: str | None, look: Callable[[], dict[str, Any]]):
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        look: Callable[[], dict[str, Any]],
+    ):
         self.access = StatusAccess(address, token)
         host, port = split_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -67,6 +76,9 @@ class StatusServer:
         self._acceptor = Acceptor(listening, self._answer)
         self._look = look
         self._recent = Recent()
+        # It keeps the curves for the process that serves after a restart.
+        self._history_file = HistoryFile.of_environment(os.environ)
+        self._history = self._history_file.load()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="replicax-status", daemon=True)
@@ -93,11 +105,25 @@ class StatusServer:
         with self._lock:
             return self._recent.with_rates(self._look())
 
+    def page(self, query: str) -> str:
+        """Returns the page; see ``page.page_of``."""
+        status = self.status()
+        with self._lock:
+            curves = pictures(self._history, status["time"])
+        return page_of(status, query, curves)
+
     def _sample(self) -> None:
+        saved_at = time.monotonic()
         while not self._is_closed.is_set():
             with self._lock:
-                self._recent.add(self._look())
+                status = self._look()
+                self._history.add(status["time"], curve_values_of(self._recent.with_rates(status)))
+                self._recent.add(status)
+            if time.monotonic() - saved_at >= _SAVE_S:
+                saved_at = time.monotonic()
+                self._history_file.save(self._history)
             self._is_closed.wait(_SAMPLE_S)
+        self._history_file.save(self._history)
 
     def _answer(self, connection: socket.socket, peer: str) -> None:
         try:
@@ -154,10 +180,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pages: Mapping[str, Callable[[], tuple[str, str]]] = {
             "/": lambda: (
                 "text/html; charset=utf-8",
-                page_of(
-                    self.server.status(),
-                    "" if shown is None else f"?{urllib.parse.urlencode({'token': shown})}",
-                ),
+                self.server.page("" if shown is None else f"?{urllib.parse.urlencode({'token': shown})}"),
             ),
             "/status.json": lambda: ("application/json", json.dumps(self.server.status()) + "\n"),
             "/metrics": lambda: (metrics.CONTENT_TYPE, metrics.metrics_of(self.server.status())),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from replicax._src.drawing.text import printable
+from replicax._src.status.text import bytes_text, duration_text, loss_text, number_text, share_text
 
 STATUS_ADDRESS_VARIABLE: Final = "REPLICAX_STATUS_ADDRESS"
 GOOD_STATES: Final = ("busy", "serving", "running", "backup")
@@ -125,63 +126,7 @@ def _clock(status: Mapping[str, Any]) -> float:
     return status["tasks"][0]["uptime_s"]
 
 
-# --- text -----------------------------------------------------------------------------------------------
-
-
-def number_text(number: float | None) -> str:
-    """
-    >>> number_text(None), number_text(12345), number_text(1.25), number_text(2345.6)
-    ('–', '12,345', '1.2', '2,346')
-    """
-    if number is None:
-        return "–"
-    return f"{number:,.1f}" if isinstance(number, float) and number < 100 else f"{number:,.0f}"
-
-
-def bytes_text(number: float | None) -> str:
-    """
-    >>> bytes_text(None), bytes_text(512), bytes_text(1536), bytes_text(200 << 20), bytes_text(3 << 40)
-    ('–', '512 B', '1.5 kB', '200 MB', '3,072 GB')
-    """
-    if number is None:
-        return "–"
-    unit, units = "B", ["kB", "MB", "GB"]
-    while number >= 1024 and units:
-        number, unit = number / 1024, units.pop(0)
-    return f"{number:,.1f} {unit}" if number < 10 and unit != "B" else f"{number:,.0f} {unit}"
-
-
-def duration_text(seconds: float | None) -> str:
-    """
-    >>> duration_text(None), duration_text(5.2), duration_text(125), duration_text(7380), duration_text(200_000)
-    ('–', '5 s', '2 min 5 s', '2 h 3 min', '2 d 7 h')
-    """
-    if seconds is None:
-        return "–"
-    minutes, left_s = divmod(int(seconds), 60)
-    hours, left_min = divmod(minutes, 60)
-    days, left_h = divmod(hours, 24)
-    if days:
-        return f"{days} d {left_h} h"
-    if hours:
-        return f"{hours} h {left_min} min"
-    return f"{minutes} min {left_s} s" if minutes else f"{left_s} s"
-
-
-def share_text(share: float | None) -> str:
-    """
-    >>> share_text(None), share_text(0.256)
-    ('–', '26 %')
-    """
-    return "–" if share is None else f"{100 * share:.0f} %"
-
-
-def loss_text(loss: float | str | None) -> str:
-    """
-    >>> loss_text(None), loss_text(0.123456), loss_text("nan")
-    ('–', '0.1235', 'nan')
-    """
-    return "–" if loss is None else printable(loss) if isinstance(loss, str) else f"{loss:.4g}"
+# --- the table -----------------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> str:
@@ -197,34 +142,54 @@ class Column:
       name: Its head.
       field: The field of a task that it shows.
       text: Turns the field into a cell.
+      meaning: What it shows, in a sentence or two. Empty if the head says enough.
       is_text: True for names, which come first.
     """
 
     name: str
     field: str
     text: Callable[[Any], str]
+    meaning: str = ""
     is_text: bool = False
 
 
 _COLUMNS: Final = (
     Column("task", "task", printable, is_text=True),
     Column("state", "state", printable, is_text=True),
-    Column("function", "function", _plain, is_text=True),
+    Column("function", "function", _plain, "The function that the task runs now or ran last.", is_text=True),
     Column("host", "host", _plain, is_text=True),
-    Column("closures/s", "closures_per_s", number_text),
-    Column("updates/s", "updates_per_s", number_text),
-    Column("step", "steps", number_text),
-    Column("steps/s", "steps_per_s", number_text),
-    Column("examples/s", "examples_per_s", number_text),
-    Column("loss", "loss", loss_text),
-    Column("data", "data_share", share_text),
-    Column("own", "own_share", share_text),
-    Column("cpu", "num_cpus", share_text),
-    Column("received/s", "received_bytes_per_s", bytes_text),
-    Column("sent/s", "sent_bytes_per_s", bytes_text),
-    Column("memory", "resident_bytes", bytes_text),
-    Column("device memory", "device_bytes", bytes_text),
-    Column("restarts", "restarts", number_text),
+    Column("closures/s", "closures_per_s", number_text, "Functions per second that the worker has run."),
+    Column("updates/s", "updates_per_s", number_text, "Updates per second that the server has applied."),
+    Column(
+        "step",
+        "steps",
+        number_text,
+        "Batches that the task's loops have taken from datasets, validation included; without a dataset, calls of "
+        "run and rx.function. The rows of all tasks are of the same second.",
+    ),
+    Column("steps/s", "steps_per_s", number_text, "Steps per second in the last 5 s."),
+    Column("examples/s", "examples_per_s", number_text, "Rows per second for the task's own replicas."),
+    Column("loss", "loss", loss_text, "The loss that was logged last."),
+    Column(
+        "data",
+        "data_share",
+        share_text,
+        "The share of the last 5 s in which the task's loops waited for its own data. Waits for the batch of another "
+        "task do not count.",
+    ),
+    Column(
+        "own",
+        "own_share",
+        share_text,
+        "The share of the last 5 s that the task spent in Python or waiting for its data, while its devices had "
+        "nothing to do.",
+    ),
+    Column("cpu", "num_cpus", share_text, "Processor time per second. 100 % is one core."),
+    Column("received/s", "received_bytes_per_s", bytes_text, "Bytes per second from other tasks."),
+    Column("sent/s", "sent_bytes_per_s", bytes_text, "Bytes per second to other tasks."),
+    Column("memory", "resident_bytes", bytes_text, "Memory of the process that is in RAM."),
+    Column("device memory", "device_bytes", bytes_text, "Memory in use on the task's GPUs or TPUs."),
+    Column("restarts", "restarts", number_text, "How often a new process has replaced the task's process."),
     Column("pid", "pid", _plain),
     Column("up", "uptime_s", duration_text),
 )
@@ -239,6 +204,67 @@ def rows_of(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Returns the cells of each task, from a status with rates: one for each of ``columns_of``."""
     columns = columns_of(status)
     return [tuple(column.text(task[column.field]) for column in columns) for task in status["tasks"]]
+
+
+_SLOW: Final = (
+    "The task for which the others wait: the one with the largest own share, if that exceeds the median of the others "
+    "by at least 10 % of the time. If its data share is high, its input is slow; if not, its Python code is, such as a "
+    "callback."
+)
+
+
+def meanings_of(status: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the meanings of columns and of parts of the summary, by name, from a status with rates."""
+    columns = {column.name: column.meaning for column in columns_of(status) if column.meaning}
+    return {**columns, "slow": _SLOW} if "own" in columns else columns
+
+
+def title_of(status: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the name of the job, and its strategy with the number of tasks."""
+    job, num_tasks = status.get("job") or {}, len(status["tasks"])
+    tasks = f"{num_tasks} task{'s' * (num_tasks != 1)}"
+    strategy = job.get("strategy")
+    return printable(
+        job.get("name") or "replicax"
+    ), tasks if strategy is None else f"{printable(strategy)}, {tasks}"
+
+
+def progress_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns names and values that describe the position of the training; none if it is in no loop over data."""
+    progress = status.get("progress")
+    if progress is None:
+        return []
+    turn, batch = number_text(progress["number"]), number_text(progress["batch"])
+    if progress["num_turns"] is not None:
+        turn += f" of {number_text(progress['num_turns'])}"
+    if progress["num_batches"] is not None:
+        batch += f" of {number_text(progress['num_batches'])}"
+    parts = [(printable(progress["kind"]), turn), ("batch", batch)]
+    if progress["share"] is not None:
+        parts.append(("done", share_text(progress["share"])))
+    if progress["left_s"] is not None:
+        parts.append(("time left", duration_text(progress["left_s"])))
+    return parts
+
+
+def fit_metrics_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the names and values that ``fit`` has logged besides the loss."""
+    return [(printable(name), loss_text(value)) for name, value in (status.get("metrics") or {}).items()]
+
+
+def curve_values_of(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the current value of each curve by name, from a status with rates; None if it is not known."""
+    tasks = status["tasks"]
+    values: dict[str, Any] = {
+        "loss": next((task["loss"] for task in tasks if task.get("loss") is not None), None),
+        "val_loss": (status.get("metrics") or {}).get("val_loss"),
+    }
+    if "closures" in status:
+        return {**values, "closures/s": status["closures"]["finished_per_s"]}
+    return {
+        **values,
+        "steps/s": max((each for task in tasks if (each := task["steps_per_s"]) is not None), default=None),
+    }
 
 
 def summary_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:

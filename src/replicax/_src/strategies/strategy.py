@@ -36,6 +36,7 @@ from replicax._src.lowering.eager import run_eagerly
 from replicax._src.migrate.tensorflow_code import check_no_function_of_tensorflow, check_not_in_tensorflow
 from replicax._src.narrowing import as_numpy, narrowed_pytree
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
+from replicax._src.status.counters import counters
 from replicax._src.status.job import serve_status
 from replicax._src.strategies import datasets, logical_devices, lowering, reduction
 from replicax._src.strategies.extended import StrategyExtended
@@ -118,6 +119,8 @@ class Strategy:
         self._parameter_device = parameter_device
         self._cluster_resolver, self._is_chief = cluster_resolver, is_chief
         note_role(cluster_resolver, is_chief)
+        if not self.is_default:
+            counters.strategy = type(self).__name__
         if not (self.is_default or self.has_servers):
             serve_status()
         self._communication_options = communication_options

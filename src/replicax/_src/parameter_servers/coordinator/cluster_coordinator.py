@@ -28,7 +28,7 @@ from replicax._src.parameter_servers.coordinator.resource_recipe import per_work
 from replicax._src.parameter_servers.coordinator.scheduled_work import Work
 from replicax._src.parameter_servers.coordinator.status import status_of
 from replicax._src.parameter_servers.errors import ClosureInputError
-from replicax._src.status.figures import figures
+from replicax._src.status.figures import figures, of_job
 from replicax._src.tracing.key import name_of
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def _status_server(pool: WorkerPool, address: str | None, *, must_serve: bool) -
 
     make = StatusServer if must_serve else server_of_environment
     token = Credentials.of_environment(os.environ).token
-    return make(address, token, lambda: status_of(pool.statistics(), figures(), time.time()))
+    return make(address, token, lambda: {**status_of(pool.statistics(), figures(), time.time()), **of_job()})
 
 
 def _end(pool: WorkerPool, status: StatusServer | None) -> None:
