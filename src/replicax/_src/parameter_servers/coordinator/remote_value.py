@@ -54,7 +54,7 @@ class RemoteValue:
     def _refused(self, *_: Any) -> Any:
         """Raises InvalidArgumentError: the result was used as a number or a sequence before it was fetched."""
         raise InvalidArgumentError(
-            f"{self!r} was used as if it were the result. It stands for a result that may not be there yet: write "
+            f"The RemoteValue of {self._name!r} was used as if it were the result, which may not be there yet. Write "
             "value.fetch(), which waits for it, or coordinator.fetch(values) for several."
         )
 
