@@ -60,6 +60,7 @@ from replicax._src.errors import (
     TopologyError,
     TracedConditionError,
     TraceError,
+    TransformationError,
     UnsupportedError,
     VariableError,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "TopologyError",
     "TraceError",
     "TracedConditionError",
+    "TransformationError",
     "UnauthenticatedError",
     "UnavailableError",
     "UnbatchedDatasetError",

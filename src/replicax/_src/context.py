@@ -34,6 +34,8 @@ from replicax._src.errors import (
 )
 from replicax._src.framework import use_imported
 from replicax._src.options import CommunicationOptions, ReduceOp
+from replicax._src.tracebacks import boundary
+from replicax._src.tracing.explanations import explanation_of
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 
 if TYPE_CHECKING:
@@ -206,10 +208,16 @@ class Scope:
             _local.frames.append(_Frame(strategy, replica))
         return strategy
 
+    @boundary  # it may replace an error of the block
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         _local.frames.pop()
         had_keras = self._had_keras.pop()
-        if not self._is_of_user or had_keras or not _has_unowned_of_keras():
+        if not self._is_of_user:
+            return
+        found = None if error is None else explanation_of(error, "scope")
+        if found is not None:
+            raise found from None
+        if had_keras or not _has_unowned_of_keras():
             return
         text = (
             f"Keras was imported inside the scope of {self._strategy!r}, which does not track what Keras makes there: models made "

@@ -14,6 +14,7 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     │   │   └── IterationContextError (ValueError) a distributed dataset iterated in a replica function
     │   ├── ReplicaContextError                needs replica context
     │   ├── MixedStrategiesError               two strategies in one place
+    │   ├── TransformationError                jax.pmap in a step, jax.jit around run, an unknown axis
     │   └── ScopeNestingError                  scopes or global strategies that do not nest
     ├── PerReplicaUseError (ValueError)        a PerReplica used as if it were one array
     ├── DivergenceError (ValueError)           a mirrored value would differ between replicas
@@ -99,6 +100,14 @@ class ReplicaContextError(ContextError):
 
 class MixedStrategiesError(ContextError):
     """Two strategies were used in one place."""
+
+
+class TransformationError(ContextError):
+    """A transformation or collective of JAX where it cannot work.
+
+    Either a step chooses devices itself (``jax.pmap``, ``jax.shard_map``, shardings), or JAX traces or differentiates the
+    call of ``run``, or a collective is over an axis that does not exist.
+    """
 
 
 class ScopeNestingError(ContextError):

@@ -41,7 +41,7 @@ from jaxlib import xla_client as _xla_client
 
 from replicax._src.coordination import NEVER_S
 from replicax._src.tracebacks import is_full_asked_for
-from replicax._src.user_code import PACKAGE, UNKNOWN, is_user_code
+from replicax._src.user_code import PACKAGE, UNKNOWN, is_of_package, is_user_code
 
 if TYPE_CHECKING:
 
@@ -64,8 +64,6 @@ set_current_trace = jex.set_current_trace
 
 if is_full_asked_for() and "JAX_TRACEBACK_FILTERING" not in os.environ:
     jax.config.update("jax_traceback_filtering", "off")
-
-_JAX = os.path.dirname(jax.__file__) + os.sep
 
 # JAX's own errors and profiles then name the user's lines, not ours.
 source_info_util.register_exclusion(PACKAGE)
@@ -212,7 +210,7 @@ def equation_line(eqn: Any) -> str:
     frames = [] if traceback is None else traceback.frames
     for is_named in (
         is_user_code,
-        lambda file: not file.startswith((PACKAGE, _JAX)),
+        lambda file: not file.startswith(PACKAGE) and not is_of_package(file, "jax"),
     ):  # or the code of a library, such as optax
         for frame in frames:
             if is_named(frame.file_name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -9,33 +10,68 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_SKIPPED = (
-    PACKAGE,
-    "<frozen",
-    *(
-        path + os.sep
-        for name, path in sysconfig.get_paths().items()
-        if name in ("stdlib", "purelib", "platlib")
-    ),
+UNKNOWN = "an unknown line"
+
+# Nobody's own code, wherever it lies. Names that a user's file may have, such as tree, are not here.
+_KNOWN: Final = (
+    frozenset(
+        {
+            "absl",
+            "cloudpickle",
+            "etils",
+            "flax",
+            "grain",
+            "jax",
+            "jaxlib",
+            "keras",
+            "keras_hub",
+            "keras_tuner",
+        }
+    )
+    | {"ml_dtypes", "numpy", "opt_einsum", "optax", "optree", "optuna", "orbax", "scipy", "tensorflow"}
+    | {"tensorstore", "torch"}
 )
+_FOLDERS = ("site-packages", "dist-packages")  # of Python, of a .pth file, of --user, of an outer environment
 _PATHS = sysconfig.get_paths()
 _LIBRARY = tuple(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
-UNKNOWN = "an unknown line"
 
 
 def is_user_code(filename: str) -> bool:
     """True if a source file is the user's."""
-    return not filename.startswith(_SKIPPED)
+    return not filename.startswith(PACKAGE) and not is_library(filename)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(filename: str) -> bool:
+    """True if a source file belongs to Python or to an installed package other than replicax.
+
+    An installed package lies in a ``site-packages``, whichever it is. JAX, Keras and others that run the user's
+    functions are also found by their modules: a folder of ``pip install --target`` or a checkout may hold them beside
+    the user's files.
+    """
+    if filename.startswith(PACKAGE):
+        return False
+    return is_standard_library(filename) or _is_installed(filename) or is_of_package(filename, *_KNOWN)
 
 
 def is_standard_library(filename: str) -> bool:
     """True if a source file belongs to Python itself."""
-    return filename.startswith("<frozen") or (
-        filename.startswith(_LIBRARY) and not filename.startswith(_INSTALLED)
-    )
+    return filename.startswith("<frozen") or (filename.startswith(_LIBRARY) and not _is_installed(filename))
+
+
+def _is_installed(filename: str) -> bool:
+    return filename.startswith(_INSTALLED) or any(f"{os.sep}{name}{os.sep}" in filename for name in _FOLDERS)
+
+
+def is_of_package(filename: str, *packages: str) -> bool:
+    """True if a source file lies in the folder of one of these packages, as they were imported."""
+    modules = (sys.modules.get(name) for name in packages)
+    folders = (folder for module in modules for folder in getattr(module, "__path__", ()))
+    return any(filename.startswith(os.path.abspath(folder) + os.sep) for folder in folders)
 
 
 def user_line() -> str:

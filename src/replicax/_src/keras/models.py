@@ -35,10 +35,10 @@ from replicax._src.keras.server_steps import WorkerSteps
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
 from replicax._src.keras.worker_datasets import WorkerInput, as_worker_input
 from replicax._src.keras.workers import start_together
-from replicax._src.migrate import tensorflow_code
 from replicax._src.narrowing import narrowed
 from replicax._src.tracebacks import bounded
 from replicax._src.tracing.capture import current_capture, planning
+from replicax._src.tracing.explanations import explained
 from replicax._src.variables.server_placement import ServerPlacement
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _placed(name: str) -> Method:
         if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
             strategy = context.get_strategy()  # Keras on JAX cannot run its step
         with contextlib.ExitStack() as stack:
-            stack.enter_context(tensorflow_code.explained(is_in_trace=False))
+            stack.enter_context(explained("fit"))
             if strategy is not None:
                 _check_has_steps(strategy, name)
                 stack.enter_context(strategy.scope())

@@ -29,10 +29,10 @@ from replicax._src.lowering.batch import Batch, BatchLayout
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import in_flight, run_and_store
-from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import is_stored_as_parts, parts_of, state_lock, sum_of_parts
 from replicax._src.tracing.equations import evaluated
+from replicax._src.tracing.explanations import explained
 from replicax._src.tracing.gathers import evaluate_gathering
 from replicax._src.tracing.markers import NUM_SCALARS, accumulate_p, accumulated
 from replicax._src.tracing.row_partitioner.layout import RowSplit
@@ -201,7 +201,7 @@ class _Program:
             for shape, value in zip(held.shapes, held.values(), strict=True)
         ]
         batch_avals = [layout.aval for layout in self._layouts]
-        with tensorflow_code.explained():
+        with explained("step"):
             return jax_compat.trace(flat, (avals, batch_avals))
 
     def _make_wrong_operations_whole(self) -> None:

@@ -153,6 +153,11 @@ def advice(names: list[str], uses_keras: bool) -> str:
     return " ".join([*sentences, "`replicax migrate` finds all such lines of a program."])
 
 
+def ops_of_keras(scope: dict[str, Any]) -> Any:
+    """Returns ``keras.ops`` for a module that has names of Keras, else None."""
+    return getattr(sys.modules.get("keras"), "ops", None) if uses_keras(scope) else None
+
+
 def uses_keras(scope: dict[str, Any]) -> bool:
     """True if a module has names of Keras."""
     homes = (getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in scope.values())
@@ -203,7 +208,7 @@ def _error_at(traceback: types.TracebackType | None, *, is_of_conversion: bool) 
       traceback: The traceback.
       is_of_conversion: True if the failing code needed a NumPy array. Keras may have removed TensorFlow's frames.
     """
-    frames = list(_frames_of(traceback))
+    frames = list(frames_of(traceback))
     users = [i for i, entry in enumerate(frames) if is_user_code(entry.tb_frame.f_code.co_filename)]
     if not users:
         return None
@@ -211,7 +216,7 @@ def _error_at(traceback: types.TracebackType | None, *, is_of_conversion: bool) 
     is_in_tensorflow = "tensorflow" in homes and "keras" not in homes[: homes.index("tensorflow")]
     entry = frames[users[-1]]
     frame, line = entry.tb_frame, entry.tb_lineno
-    text = _expression(frame, entry.tb_lasti, line)
+    text = expression(frame, entry.tb_lasti, line)
     found = list(_names_in(text, frame))
     if not is_in_tensorflow and not any(is_of_conversion or is_object(value) for _, value in found):
         return None
@@ -238,14 +243,14 @@ def _package_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _frames_of(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
+def frames_of(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
     """Yields the entries of a traceback, from the outermost on."""
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next
 
 
-def _expression(frame: types.FrameType, instruction: int, line: int) -> str:
+def expression(frame: types.FrameType, instruction: int, line: int) -> str:
     """Returns the source of the expression that a frame executes, or of its line if Python does not know."""
     code = frame.f_code
     lines = linecache.getlines(code.co_filename, frame.f_globals)

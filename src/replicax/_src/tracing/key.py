@@ -10,7 +10,6 @@ import dis
 import enum
 import functools
 import inspect
-import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Hashable
@@ -19,12 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax._src.user_code import is_library
 from replicax._src.values import DistributedValues, is_value
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-_LIBRARY = tuple(
-    path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")
-) + ("<frozen",)
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +94,7 @@ def _python_function_key(
 ) -> Hashable:
     """Returns the key. The contents of cells in ``lifted`` become inputs of the program, so only their shapes count."""
     code = fn.__code__
-    if _is_library(code.co_filename):
+    if is_library(code.co_filename):
         if anchors is not None:
             anchors.append(fn)
         return id(fn)
@@ -129,11 +126,6 @@ def _cell_key(
         leaves, tree = jax.tree_util.tree_flatten(content, is_leaf=is_value)
         return (tree, *(array_key(leaf) for leaf in leaves))
     return _key(content, anchors, above)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARY)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +185,7 @@ def array_key(value: Any) -> Hashable:
 
 def lifted_cells(fn: Callable[..., Any]) -> dict[str, Any]:
     """Returns the contents of the closure cells of ``fn`` that become inputs, by name."""
-    if type(fn) is not types.FunctionType or not fn.__closure__ or _is_library(fn.__code__.co_filename):
+    if type(fn) is not types.FunctionType or not fn.__closure__ or is_library(fn.__code__.co_filename):
         return {}
     found = {}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):

@@ -38,9 +38,7 @@ from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
 from replicax._src.errors import (
     DivergenceError,
-    ReplicaxError,
     StructureError,
-    TracedConditionError,
     TraceError,
     UnsupportedError,
 )
@@ -50,14 +48,14 @@ from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
 from replicax._src.tracing.equations import has_any
+from replicax._src.tracing.explanations import explained
 from replicax._src.tracing.gradient_scale import check_gradient_scale
 from replicax._src.tracing.key import is_array
 from replicax._src.tracing.primitives import MARKS
-from replicax._src.tracing.program import Output, ReplicaProgram, Variant, leaked
+from replicax._src.tracing.program import Output, ReplicaProgram, Variant
 from replicax._src.tracing.replication import Replication, analyse, is_call_with_collective
 from replicax._src.tracing.rewrite import Rewriter, evaluate_inlined
 from replicax._src.tracing.value_numbering import number_of, number_variant
-from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues, is_value
 
 TakeRows = Callable[[Any, int, Sequence[Entry], int, Sequence[tuple[str, int]]], tuple[Any, list[Any]]]
@@ -150,11 +148,6 @@ def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> s
         return (
             f"(This replica has no rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
             "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
-        )
-    if jax_compat.names_unknown_axis(error, "axis name"):
-        return (
-            f"(In a replica function the axis of the replicas is named {REPLICA_AXIS!r}: jax.lax.psum(x, {REPLICA_AXIS!r}). Or "
-            "write rx.get_replica_context().all_reduce('SUM', x).)"
         )
     if "from different trace level" in str(error):  # flax 0.12
         return (
@@ -341,7 +334,7 @@ def captured(
             arrays = [o.value for o in given if o.is_array]
             return arrays + [e.current for e in capture.entries.values() if e.written]
 
-    with contextlib.ExitStack() as scopes, _explained(capture.is_replica), tensorflow_code.explained():
+    with contextlib.ExitStack() as scopes, explained("run" if capture.is_replica else "function"):
         for framework in frameworks_in_use():
             scopes.enter_context(framework.trace_scope(capture))
         jaxpr, consts = jax_compat.trace(body, avals, axes)
@@ -394,32 +387,6 @@ def _output(leaf: Any) -> Output:
             "results."
         )
     return Output(False, leaf)
-
-
-_EAGERLY = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
-
-
-@contextlib.contextmanager
-def _explained(is_replica: bool):
-    """Context that adds a remedy to JAX's errors about tracers. ``is_replica``: ``run`` may run the function
-    eagerly.
-    """
-    try:
-        yield
-    except ReplicaxError:
-        raise
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        raise TracedConditionError(
-            f"At {user_line_of(error)} Python needs a value that is known only when the program "
-            f"runs (an argument, a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float() "
-            f"or np.asarray() of a value. The function is traced once for all replicas. Use jnp.where or "
-            f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to "
-            f"print{_EAGERLY if is_replica else '.'}"
-        ).with_traceback(
-            error.__traceback__
-        ) from None  # one traceback, down to the user's line; JAX's error is the context
-    except jax.errors.UnexpectedTracerError as error:
-        raise leaked(user_line_of(error)) from error
 
 
 # --- the passes over a variant ------------------------------------------------------------------------------

@@ -1,0 +1,194 @@
+"""Errors of JAX in a traced function, and what Keras makes of them, as errors that name the user's line and a remedy.
+
+JAX's errors about tracers cannot be made from a text, as Keras does when it adds a layer's name. What then arrives is
+another error, whose context is JAX's.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.devices.topology import REPLICA_AXIS
+from replicax._src.errors import ReplicaxError, TracedConditionError, TransformationError
+from replicax._src.migrate import tensorflow_code
+from replicax._src.tracing.program import leaked
+from replicax._src.user_code import is_user_code, user_line_of
+
+Place = Literal["run", "function", "step", "fit", "scope"]
+"""Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a method
+of a Keras model, or in the block of a scope.
+"""
+
+_NEEDS_VALUE: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_EAGERLY: Final = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
+_OF_FIT: Final = (
+    "fit, evaluate and predict compute a step for the global batch: a sum or mean over its rows (jnp.sum, jnp.mean) is over all "
+    "replicas already. Leave the collective out; or write rx.get_replica_context().all_reduce('SUM', x), which also works in "
+    "strategy.run."
+)
+_NO_AXIS: Final = {
+    "step": _OF_FIT,
+    "fit": _OF_FIT,
+    "run": "The axis of the replicas is named {axis!r}: jax.lax.psum(x, {axis!r}). Or write "
+    "rx.get_replica_context().all_reduce('SUM', x).",
+    "function": "The axis of the replicas, {axis!r}, exists only in functions that strategy.run runs. Call the collective "
+    "there, or write strategy.reduce('SUM', value, axis=None) for a result of strategy.run.",
+    "scope": "The axis of the replicas, {axis!r}, exists only in functions that strategy.run runs. In a layer, which Keras also calls "
+    "outside of them, write rx.get_replica_context().all_reduce('SUM', x).",
+}
+
+
+@contextlib.contextmanager
+def explained(place: Place) -> Iterator[None]:
+    """Context that replaces errors about tracers and axes by typed ones.
+
+    Args:
+      place: In a scope only errors that Keras has changed are replaced, and those about the axis of the replicas.
+
+    Raises:
+      TracedConditionError: Python or NumPy needs the number of a traced value.
+      TraceError: The code uses a tracer of another trace.
+      TransformationError: A collective is over an axis that does not exist.
+      UnsupportedError: TensorFlow computes in the function.
+      ReplicaxError: The one that Keras has wrapped.
+    """
+    try:
+        with tensorflow_code.explained(is_in_trace=place in ("run", "function", "step")):
+            yield
+    except Exception as error:
+        found = explanation_of(error, place)
+        if found is None:
+            raise
+        raise found from None  # one traceback, down to the user's line
+
+
+def explanation_of(error: BaseException, place: Place) -> ReplicaxError | None:
+    """Returns the error to raise in place of ``error``; None if there is nothing to add."""
+    if isinstance(error, ReplicaxError):
+        return None
+    chain = list(_wrapped_by_keras(error))
+    for number, each in enumerate(chain):
+        if place == "scope" and not number and not jax_compat.names_unknown_axis(each, REPLICA_AXIS):
+            continue
+        made = each if isinstance(each, ReplicaxError) else _explanation(each, place)
+        if made is not None:
+            return made.with_traceback(_joined(chain[: number + 1]))
+    return None
+
+
+def _wrapped_by_keras(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, then the one that Keras was handling when it raised this one, and so on.
+
+    Keras removes its frames, so only the text of the error that is wrapped shows that Keras has wrapped it.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        below = each.__cause__ or each.__context__
+        each = below if below is not None and _wraps(each, below) else None
+
+
+def _wraps(error: BaseException, below: BaseException) -> bool:
+    given = getattr(error, "obj", None)  # the text that Keras has given to a class that takes a tracer
+    if isinstance(error, AttributeError) and isinstance(given, str):
+        return str(below) in given
+    return isinstance(error, (RuntimeError, type(below))) and bool(str(below)) and str(below) in str(error)
+
+
+def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
+    line = user_line_of(error)
+    if isinstance(error, _NEEDS_VALUE):
+        eagerly = _EAGERLY if place == "run" else "."
+        return TracedConditionError(
+            f"At {line}{_for_expression(error)} Python needs a value that is known only when the program runs (an argument, "
+            f"a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float(), or a NumPy function of a value. The function is traced once{' for all replicas' if place == 'run' else ''}. {_instead(error)}Use jnp.where or "
+            f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to print{eagerly}"
+        )
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return TracedConditionError(
+            f"At {line}{_for_expression(error)} an array is indexed by a mask: the number of results is known only when the "
+            "program runs, and a program has fixed shapes. Write jnp.where(mask, x, 0.0) and keep all elements; for a sum or mean "
+            "of some, jnp.sum(x, where=mask) or jnp.mean(x, where=mask)."
+        )
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        return leaked(line)
+    if jax_compat.names_unknown_axis(error, "axis name"):
+        advice = _NO_AXIS[place].format(axis=REPLICA_AXIS)
+        return TransformationError(
+            f"At {line}{_for_expression(error)} a collective of JAX is over an axis that does not exist here. {advice}"
+        )
+    return None
+
+
+# --- what the user wrote ------------------------------------------------------------------------------
+
+
+def _entry(error: BaseException) -> types.TracebackType | None:
+    """Returns the innermost entry of a traceback that is user code."""
+    entries = list(tensorflow_code.frames_of(error.__traceback__))
+    return next((e for e in reversed(entries) if is_user_code(e.tb_frame.f_code.co_filename)), None)
+
+
+def _text(error: BaseException) -> str:
+    entry = _entry(error)
+    return (
+        "" if entry is None else tensorflow_code.expression(entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    )
+
+
+def _for_expression(error: BaseException) -> str:
+    text = _text(error)
+    return f", in `{tensorflow_code.shortened(text)}`," if text else ""
+
+
+def _instead(error: BaseException) -> str:
+    """Returns the advice on NumPy in the expression that failed."""
+    entry = _entry(error)
+    if entry is None or not isinstance(error, jax.errors.TracerArrayConversionError):
+        return ""
+    text, frame = _text(error), entry.tb_frame
+    if _is_operator(text):
+        return "A number of NumPy on the left is what asks for it: put the variable or array first, or write float(number). "
+    keras_ops = tensorflow_code.ops_of_keras(frame.f_globals)
+    for path in tensorflow_code.paths_in(text):
+        root = frame.f_locals.get(path[0], frame.f_globals.get(path[0]))
+        if len(path) == 2 and root is np:
+            name, written = path[1], ".".join(path)
+            if keras_ops is not None and callable(getattr(keras_ops, name, None)):
+                return f"Write keras.ops.{name} in place of {written}. "
+            if callable(getattr(jnp, name, None)):
+                return f"Write jnp.{name} (jax.numpy) in place of {written}. "
+    return "Functions of jax.numpy and keras.ops need no numbers while they are traced. "
+
+
+def _is_operator(text: str) -> bool:
+    try:
+        return isinstance(ast.parse(f"(\n{text}\n)", mode="eval").body, ast.BinOp)
+    except SyntaxError:
+        return False
+
+
+def _joined(chain: list[BaseException]) -> types.TracebackType | None:
+    """Returns one traceback for errors of which each wraps the next, down to the user's innermost line."""
+    entries = [entry for each in chain for entry in tensorflow_code.frames_of(each.__traceback__)]
+    while entries and not is_user_code(entries[-1].tb_frame.f_code.co_filename):
+        entries.pop()
+    shown, seen = None, set()
+    for entry in reversed(entries):
+        if (id(entry.tb_frame), entry.tb_lasti) not in seen:
+            seen.add((id(entry.tb_frame), entry.tb_lasti))
+            shown = types.TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown

@@ -1,0 +1,162 @@
+"""Errors of JAX in traced functions and Keras layers name the user's line and what to write."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax.errors import TracedConditionError, UnsupportedError
+
+X = np.ones((4, 3), "float32")
+
+
+@pytest.fixture(params=[1, 2], ids="{} replica(s)".format)
+def strategy(request):
+    return rx.MirroredStrategy(request.param)
+
+
+def clip(layer, x):
+    return np.clip(x, -1, 1)
+
+
+def scale(layer, x):
+    return np.float64(0.5) * layer.w * x
+
+
+def branch(layer, x):
+    if jnp.sum(x) > 0:
+        return x
+    return -x
+
+
+def mask(layer, x):
+    return x * jnp.sum(x[x > 0])
+
+
+class Layer(keras.layers.Layer):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def build(self, shape):
+        self.w = self.add_weight((shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return self.fn(self, x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Net(keras.Model):
+    def __init__(self, fn):
+        super().__init__()
+        self.layer = Layer(fn)
+
+    def call(self, x):
+        return self.layer(x)
+
+
+MISTAKES = {
+    clip: "Write keras.ops.clip in place of np.clip",
+    scale: "put the variable or array first, or write float(number)",
+    branch: "jnp.where",
+    mask: "jnp.sum(x, where=mask)",
+}
+CALLS = {
+    "fit": lambda strategy, model: model.fit(X, X, verbose=0),
+    "evaluate": lambda strategy, model: model.evaluate(X, X, verbose=0),
+    "predict": lambda strategy, model: model.predict(X, verbose=0),
+    "run": lambda strategy, model: strategy.run(model, args=(jnp.asarray(X),)),
+    "function": lambda strategy, model: rx.function(lambda x: strategy.run(model, args=(x,)))(jnp.asarray(X)),
+}
+
+
+def says_the_line_and_the_cure(fn, call):
+    line = fn.__code__.co_firstlineno + 1
+    text = message(TracedConditionError, call, f"{__file__}:{line} in {fn.__name__}", MISTAKES[fn])
+    assert "_error_repr" not in text
+    assert "automatically build" not in text
+
+
+def model_of(strategy, fn, *, is_built):
+    with strategy.scope():
+        if not is_built:
+            model = Net(fn)
+        else:
+            model = keras.Sequential([keras.Input((3,)), Layer(lambda layer, x: x)])
+            model.layers[0].fn = fn
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fn", MISTAKES, ids=lambda fn: fn.__name__)
+def test_mistake_in_a_layer_names_its_line_and_the_cure(strategy, fn, call):
+    for is_built in (True, False):
+        model = model_of(strategy, fn, is_built=is_built)
+        says_the_line_and_the_cure(fn, lambda model=model: CALLS[call](strategy, model))
+
+
+def test_mistake_in_a_layer_that_keras_builds_in_a_scope(strategy):
+    class Clip(keras.layers.Layer):
+        def call(self, x):
+            return clip(self, x)
+
+    def make():
+        with strategy.scope():
+            return keras.Sequential([keras.Input((3,)), Clip()])
+
+    says_the_line_and_the_cure(clip, make)
+
+
+def test_traceback_ends_at_the_users_line_and_has_the_lines_that_lead_there(strategy):
+    model = model_of(strategy, scale, is_built=True)
+    with pytest.raises(TracedConditionError) as caught:
+        model.fit(X, X, verbose=0)
+    entries = [entry.frame.code.name for entry in caught.traceback]
+    assert entries[-1] == "scale"
+    assert "call" in entries
+
+
+def test_errors_of_the_users_own_code_are_unchanged(strategy):
+    class Own(Exception):
+        pass
+
+    def own(layer, x):
+        try:
+            return float(jnp.sum(x))
+        except TypeError:
+            raise Own("mine") from None
+
+    model = model_of(strategy, own, is_built=True)
+    with pytest.raises(Own, match="mine"):
+        strategy.run(model, args=(jnp.asarray(X),))
+
+    def fallback(layer, x):
+        try:
+            x = float(jnp.sum(x))
+        except TypeError:
+            x = keras.ops.matmul(x, np.ones((7, 2)))
+        return x
+
+    model = model_of(strategy, fallback, is_built=True)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        strategy.run(model, args=(jnp.asarray(X),))
+    assert not isinstance(caught.value, TracedConditionError)
+
+
+def test_error_of_replicax_in_a_model_that_keras_builds_stays_typed(strategy):
+    def tape(layer, x):
+        raise UnsupportedError("this and that")
+
+    model = model_of(strategy, tape, is_built=False)
+    message(UnsupportedError, lambda: model.fit(X, X, verbose=0), "this and that")
+
+
+def test_jax_error_in_a_scope_that_keras_has_no_part_in_stays_jaxs(strategy):
+    with pytest.raises(jax.errors.ConcretizationTypeError), strategy.scope():
+        jax.jit(lambda x: float(x))(1.0)
