@@ -198,9 +198,9 @@ def check(output, verdict, recorded):
 
 
 def essential_lines(output, verdict):
-    """The lines of a message that its row of the table names, and the exit code."""
-    lines = [line for line in output.splitlines() if any(words in line for words in verdict.says)]
-    return [*dict.fromkeys(lines), output.splitlines()[-1]]
+    """The lines of a message that its row of the table names, in any order of several processes, and the exit code."""
+    lines = {line for line in output.splitlines() if any(words in line for words in verdict.says)}
+    return [*sorted(lines), output.splitlines()[-1]]
 
 
 def all_programs():
