@@ -94,6 +94,7 @@ class PlacedOptimizer(_Keras):
 
     @functools.wraps(keras.optimizers.Optimizer.stateless_apply)
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        _check_trained(self, trainable_variables)
         own = super().stateless_apply
         return sharded_state.apply_to_shards(own, optimizer_variables, grads, trainable_variables)
 
@@ -105,6 +106,20 @@ def _warn_of_lr(line: str) -> None:
         "optimizer.learning_rate = value.",
         line,
     )
+
+
+def _check_trained(optimizer: Any, values: Sequence[Any]) -> None:
+    """Raises if a model trains other variables than when its optimizer was built.
+
+    Raises:
+      VariableError: Their numbers differ.
+    """
+    num_trained = len(internals.trained_by(optimizer)) if optimizer.built else len(values)
+    if num_trained != len(values):
+        raise VariableError(
+            f"Optimizer {optimizer.name!r} was built for {num_trained} variables, and now gets {len(values)}: `trainable` of a "
+            "layer has changed since. Call model.compile(...) with a new optimizer after you change it."
+        )
 
 
 def _with_replacements_summed(
