@@ -329,3 +329,23 @@ def test_learning_rate_set_by_its_name_in_keras_2_warns_once_for_a_line(caplog):
     assert "test_bridge.py" in told
     assert "optimizer.learning_rate = value" in told
     assert float(optimizer.learning_rate) == 0.5
+
+
+def test_a_layer_that_is_frozen_after_training_needs_a_new_optimizer():
+    x = np.ones((4, 2), np.float32)
+    with rx.MirroredStrategy(2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], verbose=0)
+    model.layers[0].trainable = False
+    message(
+        VariableError,
+        lambda: model.fit(x, x[:, :1], verbose=0),
+        "Optimizer 'sgd",
+        "4 variables",
+        "compile",
+    )
+    frozen = model.layers[0].get_weights()[0]
+    model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], verbose=0)
+    np.testing.assert_array_equal(model.layers[0].get_weights()[0], frozen)

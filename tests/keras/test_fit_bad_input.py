@@ -653,23 +653,3 @@ def test_arrays_of_models_without_a_scope_are_left_to_keras(strategy):
     with strategy.scope():
         model_of_ids()  # from here on Keras's methods are replaced
     assert model_of_ids().predict(wrong(IDS, 2**40), verbose=0).shape == (6, 1)
-
-
-def test_a_layer_that_is_frozen_after_training_needs_a_new_optimizer():
-    x = np.ones((4, 2), np.float32)
-    with rx.MirroredStrategy(2).scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(x, x[:, :1], verbose=0)
-    model.layers[0].trainable = False
-    message(
-        errors.VariableError,
-        lambda: model.fit(x, x[:, :1], verbose=0),
-        "Optimizer 'sgd",
-        "4 variables",
-        "compile",
-    )
-    frozen = model.layers[0].get_weights()[0]
-    model.compile("sgd", "mse")
-    model.fit(x, x[:, :1], verbose=0)
-    np.testing.assert_array_equal(model.layers[0].get_weights()[0], frozen)
