@@ -185,10 +185,10 @@ def test_arguments_that_do_not_fit_the_function(strategy, wrap):
 def test_unknown_axis_name(strategy):
     with pytest.raises(NameError, match="batch") as caught:
         strategy.run(lambda x: jax.lax.psum(x, "batch"), args=(jnp.ones(2),))
-    assert any("'replica'" in note for note in caught.value.__notes__)
+    assert "named 'replica'" in str(caught.value)
     with pytest.raises(NameError) as caught:
         strategy.run(lambda x: no_such_name, args=(jnp.ones(2),))  # noqa: F821
-    assert not any("'replica'" in note for note in getattr(caught.value, "__notes__", ()))
+    assert "replica" not in str(caught.value)
 
 
 def test_reduce_without_an_axis(strategy):
@@ -794,7 +794,8 @@ def test_run_inside_jax_jit(strategy):
     message(
         errors.TraceError,
         lambda: jax.jit(lambda x: strategy.run(lambda y: y, (x,)))(jnp.ones(2)),
-        "tracer as an argument",
+        "inside jax.jit",
+        "leave jax.jit out",
         "rx.function",
     )
 

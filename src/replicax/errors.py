@@ -61,6 +61,7 @@ from replicax._src.errors import (
     TracedConditionError,
     TraceError,
     TransformationError,
+    UnknownAxisError,
     UnsupportedError,
     VariableError,
 )
@@ -170,6 +171,7 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnbatchedDatasetError",
+    "UnknownAxisError",
     "UnknownProgramError",
     "UnmatchedCheckpointError",
     "UnreadableFileError",

@@ -653,3 +653,50 @@ def test_arrays_of_models_without_a_scope_are_left_to_keras(strategy):
     with strategy.scope():
         model_of_ids()  # from here on Keras's methods are replaced
     assert model_of_ids().predict(wrong(IDS, 2**40), verbose=0).shape == (6, 1)
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return self.batch
+
+
+def of_two_inputs():
+    inputs = {"x": keras.Input((4,), name="x"), "city": keras.Input((1,), name="city")}
+    model = keras.Model(inputs, layers.Dense(1)(inputs["x"]))
+    model.compile("sgd", loss="mse")
+    return model
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_text_names_its_argument_or_column_and_what_to_write(num_replicas):
+    texts = np.array(["a", "b", "c"] * 4)
+    x, y = features(), targets()
+    with rx.MirroredStrategy(num_replicas).scope():
+        small, two = compiled(), of_two_inputs()
+    columns = {"x": x, "city": texts}
+    for name, call in {
+        "y:": lambda: small.fit(x, texts, verbose=0),
+        "x:": lambda: small.predict(texts.astype(object), verbose=0),
+        "y[0]": lambda: small.evaluate(x, list(texts), verbose=0),
+        "sample_weight:": lambda: small.fit(x, y, sample_weight=texts, verbose=0),
+        "validation_data[1]": lambda: small.fit(x, y, validation_data=(x, texts), verbose=0),
+        "x['city']": lambda: two.fit(columns, y, verbose=0),
+        "x['city'] ": lambda: two.train_on_batch(columns, y),
+        "batch[0]['city']": lambda: two.fit(Batches((columns, y)), verbose=0),
+        "batch[0]['city'] ": lambda: two.predict(Batches((columns, y)), verbose=0),
+        "[0]['city']": lambda: two.fit(rx.data.from_arrays((columns, y)).batch(4), verbose=0),
+    }.items():
+        message(
+            errors.UnsupportedElementError, call, f"The component {name.strip()}", "np.unique", "token ids"
+        )
+    assert two.fit({"x": x, "city": y}, y, verbose=0)

@@ -14,7 +14,8 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     │   │   └── IterationContextError (ValueError) a distributed dataset iterated in a replica function
     │   ├── ReplicaContextError                needs replica context
     │   ├── MixedStrategiesError               two strategies in one place
-    │   ├── TransformationError                jax.pmap in a step, jax.jit around run, an unknown axis
+    │   ├── TransformationError                jax.pmap, shard_map or shardings in a step, set_mesh around it
+    │   │   └── UnknownAxisError (NameError)   a collective over an axis that does not exist here
     │   └── ScopeNestingError                  scopes or global strategies that do not nest
     ├── PerReplicaUseError (ValueError)        a PerReplica used as if it were one array
     ├── DivergenceError (ValueError)           a mirrored value would differ between replicas
@@ -103,11 +104,11 @@ class MixedStrategiesError(ContextError):
 
 
 class TransformationError(ContextError):
-    """A transformation or collective of JAX where it cannot work.
+    """Code chooses devices itself (``jax.pmap``, ``jax.shard_map``, shardings) where a strategy has chosen them."""
 
-    Either a step chooses devices itself (``jax.pmap``, ``jax.shard_map``, shardings), or JAX traces or differentiates the
-    call of ``run``, or a collective is over an axis that does not exist.
-    """
+
+class UnknownAxisError(TransformationError, NameError):
+    """A collective of JAX is over an axis that does not exist here; a NameError too, as JAX's own error."""
 
 
 class ScopeNestingError(ContextError):

@@ -218,6 +218,27 @@ def equation_line(eqn: Any) -> str:
     return UNKNOWN
 
 
+def transformation() -> str:
+    """Returns the function of JAX that traces the caller, or "jax.jit" for all that build a jaxpr (scan, checkpoint)."""
+    kind = type(current_trace())
+    return next((name for name, kinds in _traces_by_transformation().items() if kind in kinds), "jax.jit")
+
+
+@functools.cache
+def _traces_by_transformation() -> dict[str, set[type]]:
+    """Returns the classes of traces that do not build jaxprs, which have no public names (jax 0.10 to 0.12)."""
+    found: dict[str, set[type]] = {"jax.grad": set(), "jax.vmap": set()}
+
+    def noting(name: str) -> Callable[[Any], Any]:
+        return lambda x: (found[name].add(type(current_trace())), x)[1]
+
+    with outside_traces():
+        jax.grad(noting("jax.grad"))(1.0)
+        jax.jvp(noting("jax.grad"), (1.0,), (1.0,))
+        jax.vmap(noting("jax.vmap"))(np.ones(1))
+    return found
+
+
 def is_differentiated(eqn: Any) -> bool:
     """Returns True if an equation was made while JAX differentiated a function (``jax.grad`` and similar)."""
     stack = str(eqn.source_info.name_stack)
@@ -304,6 +325,19 @@ def _axis_effect() -> type:
     """Returns the class of JAX's effect for named axes, which has no public name (jax 0.10 to 0.12)."""
     (effect,) = jax.make_jaxpr(lambda: jax.lax.axis_index("i"), axis_env=[("i", 1)])().effects
     return type(effect)
+
+
+def is_pmap(eqn: Any) -> bool:
+    """Returns True if a ``shard_map`` equation is JAX's own, of a ``jax.pmap``."""
+    return os.path.basename(eqn.params["jaxpr"].debug_info.func_filename or "") == "pmap.py"
+
+
+def axes_of_shard_map(eqn: Any) -> frozenset[str]:
+    """Returns the axes over which a ``shard_map`` equation maps its function."""
+    params = eqn.params
+    return frozenset(
+        params.get("newly_manual_axes") or params.get("manual_axes") or params["mesh"].axis_names
+    )
 
 
 def is_drop_var(atom: Any) -> bool:

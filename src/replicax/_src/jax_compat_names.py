@@ -34,7 +34,9 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "dtypes.extended",
         "ensure_compile_time_eval",
         "errors.JaxRuntimeError",
+        "grad",
         "jit",
+        "jvp",
         "lax.axis_index",
         "lax.with_sharding_constraint",
         "local_devices",
@@ -50,6 +52,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "sharding.PartitionSpec.UNCONSTRAINED",
         "sharding.use_abstract_mesh",
         "typeof",
+        "vmap",
     ),
     "jax._src.core": (
         # jax.set_mesh in the middle of a trace, for Keras's variables with a layout.

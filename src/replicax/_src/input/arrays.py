@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.lowering import memory
+
+_NOT_NUMBERS: Final = "OUSMm"
+_TO_NUMBERS: Final = "Convert it to numbers first (token ids; for categories np.unique(texts, return_inverse=True)[1]), or leave it out."
 
 
 class UnsupportedElementError(ReplicaxError, TypeError):
@@ -78,7 +82,7 @@ def as_array(leaf: Any) -> np.ndarray | jax.Array:
             ".toarray(), or pass the row numbers and values as two arrays."
         )
     array = np.asarray(leaf)
-    if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
+    if array.dtype.kind in _NOT_NUMBERS or array.dtype.names is not None:
         raise UnsupportedElementError(_unsupported_dtype_text(leaf, array))
     if array.dtype.char in "gG":
         raise UnsupportedElementError(
@@ -86,6 +90,64 @@ def as_array(leaf: Any) -> np.ndarray | jax.Array:
         )
     # This array has another byte order, and devices would not swap its bytes.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def converted(pytree: Any, convert: Callable[[Any], Any] = as_array) -> Any:
+    """Returns a pytree with its leaves as arrays.
+
+    Raises:
+      UnsupportedElementError: A leaf is not an array, or no device can hold it. The error names the leaf.
+    """
+    try:
+        return jax.tree.map(convert, pytree)
+    except UnsupportedElementError:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
+            try:
+                convert(leaf)
+            except UnsupportedElementError as error:
+                raise _named(error, jax.tree_util.keystr(path)) from None
+        raise
+
+
+def check_numbers(pytree: Any, root: str = "") -> None:
+    """Raises if arrays in memory hold text, dates or Python objects.
+
+    Args:
+      pytree: Tuples, lists and dicts of arrays, tables of pandas, and anything else, which is not checked.
+      root: The name of the pytree in errors.
+
+    Raises:
+      UnsupportedElementError: They do. The error names the array, or the column of the table.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(
+        pytree, is_leaf=lambda x: not isinstance(x, (tuple, list, dict))
+    )
+    for path, leaf in leaves:
+        if not path and isinstance(leaf, str | bytes):  # perhaps the name of a file
+            continue
+        for name, array in _in_memory(leaf):
+            if array.dtype.kind in _NOT_NUMBERS:
+                error = UnsupportedElementError(_unsupported_dtype_text(leaf, array))
+                raise _named(error, f"{root}{jax.tree_util.keystr(path)}{name}")
+
+
+def _in_memory(leaf: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the NumPy array of a leaf, or the columns of text of a table, each with its name in the leaf."""
+    if isinstance(leaf, (np.ndarray, np.generic, str, bytes)):
+        yield "", np.asarray(leaf)
+    elif type(leaf).__module__.startswith("pandas."):
+        columns = leaf.items() if type(leaf).__name__ == "DataFrame" else [(None, leaf)]
+        for name, column in columns:
+            if (
+                getattr(column, "dtype", None) == np.dtype(object)
+                and len(column)
+                and isinstance(column.iloc[0], str)
+            ):
+                yield "" if name is None else f"[{name!r}]", column.to_numpy()
+
+
+def _named(error: UnsupportedElementError, name: str) -> UnsupportedElementError:
+    return UnsupportedElementError(f"The component {name}: {error}") if name else error
 
 
 def common_num_rows(pytree: Any) -> int:
@@ -116,11 +178,11 @@ def _unsupported_dtype_text(leaf: Any, array: np.ndarray) -> str:
     got = f"Got {type(leaf).__name__} with dtype {array.dtype}"
     if array.dtype.kind == "O" and array.size and isinstance(array.flat[0], str | bytes):
         kind = "text" if isinstance(array.flat[0], str) else "bytes"
-        return f"{got}, which holds {kind}; no device does. Convert it to numbers (token ids, categories, pixels) first."
+        return f"{got}, which holds {kind}; no device does. {_TO_NUMBERS}"
     if array.dtype.kind == "O" and not array.ndim:
         return f"Got {leaf!r} of type {type(leaf).__name__}, which is not an array; elements are pytrees of arrays."
     if array.dtype.kind == "O":
         return f"{got}, which holds Python objects (rows of different lengths?); pad them to one shape."
     if array.dtype.kind in "US":
-        return f"{got}; no device holds text. Convert it to numbers (token ids, categories) first."
+        return f"{got}; no device holds text. {_TO_NUMBERS}"
     return f"{got}, which no device can hold; convert it to numbers first."

@@ -19,7 +19,7 @@ import jax
 
 from replicax._src.devices.autoshard import AutoShardPolicy
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.input.arrays import UnsupportedElementError, as_array
+from replicax._src.input.arrays import UnsupportedElementError, as_array, converted
 from replicax._src.input.specs import Cardinality, spec_of
 
 
@@ -338,7 +338,7 @@ def as_arrays(element: Any) -> Any:
     sparse = sys.modules.get("jax.experimental.sparse")
     if sparse is not None:  # JAX splits its sparse matrices into parts, which are not batches
         jax.tree.map(_refuse_sparse, element, is_leaf=lambda x: isinstance(x, sparse.JAXSparse))
-    return jax.tree.map(_as_array_or_pytree, element)
+    return converted(element, _as_array_or_pytree)
 
 
 def _refuse_sparse(leaf: Any) -> None:

@@ -16,7 +16,13 @@ import numpy as np
 
 from replicax._src.devices.autoshard import check_shard
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.arrays import UnsupportedElementError, as_array, common_num_rows, describe_shapes
+from replicax._src.input.arrays import (
+    UnsupportedElementError,
+    as_array,
+    common_num_rows,
+    converted,
+    describe_shapes,
+)
 from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.files.paths import shorten
@@ -390,7 +396,7 @@ def from_arrays(arrays: Any) -> ArrayDataset:
       InconsistentRowsError: The numbers of rows differ.
       UnsupportedElementError: A leaf is not an array, has no rows, or has a dtype that no device can hold.
     """
-    hosted = jax.tree.map(lambda leaf: np.asarray(as_array(leaf)), arrays)
+    hosted = converted(arrays, lambda leaf: np.asarray(as_array(leaf)))
     if any(array.ndim == 0 for array in jax.tree.leaves(hosted)):
         raise UnsupportedElementError(
             f"from_arrays needs arrays [num_rows, ...], got a number: {describe_shapes(hosted)}. A Python "

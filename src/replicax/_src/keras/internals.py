@@ -16,7 +16,7 @@ import itertools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, SimpleNamespace
 from typing import Any, Final, final
@@ -26,6 +26,7 @@ import keras
 import numpy as np
 
 from replicax._src.errors import KerasVersionError
+from replicax._src.input.arrays import check_numbers
 from replicax._src.keras.overriding import overridden
 
 TRIED: Final = ("3.12.0", "3.15.1", "3.16.0.dev2026102704")
@@ -339,9 +340,21 @@ def wrapped_get_iterator(original: Callable[[Any], Any]) -> Callable[[Any], Any]
     """Wraps the method of loops that makes an iterator, for ``placing_batches``."""
 
     def _get_iterator(self: Any) -> Any:
-        return self.data_adapter.get_jax_iterator() if _local.places_batches else original(self)
+        if not _local.places_batches:
+            return original(self)
+        return _first_checked(self.data_adapter.get_jax_iterator())
 
     return _get_iterator
+
+
+def _first_checked(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields batches. Keras's error for text names neither the array nor a remedy."""
+    batches = iter(batches)
+    for batch in batches:
+        check_numbers(batch, "batch")
+        yield batch
+        break
+    yield from batches
 
 
 # --- callbacks --------------------------------------------------------------------------------------------

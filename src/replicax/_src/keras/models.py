@@ -16,7 +16,7 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src import context
+from replicax._src import context, jax_compat
 from replicax._src.errors import (
     ContextError,
     CrossReplicaContextError,
@@ -24,6 +24,7 @@ from replicax._src.errors import (
     MixedStrategiesError,
     UnsupportedError,
 )
+from replicax._src.input.arrays import check_numbers
 from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.keras import internals, loop_callbacks, servers, shared_reads
 from replicax._src.keras.capture import give_values
@@ -38,7 +39,7 @@ from replicax._src.keras.workers import start_together
 from replicax._src.narrowing import narrowed
 from replicax._src.tracebacks import bounded
 from replicax._src.tracing.capture import current_capture, planning
-from replicax._src.tracing.explanations import explained
+from replicax._src.tracing.explanations import called_in_trace, explained
 from replicax._src.variables.server_placement import ServerPlacement
 
 if TYPE_CHECKING:
@@ -84,10 +85,10 @@ def _placed(name: str) -> Method:
         if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
             strategy = context.get_strategy()  # Keras on JAX cannot run its step
         with contextlib.ExitStack() as stack:
-            stack.enter_context(explained("fit"))
             if strategy is not None:
                 _check_has_steps(strategy, name)
                 stack.enter_context(strategy.scope())
+            stack.enter_context(explained("fit"))
             try:
                 call = signature.bind(self, *args, **kwargs)
             except TypeError:
@@ -157,6 +158,8 @@ def _check_has_steps(strategy: Strategy, method: str) -> None:
 
 def _check_not_in_a_function(model: Any, method: str) -> None:
     if current_capture() is None:
+        if not jax_compat.is_evaluating():
+            raise called_in_trace(f"{method}() of model {model.name!r}")
         return
     where = "a function that strategy.run runs" if context.in_replica_function() else "an rx.function"
     kind = CrossReplicaContextError if context.in_replica_function() else ContextError
@@ -276,7 +279,8 @@ def _take_datasets(
     for argument in ("x", "y", "sample_weight"):
         check_not_per_replica(method, argument, given.get(argument))
     if narrows:
-        for argument in _ARRAYS.intersection(given):
+        for argument in sorted(_ARRAYS.intersection(given)):
+            check_numbers(given[argument], argument)
             given[argument] = _narrowed(given[argument], argument)
     made = []
     for argument, steps in STEPS_OF_DATA.get(method, {}).items():

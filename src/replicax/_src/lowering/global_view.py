@@ -31,6 +31,7 @@ from replicax._src.lowering.row_lookups import exchange_rows_globally
 from replicax._src.lowering.spmd import in_flight, run_and_store
 from replicax._src.tracing import profile_names as names
 from replicax._src.tracing.bindings import is_stored_as_parts, parts_of, state_lock, sum_of_parts
+from replicax._src.tracing.chosen_devices import check_same_devices
 from replicax._src.tracing.equations import evaluated
 from replicax._src.tracing.explanations import explained
 from replicax._src.tracing.gathers import evaluate_gathering
@@ -202,7 +203,9 @@ class _Program:
         ]
         batch_avals = [layout.aval for layout in self._layouts]
         with explained("step"):
-            return jax_compat.trace(flat, (avals, batch_avals))
+            jaxpr, consts = jax_compat.trace(flat, (avals, batch_avals))
+        check_same_devices(jaxpr, self._topology, self._name)
+        return jaxpr, consts
 
     def _make_wrong_operations_whole(self) -> None:
         is_padded = any(layout.is_padded for layout in self._layouts)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.devices.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
-from replicax._src.errors import NotFiniteError, TraceError
+from replicax._src.errors import NotFiniteError
 from replicax._src.lowering.rounds import in_rounds
 from replicax._src.lowering.row_lookups import ExchangedProgram, exchange_rows
 from replicax._src.lowering.uneven import UnevenEvaluator
@@ -39,6 +39,7 @@ from replicax._src.tracing.bindings import (
     spread_sum,
     state_lock,
 )
+from replicax._src.tracing.explanations import called_in_trace
 from replicax._src.tracing.gathers import Sharded, evaluate_gathering
 from replicax._src.tracing.holders import held_elsewhere
 from replicax._src.tracing.passes import compare_sizes
@@ -390,10 +391,7 @@ class ProgramState:
           check: Called with the results before the new state is stored, of a program that does not own the state.
         """
         if not jax_compat.is_evaluating():
-            raise TraceError(
-                "strategy.run (or an rx.function) was called inside a function that JAX traces on its own (jax.jit, "
-                "jax.grad, jax.vmap, …), which does not track variables. Use rx.function instead of jax.jit."
-            )
+            raise called_in_trace("strategy.run (or an rx.function)")
         counters.num_runs += 1
         launch = (
             contextlib.nullcontext()

@@ -122,6 +122,14 @@ def member_of(value: Any, name: str) -> Any:
     return inspect.getattr_static(value, name, _MISSING)
 
 
+def value_of(path: tuple[str, ...], frame: types.FrameType) -> Any:
+    """Returns the object that a dotted name stands for in a frame; a marker of this file if there is none."""
+    value = frame.f_locals.get(path[0], frame.f_globals.get(path[0], _MISSING))
+    for name in path[1:]:
+        value = member_of(value, name)
+    return value
+
+
 def dotted(node: ast.AST) -> tuple[str, ...]:
     """Returns ``("a", "b")`` for the expression ``a.b``; an empty tuple for other expressions."""
     if isinstance(node, ast.Attribute):

@@ -17,6 +17,8 @@ from replicax._src.tracing import key
 from replicax._src.tracing.arguments import ClosureCheck
 from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.capture import current_capture
+from replicax._src.tracing.chosen_devices import check_same_devices
+from replicax._src.tracing.explanations import tracer_as_argument
 from replicax._src.tracing.passes import trace_cross_replica
 from replicax._src.tracing.program import Variant, check_no_leaks, has_callback
 from replicax._src.values import DistributedValues, PerReplica, is_value
@@ -93,8 +95,14 @@ class TracedCode:
 
 
 def mesh_of(arrays: Sequence[Any]) -> Any:
-    """Returns the mesh of the strategy whose values are among ``arrays``; None if there is none."""
+    """Returns the mesh of the strategy whose values are among ``arrays``; None if there is none.
+
+    Raises:
+      TraceError: One is a tracer, because JAX traces the caller.
+    """
     for array in arrays:
+        if isinstance(array, jax_compat.Tracer):
+            raise tracer_as_argument("A function of rx.function")
         sharding = array.sharding if isinstance(array, jax.Array) else None
         if isinstance(sharding, jax.sharding.NamedSharding) and is_replica_mesh(sharding.mesh):
             return sharding.mesh
@@ -158,6 +166,7 @@ def trace_code(
             if mesh is not None and home_strategy.is_default:
                 topology = Topology.of_mesh(mesh)
                 home_strategy = _NoStrategy(topology, VariablePlacement(topology, None))
+            check_same_devices(variant.jaxpr, home_strategy.topology, name)
             return TracedCode(variant, home_strategy, kinds, name, makers, checks)
         except _OtherStrategy as other:
             home = _Home(other.strategy)

@@ -15,7 +15,6 @@ from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology
 from replicax._src.errors import (
     CrossReplicaContextError,
-    TraceError,
     UnsupportedError,
 )
 from replicax._src.framework import use_imported
@@ -35,6 +34,7 @@ from replicax._src.tracing.cache import (
     jax_state,
 )
 from replicax._src.tracing.capture import Capture, current_capture
+from replicax._src.tracing.explanations import tracer_as_argument
 from replicax._src.tracing.finite import watched
 from replicax._src.tracing.holders import held_elsewhere
 from replicax._src.tracing.labels import watching_labels
@@ -215,7 +215,7 @@ class Runner:
             is_distributed = isinstance(leaf, (PerReplica, Mirrored))
             array = leaf.stored if is_distributed else leaf
             if isinstance(array, jax_compat.Tracer) and not is_traced:
-                raise _foreign_trace()
+                raise tracer_as_argument("strategy.run")
             if is_distributed:
                 described = describe_distributed(leaf, self._strategy, self._topology.num_replicas)
             elif key.is_array(leaf):
@@ -387,11 +387,3 @@ def _check(call: Call, options: RunOptions, outer: Capture | None) -> None:
 
 def _donates(options: RunOptions) -> bool:
     return bool(options.donate_args) and not options.check_finite
-
-
-def _foreign_trace() -> TraceError:
-    return TraceError(
-        "strategy.run got a tracer as an argument outside its trace: the value was computed in a "
-        "function that JAX traced (jax.jit, jax.grad, or an earlier run) and kept. Return it from "
-        "that function; or call run inside rx.function instead of jax.jit."
-    )

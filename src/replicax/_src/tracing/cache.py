@@ -240,8 +240,11 @@ def _reason(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) ->
 
 
 def jax_state() -> Any:
-    """Returns the part of JAX's configuration that changes the avals of arguments. jit itself watches the rest."""
-    return jax.config.read("jax_enable_x64")
+    """Returns the part of JAX's configuration that changes the avals of arguments, or what a trace accepts. jit itself
+    watches the rest.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.config.read("jax_enable_x64"), None if mesh.empty else mesh
 
 
 def family_of(fn: Callable[..., Any]) -> Any:

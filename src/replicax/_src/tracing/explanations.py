@@ -10,7 +10,7 @@ import ast
 import contextlib
 import types
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,16 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.devices.topology import REPLICA_AXIS
-from replicax._src.errors import ReplicaxError, TracedConditionError, TransformationError
+from replicax._src.errors import (
+    ReplicaxError,
+    TracedConditionError,
+    TraceError,
+    TransformationError,
+    UnknownAxisError,
+)
 from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing.program import leaked
-from replicax._src.user_code import is_user_code, user_line_of
+from replicax._src.user_code import is_user_code, user_line, user_line_of
 
 Place = Literal["run", "function", "step", "fit", "scope"]
 """Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a method
@@ -36,8 +42,7 @@ _NEEDS_VALUE: Final = (
 _EAGERLY: Final = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
 _OF_FIT: Final = (
     "fit, evaluate and predict compute a step for the global batch: a sum or mean over its rows (jnp.sum, jnp.mean) is over all "
-    "replicas already. Leave the collective out; or write rx.get_replica_context().all_reduce('SUM', x), which also works in "
-    "strategy.run."
+    "replicas already. Leave the collective out; a layer that strategy.run calls too has it under `if rx.get_replica_context() is not None:`."
 )
 _NO_AXIS: Final = {
     "step": _OF_FIT,
@@ -46,8 +51,17 @@ _NO_AXIS: Final = {
     "rx.get_replica_context().all_reduce('SUM', x).",
     "function": "The axis of the replicas, {axis!r}, exists only in functions that strategy.run runs. Call the collective "
     "there, or write strategy.reduce('SUM', value, axis=None) for a result of strategy.run.",
-    "scope": "The axis of the replicas, {axis!r}, exists only in functions that strategy.run runs. In a layer, which Keras also calls "
-    "outside of them, write rx.get_replica_context().all_reduce('SUM', x).",
+    "scope": "The axis of the replicas, {axis!r}, exists only in functions that strategy.run runs. Keras calls layers "
+    "outside of them too, to build a model: put the collective under `if rx.get_replica_context() is not None:`.",
+}
+
+
+_AROUND: Final = {
+    "jax.jit": "which cannot hold the strategy's devices and variables. It compiles its programs itself: leave jax.jit out. For one program of "
+    "several calls, call it inside rx.function instead of jax.jit; for a loop of steps use strategy.run_steps.",
+    "jax.grad": "which cannot differentiate through it. Differentiate in the function that strategy.run runs: "
+    "jax.value_and_grad(loss)(w) and rx.get_replica_context().all_reduce('SUM', gradients), or rx.GradientTape and an optimizer.",
+    "jax.vmap": "which cannot batch it. Call jax.vmap in the function that strategy.run runs.",
 }
 
 
@@ -61,7 +75,7 @@ def explained(place: Place) -> Iterator[None]:
     Raises:
       TracedConditionError: Python or NumPy needs the number of a traced value.
       TraceError: The code uses a tracer of another trace.
-      TransformationError: A collective is over an axis that does not exist.
+      UnknownAxisError: A collective is over an axis that does not exist.
       UnsupportedError: TensorFlow computes in the function.
       ReplicaxError: The one that Keras has wrapped.
     """
@@ -73,6 +87,28 @@ def explained(place: Place) -> Iterator[None]:
         if found is None:
             raise
         raise found from None  # one traceback, down to the user's line
+
+
+def called_in_trace(call: str) -> TraceError:
+    """Returns the error for a call that starts a program, in a function that JAX traces on its own.
+
+    Args:
+      call: The name of the call, such as ``strategy.run``.
+    """
+    around = jax_compat.transformation()
+    shown = "jax.grad, jax.value_and_grad or jax.vjp" if around == "jax.grad" else around
+    shown = "jax.jit (or jax.checkpoint, jax.lax.scan, ...)" if around == "jax.jit" else shown
+    return TraceError(f"{call} was called at {user_line()} inside {shown}, {_AROUND[around]}")
+
+
+def tracer_as_argument(call: str) -> TraceError:
+    """Returns the error for a tracer among the arguments of such a call, outside of the traces of replicax."""
+    if not jax_compat.is_evaluating():
+        return called_in_trace(call)
+    return TraceError(
+        f"{call} got a tracer as an argument outside its trace: the value was computed in a function that JAX traced (jax.jit, "
+        "jax.grad, or an earlier run) and kept. Return it from that function."
+    )
 
 
 def explanation_of(error: BaseException, place: Place) -> ReplicaxError | None:
@@ -125,9 +161,14 @@ def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
         )
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return leaked(line)
+    if place != "scope" and _calls(error, jax.set_mesh):
+        return TransformationError(
+            f"At {line} jax.set_mesh is called in a function that is traced for the devices of a strategy. Leave it out: the program "
+            "has its mesh."
+        )
     if jax_compat.names_unknown_axis(error, "axis name"):
         advice = _NO_AXIS[place].format(axis=REPLICA_AXIS)
-        return TransformationError(
+        return UnknownAxisError(
             f"At {line}{_for_expression(error)} a collective of JAX is over an axis that does not exist here. {advice}"
         )
     return None
@@ -164,14 +205,20 @@ def _instead(error: BaseException) -> str:
         return "A number of NumPy on the left is what asks for it: put the variable or array first, or write float(number). "
     keras_ops = tensorflow_code.ops_of_keras(frame.f_globals)
     for path in tensorflow_code.paths_in(text):
-        root = frame.f_locals.get(path[0], frame.f_globals.get(path[0]))
-        if len(path) == 2 and root is np:
+        if len(path) == 2 and tensorflow_code.value_of(path[:1], frame) is np:
             name, written = path[1], ".".join(path)
             if keras_ops is not None and callable(getattr(keras_ops, name, None)):
                 return f"Write keras.ops.{name} in place of {written}. "
             if callable(getattr(jnp, name, None)):
                 return f"Write jnp.{name} (jax.numpy) in place of {written}. "
     return "Functions of jax.numpy and keras.ops need no numbers while they are traced. "
+
+
+def _calls(error: BaseException, function: Any) -> bool:
+    """Returns True if the expression that failed calls this function."""
+    entry = _entry(error)
+    named = () if entry is None else tensorflow_code.paths_in(_text(error))
+    return any(tensorflow_code.value_of(path, entry.tb_frame) is function for path in named)  # type: ignore[union-attr]
 
 
 def _is_operator(text: str) -> bool:

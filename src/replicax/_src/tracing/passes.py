@@ -7,6 +7,7 @@ lowering: ``RunOptions(check_finite=True)`` adds ``finite.watched``, and ``lower
 | pass | takes | gives | skipped |
 |---|---|---|---|
 | ``captured`` | a function | a trace: variables are inputs; tapes and optimizers are marks | never |
+| ``check_devices`` | a trace | the same, or an error if a replica function chooses devices | cross-replica code |
 | ``take_rows`` | a trace | a trace of rows of tables | without parameter servers |
 | ``resolve_marks`` | a trace | a jaxpr with computed derivatives and summed gradients | without marks |
 | ``check_scale`` | a jaxpr | the same, or an error if gradients are R times too large | one replica |
@@ -47,6 +48,7 @@ from replicax._src.migrate import tensorflow_code
 from replicax._src.tracing.bindings import Binding, SyncPolicy
 from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
+from replicax._src.tracing.chosen_devices import check_no_mesh_around, check_replica_chooses_none
 from replicax._src.tracing.equations import has_any
 from replicax._src.tracing.explanations import explained
 from replicax._src.tracing.gradient_scale import check_gradient_scale
@@ -392,6 +394,19 @@ def _output(leaf: Any) -> Output:
 # --- the passes over a variant ------------------------------------------------------------------------------
 
 
+def check_devices(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
+    """Raises if a replica function chooses devices, as ``jax.pmap`` and ``jax.shard_map`` do.
+
+    Raises:
+      TransformationError: See ``check_replica_chooses_none``.
+    """
+    del capture
+    if how.num_replicas is not None:
+        check_no_mesh_around()
+        check_replica_chooses_none(variant.jaxpr)
+    return variant
+
+
 def take_rows(variant: Variant, capture: Capture, how: _Tracing) -> Variant:
     """Replaces tables on parameter servers by the rows that the function looks up."""
     del capture
@@ -446,6 +461,7 @@ def analyse_replication(variant: Variant, capture: Capture, how: _Tracing) -> Va
 
 
 VARIANT_PASSES: Sequence[Callable[[Variant, Capture, _Tracing], Variant]] = (
+    check_devices,
     take_rows,
     resolve_marks,
     check_scale,
