@@ -345,7 +345,7 @@ def test_a_layer_that_is_frozen_after_training_needs_a_new_optimizer():
         "4 variables",
         "compile",
     )
-    frozen = model.layers[0].get_weights()[0]
+    frozen = np.asarray(model.layers[0].kernel.value)
     model.compile("sgd", "mse")
     model.fit(x, x[:, :1], verbose=0)
-    np.testing.assert_array_equal(model.layers[0].get_weights()[0], frozen)
+    np.testing.assert_array_equal(model.layers[0].kernel.value, frozen)
