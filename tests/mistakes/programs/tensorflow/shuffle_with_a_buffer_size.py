@@ -11,7 +11,7 @@ strategy = rx.MirroredStrategy()
 
 x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
 y = (x.sum(axis=1) > 0).astype("int32")
-dataset = rx.data.from_arrays((x, y)).shuffle(1000).batch(16, drop_remainder=True)
+dataset = rx.data.from_arrays((x, y)).shuffle(1000, seed=1).batch(16, drop_remainder=True)
 dist_dataset = strategy.experimental_distribute_dataset(dataset)
 
 with strategy.scope():
