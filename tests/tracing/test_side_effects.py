@@ -161,41 +161,6 @@ def test_layers_and_objects_that_a_step_calls_are_watched(strategy, told):
     assert len(told()) == 3
 
 
-class Counting(keras.layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.num_calls = 0
-        self.kept = []
-
-    def call(self, x):
-        self.num_calls += 1
-        self.kept.append(x)  # a layer may keep values for the rest of its step
-        return x
-
-
-@pytest.mark.parametrize("method", ["fit", "predict"])
-def test_layers_of_a_model_that_keras_trains_are_watched(strategy, told, method):
-    with strategy.scope():
-        inner = keras.Sequential([keras.Input((2,)), Counting()])
-        model = keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x = np.ones((4, 2), np.float32)
-    for _ in range(2):
-        model.fit(x, x[:, :1], verbose=0) if method == "fit" else model.predict(x, verbose=0)
-    (message,) = told()
-    assert message.startswith(line_of("        self.num_calls += 1", Counting.call))
-    assert "rx.Variable" in message
-
-
-def test_a_step_that_keras_runs_eagerly_is_not_watched(strategy, told):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), Counting(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", run_eagerly=True)
-    x = np.ones((4, 2), np.float32)
-    model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0)
-    assert not told()
-
-
 def test_replicas_with_uneven_batches_and_functions_for_several_steps_are_watched(strategy, told):
     trainer = Trainer()
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.ones((6, 1))).batch(3))

@@ -19,7 +19,6 @@ import numpy as np
 
 from replicax._src.devices.autoshard import rows_of_global_batch
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras import internals
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.sharded_state import ShardedRead, with_sharded_state
 from replicax._src.keras.workers import SameBatches
@@ -27,7 +26,6 @@ from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.status.counters import counters
-from replicax._src.tracing import side_effects
 from replicax._src.tracing.bindings import added_up
 from replicax._src.tracing.loss_counts import counting
 
@@ -198,18 +196,12 @@ class GlobalStepFunction(StepFunction):
             self._parts,
         )
         self._step = GlobalStep(
-            self._traced_step,
+            self._step_of_model,
             self.name,
             strategy.topology,
             donates=not phase.is_predict,  # Keras reuses the state of a prediction
             keeps_all=phase.is_predict,
         )
-
-    def _traced_step(self, state: State, data: Any) -> tuple[Any, State]:
-        """Runs the step in a trace, and warns of counters and the like in the user's step, model and layers."""
-        step = getattr(self.model, self.phase.step_name)
-        with side_effects.reported(step, *internals.layers_of(self.model)) as attempt, attempt():
-            return self._step_of_model(state, data)
 
     def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs the model's own step, a pure function. Sharded state stays sharded in the results."""

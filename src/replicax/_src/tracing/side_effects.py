@@ -75,19 +75,19 @@ Attempt = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def reported(*fns: Callable[..., Any]) -> Iterator[Attempt]:
-    """Context that warns of the side effects of ``fns``, which are traced inside: of each once in a process.
+def reported(fn: Callable[..., Any]) -> Iterator[Attempt]:
+    """Context that warns of the side effects of ``fn``, which is traced inside: of each once in a process.
 
     Yields:
-      A context for each attempt to trace them. Only the last call counts, because earlier ones may create variables.
+      A context for each call of ``fn``. Only the last call counts, because earlier ones may create variables.
 
     Raises:
-      UnsupportedError: One of them has used a ``tf.Variable``.
+      UnsupportedError: ``fn`` has used a ``tf.Variable``.
     """
     has_tensorflow = "tensorflow" in sys.modules
     found = [
         _Seen(function, site)
-        for function in _functions(*fns)
+        for function in _functions(fn)
         for site in _sites(_code(function))
         if (site.kind != "reads" or has_tensorflow) and (site.kind != "keeps" or not _is_call(function))
     ]
@@ -199,10 +199,10 @@ def _code(fn: Any) -> types.CodeType:
     return getattr(fn, "__func__", fn).__code__
 
 
-def _functions(*fns: Any) -> list[Callable[..., Any]]:
-    """Returns a user's functions and, recursively, the functions that they name."""
+def _functions(fn: Any) -> list[Callable[..., Any]]:
+    """Returns a user's function and, recursively, the functions that it names."""
     found: dict[types.CodeType, Callable[..., Any]] = {}
-    waiting = list(fns)
+    waiting = [fn]
     while waiting:
         fn = waiting.pop()
         fn = key.unwrap(fn.func if isinstance(fn, functools.partial) else fn)
