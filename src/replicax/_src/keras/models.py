@@ -29,6 +29,7 @@ from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.keras import internals, loop_callbacks, servers, shared_reads
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
+from replicax._src.keras.fit_arguments import check_no_lists, check_one_hot, warn_of_labels
 from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
 from replicax._src.keras.planned_steps import placed_and_left
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, keras_step
@@ -119,6 +120,10 @@ def _begin_loop(model: Any, method: str, strategy: Strategy, given: dict[str, An
             given["verbose"] = 0
         start_together(peers, method, model, given)
     _check_has_rows(model, method, given)
+    check_no_lists(given)
+    if method != "predict":
+        check_one_hot(model, given)
+        warn_of_labels(model, given)
 
 
 def _is_of_keras(error: BaseException) -> bool:
