@@ -67,6 +67,28 @@ def test_replica_function_that_chooses_devices(strategy, fn):
     np.testing.assert_array_equal(strategy.unreplicate(strategy.run(lambda x: 2 * x, args=(X,))), 2 * X)
 
 
+TWICE = jax.pmap(lambda row: 2 * row)
+
+
+def one_row_for_each_of_other_devices(x):
+    return jax.pmap(lambda row: 2 * row, devices=jax.devices()[:3])(x)
+
+
+def made_before(x):
+    return TWICE(x[:, None])
+
+
+def indivisible(x):
+    return jax.shard_map(lambda x: x, mesh=mesh(), in_specs=SPEC, out_specs=SPEC)(x[:3])
+
+
+@pytest.mark.parametrize("fn", [one_row_for_each_of_other_devices, made_before, indivisible])
+def test_map_over_devices_that_fails_while_it_is_traced(strategy, fn):
+    name = "jax.shard_map" if fn is indivisible else "jax.pmap"
+    says = (f"{__file__}:{fn.__code__.co_firstlineno + 1} in ", name, "own device")
+    message(TransformationError, lambda: strategy.run(fn, args=(X,)), *says)
+
+
 @pytest.mark.parametrize("fn", CHOOSING, ids=lambda fn: fn.__name__)
 def test_program_of_other_devices_than_those_that_its_code_chooses(fn):
     says = (f"{__file__}:{fn.__code__.co_firstlineno + 1} in ", CHOOSING[fn], "runs on cpu:0")
