@@ -199,6 +199,17 @@ def test_axis_of_the_replicas_outside_of_them(strategy):
     message(UnknownAxisError, in_scope, *outside)
 
 
+def test_collective_on_the_result_of_run():
+    strategy = rx.MirroredStrategy(2)
+    result = strategy.run(lambda: jnp.ones(2))
+    for call in (over_the_replicas, over_another_axis):
+        message(
+            UnknownAxisError, lambda call=call: call(result), *says(call, "PerReplica", "strategy.reduce")
+        )
+    message(UnknownAxisError, lambda: over_the_replicas(strategy.replicate(jnp.ones(2))), "Mirrored")
+    assert jax.tree.map(lambda x: x, result).num_replicas == 2
+
+
 def test_collective_in_a_layer_that_fit_runs(strategy):
     class Layer(keras.layers.Layer):
         def call(self, x):

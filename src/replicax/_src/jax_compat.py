@@ -332,6 +332,17 @@ def is_pmap(eqn: Any) -> bool:
     return os.path.basename(eqn.params["jaxpr"].debug_info.func_filename or "") == "pmap.py"
 
 
+def is_in_collective() -> bool:
+    """Returns True if a collective of ``jax.lax`` is flattening its operands. Call it from the flattening function of a
+    class.
+    """
+    frame: Any = sys._getframe(1)
+    for module in ("replicax._src.values", "jax._src.tree_util"):
+        while frame is not None and frame.f_globals.get("__name__") == module:
+            frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "jax._src.lax.parallel"
+
+
 _FILES_OF_MAPS = {"pmap.py": "jax.pmap", "shard_map.py": "jax.shard_map"}
 
 

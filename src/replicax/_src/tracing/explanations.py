@@ -32,7 +32,7 @@ from replicax._src.user_code import is_user_code, user_line, user_line_of
 
 Place = Literal["run", "function", "step", "fit", "scope"]
 """Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a method
-of a Keras model, or in the block of a scope.
+of a Keras model of a strategy, or in code that is not replicax's own, such as the block of a scope.
 """
 
 _NEEDS_VALUE: Final = (
