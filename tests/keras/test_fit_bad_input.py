@@ -658,7 +658,7 @@ def test_arrays_of_models_without_a_scope_are_left_to_keras(strategy):
 # --- text -----------------------------------------------------------------------------------------------
 
 
-class Batches(keras.utils.PyDataset):
+class OneBatch(keras.utils.PyDataset):
     def __init__(self, batch):
         super().__init__()
         self.batch = batch
@@ -692,8 +692,8 @@ def test_text_names_its_argument_or_column_and_what_to_write(num_replicas):
         "validation_data[1]": lambda: small.fit(x, y, validation_data=(x, texts), verbose=0),
         "x['city']": lambda: two.fit(columns, y, verbose=0),
         "x['city'] ": lambda: two.train_on_batch(columns, y),
-        "batch[0]['city']": lambda: two.fit(Batches((columns, y)), verbose=0),
-        "batch[0]['city'] ": lambda: two.predict(Batches((columns, y)), verbose=0),
+        "batch[0]['city']": lambda: two.fit(OneBatch((columns, y)), verbose=0),
+        "batch[0]['city'] ": lambda: two.predict(OneBatch((columns, y)), verbose=0),
         "[0]['city']": lambda: two.fit(rx.data.from_arrays((columns, y)).batch(4), verbose=0),
     }.items():
         message(

@@ -89,7 +89,7 @@ def _placed(name: str) -> Method:
             if strategy is not None:
                 _check_has_steps(strategy, name)
                 stack.enter_context(strategy.scope())
-            stack.enter_context(explained("fit"))
+            stack.enter_context(explained("scope" if strategy is None else "fit"))
             try:
                 call = signature.bind(self, *args, **kwargs)
             except TypeError:
