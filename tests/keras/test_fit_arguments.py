@@ -1,5 +1,6 @@
 """Data that Keras on JAX trains on in silence, or refuses with a message about its inside."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -82,3 +83,16 @@ def test_rows_as_python_lists_say_to_make_an_array(argument):
     message(InvalidArgumentError, lambda: model.fit(**data, verbose=0), f"np.asarray({argument})")
     message(InvalidArgumentError, lambda: model.predict([[1.0, 2.0]], verbose=0), "np.asarray(x)")
     assert model.predict(X, verbose=0).shape == (4, 3)
+
+
+def test_a_call_with_an_array_of_one_device_says_to_give_numpy():
+    model = model_of("mse")
+    model.fit(X, np.ones((4, 3), np.float32), verbose=0)
+    rows = jax.device_put(X, jax.devices()[0])
+    with pytest.raises(ValueError, match="incompatible devices") as caught:
+        model(rows)
+    assert "np.asarray(x)" in caught.value.__notes__[0]
+    assert model(np.asarray(rows)).shape == (4, 3)
+    with pytest.raises(ValueError, match="axis -1") as caught:
+        model(X[:, :1])
+    assert not getattr(caught.value, "__notes__", [])

@@ -316,6 +316,27 @@ def _narrowed(data: Any, argument: str) -> Any:
     return keras.tree.map_structure(lambda leaf: new.get(id(leaf), leaf), data) if new else data
 
 
+def _note_devices(error: ValueError, model: Any, arguments: Any) -> None:
+    """Adds to an error of a model's call what to write if an argument lies on other devices than the variables."""
+    strategy = context.owners.get(id(model))
+    if strategy is None or current_capture() is not None or not model.weights:
+        return
+    devices, *of_arguments = map(_devices, [model.weights[0].value, *keras.tree.flatten(arguments)])
+    others = next((each for each in of_arguments if each and each != devices), None)
+    if devices and others:
+        error.add_note(
+            f"(The variables of model {model.name!r} lie on all devices of {strategy!r}, and an argument only on "
+            f"{', '.join(map(str, others))}. Give it NumPy: {model.name}(np.asarray(x)); or call predict, which places its "
+            "input.)"
+        )
+
+
+def _devices(value: Any) -> set[Any] | None:
+    """Returns the devices on which an array was put on purpose; None for other values."""
+    is_placed = isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer) and value.committed
+    return value.sharding.device_set if is_placed else None
+
+
 # --- the class ------------------------------------------------------------------------------------------
 
 
@@ -349,6 +370,15 @@ class PlacedModel(_Keras):
         model = super().__new__(cls, *args, **kwargs)
         context.remember_owner(model)
         return model
+
+    @functools.wraps(keras.Model.__call__)
+    @bounded
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValueError as error:
+            _note_devices(error, self, (args, kwargs))
+            raise
 
     @functools.wraps(keras.Model.compile)
     @bounded
