@@ -91,6 +91,23 @@ def test_a_reader_has_shapes_dtypes_and_values(model, saved):
         load_checkpoint(Path(path).parent / "nothing")
 
 
+@pytest.mark.parametrize("name", ["ckpt-7.data-00000-of-00001", "model.ckpt-7.data-00000-of-00002"])
+@pytest.mark.parametrize("find", ["function", "manager"])
+def test_a_directory_of_tensorflows_checkpoints_warns_that_nothing_is_restored(name, find, tmp_path, caplog):
+    (tmp_path / "checkpoint").touch()
+    (tmp_path / name).touch()
+
+    def latest():
+        if find == "function":
+            return rx.checkpoint.latest_checkpoint(tmp_path)
+        return rx.CheckpointManager(rx.Checkpoint(), tmp_path, 3).latest_checkpoint
+
+    assert latest() is None
+    assert latest() is None
+    assert caplog.text.count(f"({name}), which replicax does not read") == 1
+    assert "model.load_weights" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
 def test_latest_checkpoint_finds_keras_files_if_there_are_no_others(model, tmp_path, saved):
     assert latest_checkpoint(tmp_path) is None

@@ -303,3 +303,18 @@ def test_mw_fn_partial():
         for worker in range(2)
     ]
     assert steps == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13]]]
+
+
+def test_workers_that_shuffle_one_dataset_without_a_seed_are_warned_once(caplog):
+    def opened(dataset, num_workers, policy):
+        for share in shares(num_workers):
+            open_source(dataset.batch(4), share=share, policy=policy)
+
+    rows = from_arrays(np.arange(16))
+    opened(rows.shuffle(seed=0), 2, POLICY.DATA)
+    opened(rows.shuffle(), 1, POLICY.DATA)
+    opened(rows.shuffle(), 2, POLICY.OFF)
+    assert not caplog.messages
+    opened(rows.shuffle().map(lambda row: row), 2, None)
+    (told,) = caplog.messages
+    assert "shuffle(seed=0)" in told

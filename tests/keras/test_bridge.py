@@ -310,3 +310,42 @@ def test_missing_framework_raises_import_error():
     assert (
         in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax").strip() == "ModuleNotFoundError"
     )
+
+
+def test_learning_rate_set_by_its_name_in_keras_2_warns_once_for_a_line(caplog):
+    class Own(keras.optimizers.SGD):
+        def __init__(self, lr):
+            super().__init__(0.1)
+            self.lr = lr
+
+    with rx.MirroredStrategy(2).scope():
+        optimizer = keras.optimizers.SGD(0.1)
+        Own(0.2)
+    optimizer.learning_rate = 0.5
+    assert not caplog.messages
+    for _ in range(2):
+        optimizer.lr = 0.01
+    (told,) = caplog.messages
+    assert "test_bridge.py" in told
+    assert "optimizer.learning_rate = value" in told
+    assert float(optimizer.learning_rate) == 0.5
+
+
+def test_a_layer_that_is_frozen_after_training_needs_a_new_optimizer():
+    x = np.ones((4, 2), np.float32)
+    with rx.MirroredStrategy(2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], verbose=0)
+    model.layers[0].trainable = False
+    message(
+        VariableError,
+        lambda: model.fit(x, x[:, :1], verbose=0),
+        "Optimizer 'sgd",
+        "4 variables",
+        "compile",
+    )
+    frozen = np.asarray(model.layers[0].kernel.value)
+    model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], verbose=0)
+    np.testing.assert_array_equal(model.layers[0].kernel.value, frozen)

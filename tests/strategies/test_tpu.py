@@ -11,6 +11,7 @@ import pytest
 
 import replicax as rx
 from checks import message, tpu_strategy
+from replicax._src.strategies import tpu_system
 from replicax.errors import (
     DivergentCollectiveError,
     InvalidArgumentError,
@@ -551,3 +552,12 @@ def test_mark_under_a_varying_condition_raises():
 
     with pytest.raises(DivergentCollectiveError, match=r"test_tpu\.py:\d+.*differs between replicas"):
         strategy.run(step, args=(numbers,))
+
+
+def test_a_machine_without_tpus_and_virtual_devices_is_reported(monkeypatch, caplog):
+    rx.TPUStrategy()
+    assert not caplog.text
+    monkeypatch.setattr(tpu_system, "local_devices", lambda: jax.devices()[:1])
+    assert rx.TPUStrategy().num_replicas_in_sync == 1
+    assert "finds no TPU" in caplog.text
+    assert "rx.config.set_local_devices(8)" in caplog.text

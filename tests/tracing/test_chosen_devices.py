@@ -67,6 +67,28 @@ def test_replica_function_that_chooses_devices(strategy, fn):
     np.testing.assert_array_equal(strategy.unreplicate(strategy.run(lambda x: 2 * x, args=(X,))), 2 * X)
 
 
+TWICE = jax.pmap(lambda row: 2 * row)
+
+
+def one_row_for_each_of_other_devices(x):
+    return jax.pmap(lambda row: 2 * row, devices=jax.devices()[:3])(x)
+
+
+def made_before(x):
+    return TWICE(x[:, None])
+
+
+def indivisible(x):
+    return jax.shard_map(lambda x: x, mesh=mesh(), in_specs=SPEC, out_specs=SPEC)(x[:3])
+
+
+@pytest.mark.parametrize("fn", [one_row_for_each_of_other_devices, made_before, indivisible])
+def test_map_over_devices_that_fails_while_it_is_traced(strategy, fn):
+    name = "jax.shard_map" if fn is indivisible else "jax.pmap"
+    says = (f"{__file__}:{fn.__code__.co_firstlineno + 1} in ", name, "own device")
+    message(TransformationError, lambda: strategy.run(fn, args=(X,)), *says)
+
+
 @pytest.mark.parametrize("fn", CHOOSING, ids=lambda fn: fn.__name__)
 def test_program_of_other_devices_than_those_that_its_code_chooses(fn):
     says = (f"{__file__}:{fn.__code__.co_firstlineno + 1} in ", CHOOSING[fn], "runs on cpu:0")
@@ -175,6 +197,17 @@ def test_axis_of_the_replicas_outside_of_them(strategy):
             over_the_replicas(jnp.ones(2))
 
     message(UnknownAxisError, in_scope, *outside)
+
+
+def test_collective_on_the_result_of_run():
+    strategy = rx.MirroredStrategy(2)
+    result = strategy.run(lambda: jnp.ones(2))
+    for call in (over_the_replicas, over_another_axis):
+        message(
+            UnknownAxisError, lambda call=call: call(result), *says(call, "PerReplica", "strategy.reduce")
+        )
+    message(UnknownAxisError, lambda: over_the_replicas(strategy.replicate(jnp.ones(2))), "Mirrored")
+    assert jax.tree.map(lambda x: x, result).num_replicas == 2
 
 
 def test_collective_in_a_layer_that_fit_runs(strategy):

@@ -149,6 +149,16 @@ def test_errors_of_the_users_own_code_are_unchanged(strategy):
     assert not isinstance(caught.value, TracedConditionError)
 
 
+def test_list_of_numbers_in_place_of_an_array_gets_a_note(strategy):
+    with pytest.raises(TypeError) as caught:
+        strategy.run(lambda rows: jnp.mean(rows), args=([1.0, 2.0],))
+    (note,) = [note for note in caught.value.__notes__ if "rows is a Python list" in note]
+    assert "np.asarray(rows)" in note
+    with pytest.raises(TypeError) as caught:
+        strategy.run(lambda rows: rows + 1, args=([1.0, 2.0],))
+    assert not getattr(caught.value, "__notes__", [])
+
+
 def test_error_of_replicax_in_a_model_that_keras_builds_stays_typed(strategy):
     def tape(layer, x):
         raise UnsupportedError("this and that")

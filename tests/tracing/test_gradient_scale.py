@@ -821,6 +821,35 @@ def test_average_that_is_averaged_again_is_logged_once(mean, caplog):
     assert "2 times too small" in told
 
 
+def test_average_loss_that_is_divided_by_the_replicas_is_logged_once(caplog):
+    strategy = make_strategy()
+    step = with_sum(lambda w, batch: share(w, batch) / strategy.num_replicas_in_sync)
+    for _ in range(2):
+        strategy.run(step, args=(distributed(strategy), weights()))
+    (told,) = caplog.messages
+    assert told.startswith(f"{__file__}:")
+    assert "2 times too small. Leave this division out." in told
+
+
+RIGHT_DIVISIONS = {
+    "half a loss": lambda w, batch, n: share(w, batch) / 2,
+    "a size that was given": lambda w, batch, n: (
+        rx.nn.compute_average_loss(squares(w, batch), global_batch_size=len(batch[0]))
+        / n.num_replicas_in_sync
+    ),
+    "a penalty": lambda w, batch, n: share(w, batch) + jnp.sum(w**2) / n.num_replicas_in_sync,
+    "a divided penalty": lambda w, batch, n: jnp.sum(w**2) / n.num_replicas_in_sync,
+}
+
+
+@pytest.mark.parametrize("loss_of", RIGHT_DIVISIONS.values(), ids=RIGHT_DIVISIONS)
+def test_division_that_may_be_right_is_not_logged(loss_of, caplog):
+    strategy = make_strategy()
+    step = with_sum(lambda w, batch: loss_of(w, batch, strategy))
+    strategy.run(step, args=(distributed(strategy), weights()))
+    assert not caplog.messages
+
+
 UNCERTAIN = {
     "mean_and_sum": (
         with_sum(lambda w, batch: jnp.mean(squares(w, batch))),

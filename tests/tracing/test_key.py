@@ -139,7 +139,52 @@ def test_changed_python_state_is_retraced_and_reported(strategy, caplog):
     with caplog.at_level(logging.WARNING, logger="replicax"):
         results = [float(first(strategy.run(step, args=(jnp.float32(1.0),)))) for _ in range(6)]
     assert results == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert "'count' is another object or value" in caplog.text
+    line = f"{__file__}:{step.__code__.co_firstlineno + 2} in step"
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert (
+        f"the closure variable 'count' changed: 4 became 5, and the function assigns it at {line}" in message
+    )
+    for cure in ("every call compiles", "outside", "jnp.asarray(count)", "rx.Variable: count.assign_add(1)"):
+        assert cure in message
+
+
+counted_globally = 0
+
+
+def count_globally():
+    global counted_globally
+    counted_globally = counted_globally + 1
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("is_function", [False, True])
+def test_global_counter_in_an_inner_function_is_reported_by_name(num_replicas, is_function, caplog):
+    strategy = rx.MirroredStrategy(num_replicas)
+
+    def step(x):
+        count_globally()
+        return x + counted_globally
+
+    run = lambda x: strategy.run(step, args=(x,))  # noqa: E731
+    call = rx.function(run) if is_function else run
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        for _ in range(6):
+            call(jnp.float32(1.0))
+    line = f"{__file__}:{count_globally.__code__.co_firstlineno + 2} in count_globally"
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "the global variable 'counted_globally' changed: " in message
+    assert f"the function assigns it at {line}" in message
+    assert "rx.Variable: counted_globally.assign_add(1)" in message
+
+
+def test_value_of_a_closure_that_changes_is_reported_with_its_name_and_the_cure(strategy, caplog):
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        for rate in ("a", "b", "c", "d", "e"):
+            strategy.run(lambda x: x + len(rate), args=(jnp.float32(1.0),))  # noqa: B023
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "the closure variable 'rate' changed: 'd' became 'e'" in message
+    assert "Pass it to the function as an array argument" in message
+    assert "assign_add" not in message
 
 
 class Trainer:
@@ -534,7 +579,7 @@ def test_a_retrace_in_a_hot_loop_is_reported_once_with_the_reason(strategy, capl
     (record,) = [r for r in caplog.records if "traced" in r.getMessage()]
     message = record.getMessage()
     assert "step" in message
-    assert "float32[4] became float32[5]" in message
+    assert "args[0]: float32[4] became float32[5]" in message
     assert "pad arrays to a few sizes" in message
     assert "array arguments" not in message
 

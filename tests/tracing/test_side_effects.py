@@ -161,6 +161,35 @@ def test_layers_and_objects_that_a_step_calls_are_watched(strategy, told):
     assert len(told()) == 3
 
 
+class Counting(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def call(self, x):
+        self.num_calls += 1
+        return x + np.random.rand()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_layers_of_a_model_that_fit_runs_are_watched(num_replicas, method, told):
+    with rx.MirroredStrategy(num_replicas).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.Sequential([Counting(), keras.layers.Dense(1)])])
+        model.compile("sgd", "mse")
+    x = np.ones((4, 2), "float32")
+    data = (x,) if method == "predict" else (x, x[:, :1])
+    for _ in range(2):
+        getattr(model, method)(*data, verbose=0)
+    assert sorted(told()) == [
+        f"{line_of('        self.num_calls += 1', Counting.call)}: `self.num_calls += 1` runs once, while the function is "
+        "traced, and not in each step. Count outside of the function, or in an rx.Variable: variable.assign_add(1).",
+        f"{line_of('        return x + np.random.rand()', Counting.call)}: `np.random.rand()` draws once, while the function is "
+        "traced: all replicas and all steps get the same numbers. Draw outside and pass the numbers as an argument, or use "
+        "keras.random with a SeedGenerator, or jax.random with a key.",
+    ]
+
+
 def test_replicas_with_uneven_batches_and_functions_for_several_steps_are_watched(strategy, told):
     trainer = Trainer()
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.ones((6, 1))).batch(3))

@@ -198,6 +198,20 @@ def test_a_replica_function_run_eagerly(strategy, tf):
     )
 
 
+def test_what_made_a_tensor_of_tensorflow_is_named(strategy, tf):
+    def step(x):
+        noise = tf.constant(1.0)
+        return x + noise
+
+    message(
+        UnsupportedError,
+        lambda: strategy.run(step, args=(jnp.ones(2),)),
+        f"At {line_of(step, 'x + noise')}, `x + noise` uses TensorFlow",
+        f"noise is the result of `tf.constant(1.0)` at line {step.__code__.co_firstlineno + 1}.",
+        "in place of tf.constant.",
+    )
+
+
 def test_other_errors_are_unchanged(strategy, tf):
     def step(x):
         if x > tf.reduce_mean(np.ones(2)):

@@ -192,6 +192,7 @@ class Function(LoweredAlone, Generic[_P, _R]):
                 lambda: _trace(call, mesh, makers),
                 launched,
                 num_replicas=_num_replicas(mesh),
+                paths=call.paths,
             )
         except IteratedInTrace:
             return self._run_as_python(args, kwargs)

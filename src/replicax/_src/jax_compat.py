@@ -332,6 +332,35 @@ def is_pmap(eqn: Any) -> bool:
     return os.path.basename(eqn.params["jaxpr"].debug_info.func_filename or "") == "pmap.py"
 
 
+def is_in_collective() -> bool:
+    """Returns True if a collective of ``jax.lax`` is flattening its operands. Call it from the flattening function of a
+    class.
+    """
+    frame: Any = sys._getframe(1)
+    for module in ("replicax._src.values", "jax._src.tree_util"):
+        while frame is not None and frame.f_globals.get("__name__") == module:
+            frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "jax._src.lax.parallel"
+
+
+_FILES_OF_MAPS = {"pmap.py": "jax.pmap", "shard_map.py": "jax.shard_map"}
+
+
+def name_of_map(value: Any) -> str | None:
+    """Returns "jax.pmap" or "jax.shard_map" for one of them, or for a function that it has returned; else None."""
+    if value is jax.pmap or value is jax.shard_map:
+        return f"jax.{value.__name__}"
+    if not inspect.isfunction(value):
+        return None
+    inner = [cell.cell_contents for cell in value.__closure__ or ()]
+    for function in (value, *inner):
+        file = function.__code__.co_filename if inspect.isfunction(function) else ""
+        name = _FILES_OF_MAPS.get(os.path.basename(file))
+        if name is not None and is_of_package(file, "jax"):
+            return name
+    return None
+
+
 def axes_of_shard_map(eqn: Any) -> frozenset[str]:
     """Returns the axes over which a ``shard_map`` equation maps its function."""
     params = eqn.params

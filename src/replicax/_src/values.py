@@ -21,9 +21,10 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.devices.topology import Topology, device_name
 from replicax._src.drawing import html
-from replicax._src.errors import DonatedError, PerReplicaUseError
+from replicax._src.errors import DonatedError, PerReplicaUseError, UnknownAxisError
 from replicax._src.framework import is_variable
 from replicax._src.migrate.tensorflow_code import in_tf_function, is_converted_by_tf_function
+from replicax._src.user_code import user_line
 
 _REFLECTED = [
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),
@@ -603,12 +604,26 @@ def is_value(value: Any) -> bool:
     return isinstance(value, DistributedValues) or is_variable(value)
 
 
-# Code that flattens a value may keep its array, so it gets `array`, not `stored`.
+def _array_of(value: PerReplica | Mirrored) -> tuple[jax.Array]:
+    """Returns the child of a value as a pytree. Code that flattens it may keep the array: ``array``, not ``stored``.
+
+    Raises:
+      UnknownAxisError: A collective of JAX gets the value, which exists outside of replica functions only.
+    """
+    if jax_compat.is_in_collective():
+        raise UnknownAxisError(
+            f"At {user_line()} a collective of JAX is called with a {type(value).__name__} value, outside of the functions that "
+            "strategy.run runs, where the axis of the replicas does not exist. Write strategy.reduce('SUM', value, axis=None), or "
+            "'MEAN'; or call the collective in the function."
+        )
+    return (value.array,)
+
+
 jax.tree_util.register_pytree_node(
     PerReplica,
-    lambda v: ((v.array,), (v.num_replicas, v.shapes, v.is_equal)),
+    lambda v: (_array_of(v), (v.num_replicas, v.shapes, v.is_equal)),
     lambda aux, children: PerReplica(children[0], *aux),
 )
 jax.tree_util.register_pytree_node(
-    Mirrored, lambda v: ((v.array,), v.num_replicas), lambda aux, children: Mirrored(children[0], aux)
+    Mirrored, lambda v: (_array_of(v), v.num_replicas), lambda aux, children: Mirrored(children[0], aux)
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 
@@ -13,7 +14,10 @@ from replicax._src.checkpoint.retention import Record
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.options import path_of
 
+log = logging.getLogger("replicax")
+
 _OF_KERAS = (".weights.h5", ".keras")
+_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
 
 
 def paths_in(directory: str, name: str | None = None) -> list[str]:
@@ -58,7 +62,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     """Returns the path of the latest checkpoint in a directory, or None. Its files are not verified.
 
     In a directory without checkpoints of ``rx.Checkpoint``, it returns the newest file of Keras, ``.weights.h5`` or
-    ``.keras``, for ``model.load_weights``.
+    ``.keras``, for ``model.load_weights``. It warns if the directory has only checkpoints of TensorFlow.
 
     It waits for a save that this process has started. A process of a cluster may call it alone.
 
@@ -71,7 +75,27 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     directory = path_of(checkpoint_dir, "checkpoint_dir", "training")
     processes.wait_for_saves(directory)
     records = records_in(directory)
-    return records[-1].path if records else _latest_of_keras(directory)
+    latest = records[-1].path if records else _latest_of_keras(directory)
+    if latest is None:
+        warn_of_tensorflow(directory)
+    return latest
+
+
+@functools.cache
+def warn_of_tensorflow(directory: str) -> None:
+    """Warns once if a directory without checkpoints has some of TensorFlow: training would begin again, silently."""
+    try:
+        found = sorted(filter(_OF_TENSORFLOW.fullmatch, os.listdir(directory)))
+    except OSError:
+        return
+    if found:
+        log.warning(
+            "%s has checkpoints of TensorFlow (%s), which replicax does not read: nothing is restored from it. Save the weights "
+            "with Keras where TensorFlow runs, model.save_weights('model.weights.h5'), and load them here: "
+            "model.load_weights('model.weights.h5').",
+            directory,
+            found[-1],
+        )
 
 
 def is_of_keras(path: str) -> bool:

@@ -28,7 +28,7 @@ from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.array_files import tensorstore
 from replicax._src.checkpoint.background import Background
 from replicax._src.checkpoint.checkpoint import Checkpoint
-from replicax._src.checkpoint.directory import paths_in, records_in
+from replicax._src.checkpoint.directory import paths_in, records_in, warn_of_tensorflow
 from replicax._src.checkpoint.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -198,7 +198,10 @@ class CheckpointManager:
         """
         processes.wait_for_saves(self._directory)
         records = self._records()
-        return records[-1].path if records else None
+        if not records:
+            warn_of_tensorflow(self._directory)
+            return None
+        return records[-1].path
 
     @property
     def best_checkpoint(self) -> str | None:

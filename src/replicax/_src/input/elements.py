@@ -90,6 +90,7 @@ class Elements:
       is_batched: False if the elements are known to be rows, not batches.
       batch_size: The number of rows of an element, if known. The last element may have fewer.
       row_bytes: The size of one row if all rows are in memory, so that a read costs no more than a copy.
+      has_order_of_its_own: True if it is certain that other processes read another order.
       is_immutable: True if the arrays of a yielded element never change. Otherwise they are copied.
       policy: The dataset's own autoshard policy.
       count_files: Returns the number of files that it reads, or None if it cannot be sharded by file.
@@ -110,6 +111,7 @@ class Elements:
     is_batched: bool = True
     batch_size: int | None = None
     row_bytes: int | None = None
+    has_order_of_its_own: bool = False
     is_immutable: bool = False
     policy: AutoShardPolicy | None = None
     count_files: Callable[[], int | None] = lambda: None

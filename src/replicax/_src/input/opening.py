@@ -102,6 +102,7 @@ def _open_ours(dataset: Dataset) -> Elements:
         are_arrays=not is_mapped,
         is_batched=dataset.is_batched,
         batch_size=dataset.batch_size,
+        has_order_of_its_own=dataset.has_order_of_its_own,
         row_bytes=None if dataset.has(Map, Filter) else source.row_bytes,
         is_immutable=not dataset.is_mapped_in_batches,
         count_files=lambda: len(source.files) or None,

@@ -303,6 +303,11 @@ class Dataset(metaclass=_NamesOfDataset):
         return [step.seed for step in self.steps if isinstance(step, Shuffle)]
 
     @property
+    def has_order_of_its_own(self) -> bool:
+        """True if a shuffle has no seed, so that other processes read other orders."""
+        return any(isinstance(step, Shuffle) and step.is_seed_drawn for step in self.steps)
+
+    @property
     def has_hint(self) -> bool:
         """True if it has a ``shard(SHARD_HINT, SHARD_HINT)``."""
         return any(isinstance(step, Shard) and step.index is None for step in self.steps)
@@ -326,9 +331,10 @@ class Dataset(metaclass=_NamesOfDataset):
         return type(self)(self.source, (*self.steps, *steps))
 
     def _shuffled(self, buffer_size: int | None, seed: int | None, reshuffle: bool) -> Self:
+        is_drawn = seed is None
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
-        return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle))
+        return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle, is_drawn))
 
 
 _yielded: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()

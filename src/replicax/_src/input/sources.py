@@ -156,6 +156,8 @@ def open_source(
     )
     if decision.is_fallback:
         _warn_of_fallback(elements.description, decision.reason)
+    if decision.policy is AutoShardPolicy.DATA and share.num_workers > 1 and elements.has_order_of_its_own:
+        _warn_of_orders(elements.description, share.num_workers)
     if decision.policy is AutoShardPolicy.FILE and share.num_workers > 1:
         assert elements.of_files is not None
         elements = elements.of_files(share.num_workers, share.worker_index)
@@ -173,6 +175,16 @@ def _warn_of_fallback(description: str, reason: str) -> None:
         "Input: %s, %s. Write the data to more files, so that each file is read only once.",
         description,
         reason,
+    )
+
+
+@functools.cache
+def _warn_of_orders(description: str, num_workers: int) -> None:
+    log.warning(
+        "Input: %s: a shuffle without a seed gives each of the %d workers another order, of which it takes its rows. Some rows "
+        "are used twice, others never. Give all workers one order: shuffle(seed=0).",
+        description,
+        num_workers,
     )
 
 

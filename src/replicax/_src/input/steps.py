@@ -217,6 +217,7 @@ class Shuffle(Step):
     buffer_size: int | None
     seed: int
     reshuffle: bool
+    is_seed_drawn: bool = False  # in this process: other processes have another
 
     def length(self, parent: Cardinality | None) -> Cardinality | None:
         return parent
@@ -344,5 +345,5 @@ def told_of(step: Step) -> str:
     functions and seed.
     """
     fields = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}  # type: ignore[arg-type]
-    told = ["..." if callable(v) else f"{k}={v}" for k, v in fields.items() if k != "seed"]
+    told = ["..." if callable(v) else f"{k}={v}" for k, v in fields.items() if "seed" not in k]
     return f"{type(step).__name__.lower()}({', '.join(told)})"

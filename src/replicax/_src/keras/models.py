@@ -30,6 +30,7 @@ from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.keras import internals, loop_callbacks, servers, shared_reads
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
+from replicax._src.keras.fit_arguments import check_no_lists, check_one_hot, warn_of_labels
 from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
 from replicax._src.keras.planned_steps import placed_and_left
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, keras_step
@@ -90,7 +91,7 @@ def _placed(name: str) -> Method:
             if strategy is not None:
                 _check_has_steps(strategy, name)
                 stack.enter_context(strategy.scope())
-            stack.enter_context(explained("fit"))
+            stack.enter_context(explained("scope" if strategy is None else "fit"))
             try:
                 call = signature.bind(self, *args, **kwargs)
             except TypeError:
@@ -138,6 +139,10 @@ def _begin_loop(model: Any, method: str, strategy: Strategy, given: dict[str, An
             given["verbose"] = 0
         start_together(peers, method, model, given)
     _check_has_rows(model, method, given)
+    check_no_lists(given)
+    if method != "predict":
+        check_one_hot(model, given)
+        warn_of_labels(model, given)
 
 
 def _is_of_keras(error: BaseException) -> bool:
@@ -330,6 +335,27 @@ def _narrowed(data: Any, argument: str) -> Any:
     return keras.tree.map_structure(lambda leaf: new.get(id(leaf), leaf), data) if new else data
 
 
+def _note_devices(error: ValueError, model: Any, arguments: Any) -> None:
+    """Adds to an error of a model's call what to write if an argument lies on other devices than the variables."""
+    strategy = context.owners.get(id(model))
+    if strategy is None or current_capture() is not None or not model.weights:
+        return
+    devices, *of_arguments = map(_devices, [model.weights[0].value, *keras.tree.flatten(arguments)])
+    others = next((each for each in of_arguments if each and each != devices), None)
+    if devices and others:
+        error.add_note(
+            f"(The variables of model {model.name!r} lie on all devices of {strategy!r}, and an argument only on "
+            f"{', '.join(map(str, others))}. Give it NumPy: {model.name}(np.asarray(x)); or call predict, which places its "
+            "input.)"
+        )
+
+
+def _devices(value: Any) -> set[Any] | None:
+    """Returns the devices on which an array was put on purpose; None for other values."""
+    is_placed = isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer) and value.committed
+    return value.sharding.device_set if is_placed else None
+
+
 # --- the class ------------------------------------------------------------------------------------------
 
 
@@ -363,6 +389,15 @@ class PlacedModel(_Keras):
         model = super().__new__(cls, *args, **kwargs)
         context.remember_owner(model)
         return model
+
+    @functools.wraps(keras.Model.__call__)
+    @bounded
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValueError as error:
+            _note_devices(error, self, (args, kwargs))
+            raise
 
     @functools.wraps(keras.Model.compile)
     @bounded

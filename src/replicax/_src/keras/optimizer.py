@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.variable import Variable
+
+log = logging.getLogger("replicax")
 
 Apply = Callable[..., Any]
 _Keras: Any = keras.optimizers.Optimizer if TYPE_CHECKING else object
@@ -41,6 +44,11 @@ class PlacedOptimizer(_Keras):
         # saved. One worker may save alone, so the other workers do not take part in making its variables.
         with sharded_state.made_alone(type(self) is keras.optimizers.Optimizer):
             super().__init__(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "lr" and type(self).__module__.startswith("keras."):
+            _warn_of_lr(user_line())
 
     def build(self, variables: Any) -> None:
         """Makes the optimizer's variables, and the count of micro-batches where it accumulates gradients."""
@@ -86,8 +94,32 @@ class PlacedOptimizer(_Keras):
 
     @functools.wraps(keras.optimizers.Optimizer.stateless_apply)
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        _check_trained(self, trainable_variables)
         own = super().stateless_apply
         return sharded_state.apply_to_shards(own, optimizer_variables, grads, trainable_variables)
+
+
+@functools.cache
+def _warn_of_lr(line: str) -> None:
+    log.warning(
+        "%s: `lr` is a name of Keras 2, which Keras 3 does not read: the learning rate stays as it is. Write "
+        "optimizer.learning_rate = value.",
+        line,
+    )
+
+
+def _check_trained(optimizer: Any, values: Sequence[Any]) -> None:
+    """Raises if a model trains other variables than when its optimizer was built.
+
+    Raises:
+      VariableError: Their numbers differ.
+    """
+    num_trained = len(internals.trained_by(optimizer)) if optimizer.built else len(values)
+    if num_trained != len(values):
+        raise VariableError(
+            f"Optimizer {optimizer.name!r} was built for {num_trained} variables, and now gets {len(values)}: `trainable` of a "
+            "layer has changed since. Call model.compile(...) with a new optimizer after you change it."
+        )
 
 
 def _with_replacements_summed(

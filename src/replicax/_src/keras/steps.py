@@ -19,6 +19,7 @@ import numpy as np
 
 from replicax._src.devices.autoshard import rows_of_global_batch
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.keras import internals
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.sharded_state import ShardedRead, with_sharded_state
 from replicax._src.keras.workers import SameBatches
@@ -26,6 +27,7 @@ from replicax._src.lowering.batch import Batch
 from replicax._src.lowering.global_view import GlobalStep
 from replicax._src.lowering.held_state import HeldState
 from replicax._src.status.counters import counters
+from replicax._src.tracing import side_effects
 from replicax._src.tracing.bindings import added_up
 from replicax._src.tracing.loss_counts import counting
 
@@ -196,12 +198,22 @@ class GlobalStepFunction(StepFunction):
             self._parts,
         )
         self._step = GlobalStep(
-            self._step_of_model,
+            self._traced_step,
             self.name,
             strategy.topology,
             donates=not phase.is_predict,  # Keras reuses the state of a prediction
             keeps_all=phase.is_predict,
         )
+
+    def _traced_step(self, state: State, data: Any) -> tuple[Any, State]:
+        """Runs the step in a trace: warns of side effects of the user's layers, steps and losses."""
+        model = self.model
+        code = [layer.call for layer in (*internals.layers_of(model), model)]
+        with (
+            side_effects.reported(*code, getattr(model, self.phase.step_name), is_key=False) as attempt,
+            attempt(),
+        ):
+            return self._step_of_model(state, data)
 
     def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
         """Runs the model's own step, a pure function. Sharded state stays sharded in the results."""

@@ -10,9 +10,10 @@ import contextlib
 import functools
 import inspect
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from replicax._src.errors import ReplicaxError, UnsupportedError
 from replicax._src.migrate import missing_names
@@ -198,15 +199,59 @@ def _error_at(traceback: types.TracebackType | None, *, is_of_conversion: bool) 
         return None
     code = frame.f_code
     shown = shortened(text)
-    names = [name for name, _ in found]
+    made = _origins_in(text, frame, line)
+    names = [name for origin in made for name in origin.names] or [name for name, _ in found]
+    where = "".join(
+        f" {one.name} is the result of `{shortened(one.text)}` at line {one.line}." for one in made
+    )
     error = UnsupportedError(
         f"At {code.co_filename}:{line} in {code.co_name}, `{shown}` uses TensorFlow, which cannot compute with the "
-        f"arrays and variables of a function that JAX traces. {advice(names, uses_keras(frame.f_globals))}"
+        f"arrays and variables of a function that JAX traces.{where} {advice(names, uses_keras(frame.f_globals))}"
     )
     to_user = None  # without the frames of TensorFlow
     for each in reversed(frames[: users[-1] + 1]):
         to_user = types.TracebackType(to_user, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return error.with_traceback(to_user)
+
+
+class _Origin(NamedTuple):
+    """The statement in which a function gave a tensor of TensorFlow its name.
+
+    Attributes:
+      name: The name.
+      text, line: The source of the value, and its line.
+      names: The functions of TensorFlow in it.
+    """
+
+    name: str
+    text: str
+    line: int
+    names: list[str]
+
+
+def _origins_in(text: str, frame: types.FrameType, line: int) -> list[_Origin]:
+    """Returns the origins of the tensors that an expression names, if the same function has made them."""
+    tensors = {
+        path[0] for path in paths_in(text) if len(path) == 1 and is_tensor(frame.f_locals.get(path[0]))
+    }
+    code = frame.f_code
+    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    try:
+        source = textwrap.dedent("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])))
+        statements = list(ast.walk(ast.parse(source))) if tensors else []
+    except SyntaxError:  # in the middle of an expression
+        return []
+    found: dict[str, _Origin] = {}
+    for node in statements:
+        names = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+        number = code.co_firstlineno + getattr(node, "lineno", 1) - 1
+        for name in tensors.intersection(names) if isinstance(node, ast.Assign) and number < line else ():
+            made_by = [
+                one for one, value in _names_in(ast.unparse(node.value), frame) if not is_object(value)
+            ]
+            if made_by:
+                found[name] = _Origin(name, ast.unparse(node.value), number, made_by)
+    return list(found.values())
 
 
 def shortened(text: str) -> str:

@@ -155,7 +155,14 @@ class Runner:
         if placed is None:
             num_replicas = self._topology.num_replicas
             return self._cache.first_call(
-                call.fn, programs, signature, call.described, traced, launched, num_replicas=num_replicas
+                call.fn,
+                programs,
+                signature,
+                call.described,
+                traced,
+                launched,
+                num_replicas=num_replicas,
+                paths=call.paths,
             )
         if options.check_same:
             placed.tell_drift(call.leaves)

@@ -291,7 +291,12 @@ class StepsRunner:
         programs = self._cache.programs_of(fn)
         call.describe(None)
         inputs = [array_leaf(a)._replace(shape=a.shape[1:]) for a in stack.arrays]
-        described = [*inputs, *form.described(), *call.described]
+        of_state = form.described()
+        described = [*inputs, *of_state, *call.described]
+        names = [f"batch, array {i}" for i in range(len(inputs))] + [
+            f"state, array {i}" for i in range(len(of_state))
+        ]
+        paths_of_call = call.paths
         topology = self._strategy.topology
         shapes = (stack.form, form.tree, form.kinds, tuple(described), call.tree)
         signature = (*shapes, steps.capacity, keeps_all, topology, jax_state())
@@ -317,6 +322,7 @@ class StepsRunner:
             traced,
             run,
             num_replicas=topology.num_replicas,
+            paths=lambda: [*names, *paths_of_call()],
             of="run_steps of ",
         )
 

@@ -27,7 +27,8 @@ class TPUStrategy(Strategy):
     ``experimental_split_to_logical_devices`` and the compiler shard the replica's program over them; results are those
     of one device. Variables are replicated over all cores, unless they are sharded too.
 
-    On a machine without TPUs, virtual CPU devices stand for the cores: ``rx.config.set_local_devices(8)``.
+    On a machine without TPUs, virtual CPU devices stand for the cores: ``rx.config.set_local_devices(8)``. A single CPU
+    device is used with a warning.
 
     Args:
       tpu_cluster_resolver: The resolver that describes the TPUs; default: ``TPUClusterResolver()``, for the TPUs of
@@ -68,7 +69,13 @@ class TPUStrategy(Strategy):
             )
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         system = TPUSystem.of(resolver)
-        topology = Topology.of_mesh(replica_mesh(system.grid(assignment)))
+        grid = system.grid(assignment)
+        if len(grid) == 1 and [device.platform for device in grid[0]] == ["cpu"]:
+            log.warning(
+                "TPUStrategy finds no TPU, and runs on the one CPU device of this process. On a TPU VM install JAX for TPUs, "
+                'pip install "jax[tpu]"; elsewhere virtual CPU devices may stand for the cores: rx.config.set_local_devices(8).'
+            )
+        topology = Topology.of_mesh(replica_mesh(grid))
         super().__init__(
             lambda: topology,
             cluster_resolver=resolver,

@@ -173,7 +173,7 @@ class ProgramCache(Generic[T]):
         self._functions: dict[Any, FunctionPrograms[T]] = {}
         self._versions: dict[Any, collections.deque[Any]] = {}
         self._num_traces: dict[Any, int] = {}
-        self._last: dict[Any, tuple[Any, Sequence[Leaf]]] = {}
+        self._last: dict[Any, _Version] = {}
 
     def __len__(self) -> int:
         return sum(len(programs) for programs in self._functions.values())
@@ -208,6 +208,7 @@ class ProgramCache(Generic[T]):
         run: Callable[[T], Any],
         *,
         num_replicas: int | None,
+        paths: Callable[[], Sequence[str]],
         of: str = "",
     ) -> Any:
         """Traces a program, caches it and runs it for the first time.
@@ -215,21 +216,24 @@ class ProgramCache(Generic[T]):
         Args:
           programs: The programs of the version of ``fn`` before the trace.
           num_replicas: The number of replicas; None if it is not known yet.
+          paths: Returns the names of the leaves for messages.
           of: A text that messages put before the name of ``fn``.
         """
         with compiling(of + key.name_of(fn), num_replicas):
             program = trace()
             programs.put(signature, described, program)
-            self.report_trace(fn, described)
+            self.report_trace(fn, described, paths)
             return run(program)
 
-    def report_trace(self, fn: Callable[..., Any], described: Sequence[Leaf]) -> None:
-        """Counts a trace of ``fn``; warns once when there are many."""
+    def report_trace(
+        self, fn: Callable[..., Any], described: Sequence[Leaf], paths: Callable[[], Sequence[str]]
+    ) -> None:
+        """Counts a trace of ``fn``; warns once when there are many, with the reason and a remedy."""
         code = family_of(fn)
         count = self._num_traces[code] = self._num_traces.get(code, 0) + 1
         old = self._last.get(code)
         if count <= _TRACES_BEFORE_WARNING:
-            self._last[code] = (key.function_key(fn), list(described))
+            self._last[code] = _Version(key.function_key(fn), list(described), paths)
         if count == _TRACES_BEFORE_WARNING and old is not None:
             log.warning(
                 "%s has been traced %d times, which is slow; the last time because %s. %s",
@@ -240,18 +244,42 @@ class ProgramCache(Generic[T]):
             )
 
 
-def _reason(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) -> str:
-    found = key.difference(old[0], new[0])
+class _Version(NamedTuple):
+    """One trace of a function: its key, its leaves without their values, and the names of these."""
+
+    function: Any
+    described: Sequence[Leaf]
+    paths: Callable[[], Sequence[str]]
+
+    def changes_to(self, new: _Version) -> list[tuple[str, Leaf, Leaf]]:
+        """Returns the leaves that differ, with their names; nothing if the structures differ."""
+        if len(self.described) != len(new.described):
+            return []
+        columns = zip(new.paths(), self.described, new.described, strict=False)
+        return [(path, a, b) for path, a, b in columns if a != b]
+
+
+def _reason(old: _Version, new: _Version) -> str:
+    found = key.difference(old.function, new.function)
     if found is not None:
-        return found
-    changed = [f"{a} became {b}" for a, b in zip(old[1], new[1], strict=False) if a != b]
+        at = key.assignment_of(found.name, new.function) if found.are_values else None
+        return f"{found}, and the function assigns it at {at}" if at is not None else str(found)
+    changed = [f"{path}: {a} became {b}" for path, a, b in old.changes_to(new)]
     return "; ".join(changed[:3]) or "the structure of the arguments changed"
 
 
-def _cure(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) -> str:
-    changed = [(a, b) for a, b in zip(old[1], new[1], strict=False) if a != b]
-    same_function = key.difference(old[0], new[0]) is None and len(old[1]) == len(new[1])
-    if same_function and changed and all(a.kind != "static" and a.differs_in_size(b) for a, b in changed):
+def _cure(old: _Version, new: _Version) -> str:
+    found = key.difference(old.function, new.function)
+    changed = old.changes_to(new) if found is None else []
+    if found is not None and found.are_values and found.name:
+        name, counts = found.name, key.assignment_of(found.name, new.function) is not None
+        pass_it = f"pass it to the function as an array argument, jnp.asarray({name})"
+        return (
+            f"A program holds its value{', so every call compiles' if counts else ''}. "
+            f"{f'Assign it outside, and {pass_it}' if counts else pass_it.capitalize()}; or make it an rx.Variable"
+            f"{f': {name}.assign_add(1)' if counts else ', which programs read'}."
+        )
+    if changed and all(a.kind != "static" and a.differs_in_size(b) for _, a, b in changed):
         return (
             "Each size of an array compiles a program of its own: pad arrays to a few sizes, such as multiples of 64, and "
             "mask the rest."

@@ -100,11 +100,15 @@ def check_replica_chooses_none(jaxpr: Any) -> None:
     """
     for choice in _choices(jaxpr):
         if not choice.is_within_replica:
-            raise TransformationError(
-                f"At {choice.line} a function that strategy.run runs uses {choice.name}, which chooses devices. The strategy has "
-                "chosen them: each replica runs the function on its own device, with its own rows. "
-                f"{_WRITE[choice.name]}"
-            )
+            raise replica_chooses(choice.name, choice.line)
+
+
+def replica_chooses(name: str, line: str) -> TransformationError:
+    """Returns the error for a replica function that chooses devices by the function of JAX of this name."""
+    return TransformationError(
+        f"At {line} a function that strategy.run runs uses {name}, which chooses devices. The strategy has chosen them: each "
+        f"replica runs the function on its own device, with its own rows. {_WRITE[name]}"
+    )
 
 
 def check_same_devices(jaxpr: Any, topology: Topology, program: str) -> None:

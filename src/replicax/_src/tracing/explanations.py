@@ -27,12 +27,13 @@ from replicax._src.errors import (
 )
 from replicax._src.migrate import tensorflow_code
 from replicax._src.migrate.advice import expression, frames_of, ops_of_keras
+from replicax._src.tracing.chosen_devices import replica_chooses
 from replicax._src.tracing.program import leaked
 from replicax._src.user_code import is_user_code, user_line, user_line_of
 
 Place = Literal["run", "function", "step", "fit", "scope"]
 """Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a
-method of a Keras model, or in the block of a scope.
+method of a Keras model of a strategy, or in code that is not replicax's own, such as the block of a scope.
 """
 
 _NEEDS_VALUE: Final = (
@@ -162,6 +163,9 @@ def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
         )
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return leaked(line)
+    mapped = _map_that_failed(error) if place == "run" else None
+    if mapped is not None:
+        return replica_chooses(mapped, line)
     if place != "scope" and _calls(error, jax.set_mesh):
         return TransformationError(
             f"At {line} jax.set_mesh is called in a function that is traced for the devices of a strategy. Leave it out: the program "
@@ -218,6 +222,39 @@ def _calls(error: BaseException, function: Any) -> bool:
     entry = _entry(error)
     named = () if entry is None else tensorflow_code.paths_in(_text(error))
     return any(tensorflow_code.value_of(path, entry.tb_frame) is function for path in named)  # type: ignore[union-attr]
+
+
+def _map_that_failed(error: BaseException) -> str | None:
+    """Returns "jax.pmap" or "jax.shard_map" if the expression that failed calls what one of them returns."""
+    entry = _entry(error)
+    named = () if entry is None else tensorflow_code.paths_in(_text(error))
+    found = (jax_compat.name_of_map(tensorflow_code.value_of(path, entry.tb_frame)) for path in named)  # type: ignore[union-attr]
+    return next((name for name in found if name is not None), None)
+
+
+def note_on(error: BaseException) -> str | None:
+    """Returns a note on an error of JAX about an argument that is a list or tuple of arrays; None for other errors."""
+    entry = _entry(error)
+    if entry is None or not isinstance(error, TypeError):
+        return None
+    values = {
+        path: tensorflow_code.value_of(path, entry.tb_frame)
+        for path in tensorflow_code.paths_in(_text(error))
+    }
+    if not any(str(getattr(value, "__module__", "")).startswith("jax.") for value in values.values()):
+        return None
+    for path, value in values.items():
+        if (
+            isinstance(value, (list, tuple))
+            and value
+            and all(isinstance(v, jax.Array | float | int) for v in value)
+        ):
+            name = ".".join(path)
+            return (
+                f"({name} is a Python {type(value).__name__} of {len(value)}, which is a pytree and not one array. Pass an array to "
+                f"strategy.run, np.asarray({name}); or write jnp.stack({name}).)"
+            )
+    return None
 
 
 def _is_operator(text: str) -> bool:

@@ -9,9 +9,11 @@ gradient that also has a term without the factor, or is scaled by an unknown num
 
 from __future__ import annotations
 
+import linecache
 import logging
 import math
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
@@ -53,6 +55,7 @@ class Fact(NamedTuple):
       is_gradient: True if it is, or was computed from, a result of a backward pass that data or a sum entered.
       power: It has the factor R ** power, which sums of equal cotangents and divisions by R gave it; None if unknown.
       is_divided: True if a division by R was counted in ``power``.
+      split_at: The user's line that divides the differentiated loss by the number of replicas, which it names.
       reduced_at: The user's line of the sum in the differentiated function that gave the factor R.
       is_from_sum: True if a sum over replicas entered it.
       is_share: True for the gradient of a replica's share of a mean, which ``rx.nn`` computed.
@@ -66,6 +69,7 @@ class Fact(NamedTuple):
     is_gradient: bool = False
     power: int | None = 0
     is_divided: bool = False
+    split_at: str = ""
     reduced_at: str = ""
     is_from_sum: bool = False
     is_share: bool = False
@@ -182,6 +186,14 @@ class _Walk:
             is_average = all(each.is_share and not each.is_divided for each in gradients)
             if divided_at == {line} and is_average and set(powers) == {0}:
                 _warn_of_second_average(line, self._num)
+            split_at = gradients[0].split_at
+            if (
+                not divided_at
+                and set(powers) == {-1}
+                and split_at
+                and all(each.is_share for each in gradients)
+            ):
+                _warn_of_split_average(split_at, self._num)
 
     # --- equations ----------------------------------------------------------------------------------------
 
@@ -297,9 +309,12 @@ class _Walk:
         divides = factor.number == (self._num if is_division else 1 / self._num)
         divides = divides and (is_division or is_scalar or not is_backward)
         if divides:
-            self._note_division(value.sums, jax_compat.equation_line(eqn))
+            line = jax_compat.equation_line(eqn)
+            self._note_division(value.sums, line)
             power = None if fact.power is None else fact.power - 1
-            fact = fact._replace(power=power, is_divided=True)
+            # Without the name it may be the factor 1/2 of a loss on two replicas.
+            split_at = line if is_backward and "num_replicas" in _source(line) else fact.split_at
+            fact = fact._replace(power=power, is_divided=True, split_at=split_at)
         return fact
 
     def _note_division(self, sums: frozenset[str], line: str) -> None:
@@ -366,6 +381,12 @@ class _Walk:
 
 
 _MAX_ROUNDS: Final = 8
+
+
+def _source(line: str) -> str:
+    """The text of a line that ``equation_line`` names; "" if it is not known."""
+    found = re.fullmatch(r"(.+):(\d+) in .*", line)
+    return linecache.getline(found[1], int(found[2])) if found else ""
 
 
 def _literal(atom: Any) -> Fact:
@@ -472,6 +493,18 @@ def _warn_of_second_average(line: str, num_replicas: int) -> None:
             "divides by %d again: they are %d times too small. Write all_reduce('sum', gradients).",
             line,
             num_replicas,
+            num_replicas,
+            num_replicas,
+        )
+
+
+def _warn_of_split_average(line: str, num_replicas: int) -> None:
+    if line not in _warned:
+        _warned.add(line)
+        log.warning(
+            "%s: rx.nn.compute_average_loss divides by the global batch size, and the loss is divided by the %d replicas again: "
+            "its gradients are %d times too small. Leave this division out.",
+            line,
             num_replicas,
             num_replicas,
         )

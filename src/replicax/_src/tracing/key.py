@@ -10,10 +10,11 @@ import dis
 import enum
 import functools
 import inspect
+import reprlib
 import types
 import weakref
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -246,15 +247,93 @@ class Anchors:
                 self._held.append(value)
 
 
-def difference(old: Hashable, new: Hashable, path: str = "") -> str | None:
-    """Returns a description of the first difference between two function keys."""
+class Difference(NamedTuple):
+    """The first difference between two function keys.
+
+    Attributes:
+      name: The name whose value differs; "" if it is the value of no name.
+      code: The code that looks the name up.
+      old, new: The keys of the two values.
+    """
+
+    name: str
+    code: types.CodeType | None
+    old: Hashable
+    new: Hashable
+
+    @property
+    def are_values(self) -> bool:
+        """True if the values are compared by value, such as numbers and strings."""
+        return _is_value_key(self.old) and _is_value_key(self.new)
+
+    def __str__(self) -> str:
+        if isinstance(self.new, types.CodeType):
+            return f"the code of {self.name!r} changed" if self.name else "its code changed"
+        kind = "closure" if self.code is not None and self.name in self.code.co_freevars else "global"
+        name = f"the {kind} variable {self.name!r}" if self.name else "a value that it holds"
+        if not self.are_values:
+            return f"{name} is another object"
+        return f"{name} changed: {_shown(self.old)} became {_shown(self.new)}"
+
+
+def _is_value_key(key: Hashable) -> bool:
+    return isinstance(key, tuple) and len(key) == 2 and key[0] in _BY_VALUE
+
+
+def _shown(key: Any) -> str:
+    return reprlib.repr(key[1])
+
+
+def difference(old: Hashable, new: Hashable) -> Difference | None:
+    """Returns the first difference between two function keys; None if they are equal."""
+    return next(differences(old, new), None)
+
+
+def differences(
+    old: Hashable, new: Hashable, name: str = "", code: types.CodeType | None = None
+) -> Iterator[Difference]:
+    """Yields the differences between two function keys.
+
+    Args:
+      name, code: The name that the keys belong to, and the code that looks it up.
+    """
     if old == new:
-        return None
-    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        if len(old) == 2 and isinstance(old[0], str) and old[0] == new[0]:
-            return difference(old[1], new[1], old[0]) or f"{old[0]!r} changed"
-        for a, b in zip(old, new, strict=True):
-            found = difference(a, b, path)
-            if found:
-                return found
-    return f"{path!r} is another object or value" if path else "its code changed"
+        return
+    are_tuples = isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new)
+    if not are_tuples or (_is_value_key(old) and _is_value_key(new)):
+        yield Difference(name, code, old, new)
+        return
+    assert isinstance(old, tuple)
+    assert isinstance(new, tuple)
+    if len(old) == 2 and isinstance(old[0], str) and old[0] == new[0] and old[0] != "module":
+        yield from differences(old[1], new[1], old[0], code)
+        return
+    if isinstance(new[0], types.CodeType) and old[0] == new[0]:
+        code = new[0]
+    for a, b in zip(old, new, strict=True):
+        yield from differences(a, b, name, code)
+
+
+def assignment_of(name: str, key: Hashable) -> str | None:
+    """Returns ``file:line in function`` of a statement that assigns a closure or global variable, in the functions of a
+    key; None if they do not.
+    """
+    for code in _codes(key):
+        stores = ("STORE_DEREF",) if name in code.co_freevars else ("STORE_GLOBAL",)
+        for instruction in dis.get_instructions(code):
+            if (
+                instruction.opname in stores
+                and instruction.argval == name
+                and instruction.positions is not None
+            ):
+                return f"{code.co_filename}:{instruction.positions.lineno} in {code.co_name}"
+    return None
+
+
+def _codes(key: Any) -> Iterator[types.CodeType]:
+    if isinstance(key, tuple):
+        for part in key:
+            yield from _codes(part)
+    elif isinstance(key, types.CodeType):
+        yield key
+        yield from _codes(key.co_consts)

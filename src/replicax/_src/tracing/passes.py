@@ -50,7 +50,7 @@ from replicax._src.tracing.cache import Leaf
 from replicax._src.tracing.capture import Capture, Entry, TracedCapture, Uneven, created_again
 from replicax._src.tracing.chosen_devices import check_no_mesh_around, check_replica_chooses_none
 from replicax._src.tracing.equations import has_any
-from replicax._src.tracing.explanations import explained
+from replicax._src.tracing.explanations import explained, note_on
 from replicax._src.tracing.gradient_scale import check_gradient_scale
 from replicax._src.tracing.key import is_array
 from replicax._src.tracing.primitives import MARKS
@@ -151,6 +151,8 @@ def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> s
             f"(This replica has no rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
             "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
         )
+    if (note := note_on(error)) is not None:
+        return note
     if "from different trace level" in str(error):  # flax 0.12
         return (
             "(The function changes or differentiates a flax nnx module that it closes over. Pass modules, optimizers and metrics "

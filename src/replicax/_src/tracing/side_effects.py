@@ -17,7 +17,7 @@ import random
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,28 +75,40 @@ Attempt = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def reported(fn: Callable[..., Any]) -> Iterator[Attempt]:
-    """Context that warns of the side effects of ``fn``, which is traced inside: of each once in a process.
+def reported(*fns: Callable[..., Any], is_key: bool = True) -> Iterator[Attempt]:
+    """Context that warns of the side effects of functions that are traced inside: of each once in a process.
+
+    Args:
+      *fns: The functions.
+      is_key: True if a program is selected by what the functions are, with their closures and globals.
 
     Yields:
-      A context for each call of ``fn``. Only the last call counts, because earlier ones may create variables.
+      A context for each call of them. Only the last call counts, because earlier ones may create variables.
 
     Raises:
-      UnsupportedError: ``fn`` has used a ``tf.Variable``.
+      UnsupportedError: A function has used a ``tf.Variable``.
     """
     has_tensorflow = "tensorflow" in sys.modules
     found = [
         _Seen(function, site)
-        for function in _functions(fn)
+        for function in _functions(fns)
         for site in _sites(_code(function))
         if (site.kind != "reads" or has_tensorflow) and (site.kind != "keeps" or not _is_call(function))
     ]
     found = [seen for seen in found if seen.is_possible()]
     lines: set[tuple[types.CodeType, int]] = set()
+    before = list(map(key.function_key, fns))
     watched = {_code(seen.function) for seen in found if seen.site.kind in ("calls", "reads")}
     yield lambda: _noting_lines(watched, lines)
+    selecting: set[str] = set()  # a counter that selects the program is told after some compilations
+    if is_key and any(seen.site.kind == "counts" for seen in found):
+        after = map(key.function_key, fns)
+        selecting = {
+            one.name for old, new in zip(before, after, strict=True) for one in key.differences(old, new)
+        }
     for seen in sorted(found, key=lambda seen: seen.site.kind != "reads"):  # errors first
-        seen.report(lines)
+        if seen.site.kind != "counts" or seen.site.path[1:] or seen.site.path[0] not in selecting:
+            seen.report(lines)
 
 
 @contextlib.contextmanager
@@ -199,10 +211,10 @@ def _code(fn: Any) -> types.CodeType:
     return getattr(fn, "__func__", fn).__code__
 
 
-def _functions(fn: Any) -> list[Callable[..., Any]]:
-    """Returns a user's function and, recursively, the functions that it names."""
+def _functions(fns: Sequence[Any]) -> list[Callable[..., Any]]:
+    """Returns those of the functions that are the user's and, recursively, the functions that they name."""
     found: dict[types.CodeType, Callable[..., Any]] = {}
-    waiting = [fn]
+    waiting = list(fns)
     while waiting:
         fn = waiting.pop()
         fn = key.unwrap(fn.func if isinstance(fn, functools.partial) else fn)
@@ -308,9 +320,11 @@ def _sites(code: types.CodeType) -> tuple[_Site, ...]:
         if isinstance(node, ast.AugAssign):
             for path, item in _targets(node.target):
                 found.append(_Site("keeps", path, _MISSING, line, text))
-                if len(path) > 1 or item is not _MISSING:  # the value of a name selects the program
-                    found.append(_Site("counts", path, item, line, text))
+                found.append(_Site("counts", path, item, line, text))
         elif isinstance(node, ast.Assign):
+            read = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found += [_Site("counts", (name,), _MISSING, line, text) for name in names if name in read]
             found += [
                 _Site("keeps", path, _MISSING, line, text)
                 for target in node.targets

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.errors import ContextError
+from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.parameter_servers.errors import WaitTimeoutError
 from replicax._src.tracing.capture import current_capture
 from replicax._src.user_code import user_line
@@ -50,6 +50,19 @@ class RemoteValue:
     def __repr__(self) -> str:
         state = "waiting" if not self._is_ready else "ready" if self._error is None else "failed"
         return f"<RemoteValue of {self._name!r}, {state}>"
+
+    def _refused(self, *_: Any) -> Any:
+        """Raises InvalidArgumentError: the result was used as a number or a sequence before it was fetched."""
+        raise InvalidArgumentError(
+            f"The RemoteValue of {self._name!r} was used as if it were the result, which may not be there yet. Write "
+            "value.fetch(), which waits for it, or coordinator.fetch(values) for several."
+        )
+
+    __float__ = __int__ = __iter__ = __getitem__ = _refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
+
+    def __format__(self, spec: str) -> str:
+        return self._refused() if spec else repr(self)
 
     def fetch(self, timeout_s: float | None = None) -> Any:
         """Waits until the function has run, and returns its result with NumPy arrays.

@@ -153,7 +153,7 @@ class Closures:
                 )
             programs.put(signature, call.described, traced)
             if getattr(fn, "replicax_family", None) is None:  # replicax makes one for each variable
-                self._cache.report_trace(fn, call.described)
+                self._cache.report_trace(fn, call.described, call.paths)
         named: dict[int, str] = {}
         if lifted:
             traced.check_closure(call.leaves)

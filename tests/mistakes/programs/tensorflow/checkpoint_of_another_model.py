@@ -1,0 +1,23 @@
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+import keras
+import numpy as np
+import replicax as rx
+
+rx.config.set_local_devices(2)
+keras.utils.set_random_seed(0)
+strategy = rx.MirroredStrategy()
+
+x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+y = (x.sum(axis=1) > 0).astype("int32")
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+manager = rx.CheckpointManager(rx.Checkpoint(model=model), "checkpoints", max_to_keep=3)
+manager.save()
+manager.close()
+
+with strategy.scope():
+    wider = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+rx.Checkpoint(model=wider).restore(manager.latest_checkpoint)

@@ -1,0 +1,4 @@
+cat > train.py <<'END'
+print('training')
+END
+replicax launch --worker 2 train.py

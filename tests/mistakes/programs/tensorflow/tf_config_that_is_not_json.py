@@ -1,0 +1,12 @@
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+import keras
+import numpy as np
+import replicax as rx
+
+os.environ["TF_CONFIG"] = (
+    "{'cluster': {'worker': ['localhost:12345', 'localhost:23456']}, 'task': {'type': 'worker', 'index': 0}}"
+)
+strategy = rx.MultiWorkerMirroredStrategy()
+print(strategy.num_replicas_in_sync)
