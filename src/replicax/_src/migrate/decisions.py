@@ -181,17 +181,26 @@ class Decisions:
         statement = self._source.parents[chain]
         if not isinstance(statement, cst.Assign) or is_below(name, *_ALSO_IN_DATA):
             return False
-        uses = list(uses_of(self._source, statement))
+        uses = [self._chain_of(use) for use in uses_of(self._source, statement)]
         in_data = [self._in_data(use) for use in uses]
         others = [
             use
             for use, is_there in zip(uses, in_data, strict=True)
-            if not is_there and not isinstance(self._source.parents[use], cst.Call)
+            if not is_there
+            and isinstance(use, cst.Name)
+            and not isinstance(self._source.parents[use], cst.Call)
         ]
         if any(in_data) and others:
             what = f"a dataset uses this name of {name}, so it stays TensorFlow's"
             self._mark(chain, "both", what, "give the steps a name of their own")
         return any(in_data)
+
+    def _chain_of(self, name: cst.Name) -> cst.CSTNode:
+        """Returns the ``v1.data.Dataset`` that begins with a name."""
+        node: cst.CSTNode = name
+        while isinstance(self._source.parents[node], cst.Attribute):
+            node = self._source.parents[node]
+        return node
 
     def _mark_both(self, chain: Chain) -> None:
         owner = self._source.owners[chain]

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import linecache
 import sys
 import textwrap
 import types
