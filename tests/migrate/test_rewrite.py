@@ -510,3 +510,30 @@ def test_what_may_be_a_variable_is_an_array_for_functions_of_lax():
         "import jax.numpy as jnp\nimport jax\n"
         "r = jax.lax.rsqrt(jnp.asarray(self.v)), jax.lax.complex(a + b, jnp.asarray([1.0]))\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tf.math.top_k(x, 2).indices", "ops.top_k(x, 2)[1]"),
+        ("tf.nn.top_k(self.w).values", "ops.top_k(ops.convert_to_tensor(self.w), 1)[0]"),
+        ("tf.gather_nd(x, [[0, 1]])", "x[tuple(ops.moveaxis(ops.convert_to_tensor([[0, 1]]), -1, 0))]"),
+        ("tf.boolean_mask(x, [True, False])", "x[ops.convert_to_tensor([True, False])]"),
+        ("tf.where(self.w > 2, self.w, y)", "ops.where(self.w > 2, ops.convert_to_tensor(self.w), y)"),
+        ("tf.is_tensor(x)", "isinstance(x, (jax.Array, rx.Variable, keras.Variable))"),
+        ("frame.values, frame.indices", "frame.values, frame.indices"),
+        ("setting.value()", "setting.value()"),
+    ],
+)
+def test_lists_variables_and_parts_of_results(before, after):
+    assert becomes(f"import tensorflow as tf\nimport keras\nr = {before}\n").endswith(f"r = {after}\n")
+
+
+def test_parts_of_variables():
+    text = (
+        "import tensorflow as tf\nv = tf.Variable([1.0])\ntop = tf.nn.top_k(x)\nr = v.value(), top.indices\n"
+    )
+    assert becomes(text).endswith("r = v.value, top[1]\n")
+    assert [rule for rule, _ in marks(text + "v[0].assign(1.0)\n")] == ["part"]
+    assert [rule for rule, _ in marks(text + "v.scatter_nd_update([[0]], [1.0])\n")] == [".scatter_nd_update"]
+    assert marks(text + "vs = [v]\nvs[0].assign([1.0])\n") == []

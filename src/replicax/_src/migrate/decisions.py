@@ -20,11 +20,12 @@ from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.table import ROOTS, Row
 from replicax._src.migrate.templates import PLACEHOLDER, simplified
-from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, uses_of
+from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, is_variable, uses_of
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
 # Functions of Keras that take arrays only, and no variables of Keras.
+_TOP_K: Final = ("tf.math.top_k", "tf.nn.top_k")
 _LIKE: Final = ("tf.zeros_like", "tf.ones_like")
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 
@@ -122,6 +123,7 @@ class Decisions:
         """Returns the names of ``ROOTS`` that the new names begin with."""
         templates = [filling.template for filling in self.fillings.values()]
         templates += ["jnp."] * any(form in text for text in templates for form in (":array}", ":operand}"))
+        templates += ["ops."] * any(":tensor}" in text for text in templates)
         texts = [*self.names.values(), *templates, *self.wraps.values(), *["rx."] * bool(self.taped)]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
@@ -353,9 +355,11 @@ class Decisions:
         if found is None or self._is_of_another_package(attribute) or self._in_data(node):
             return
         if self._source.definition(attribute) or not (
-            isinstance(node, cst.Call) or name.count(".") > 1 or is_optimizer(self._source, node.value)
+            isinstance(node, cst.Call) or name.count(".") > 1 or self._is_known(name, node.value)
         ):
             return  # it is the program's own, or an attribute such as `args.lr`
+        if name == ".value" and not is_variable(self._source, attribute.value):
+            return
         for row in found.rows:
             if row.is_call != isinstance(node, cst.Call):
                 continue
@@ -369,6 +373,13 @@ class Decisions:
             elif bound.action == "change":
                 self._fill(node, row, name, bound)
             return
+
+    def _is_known(self, name: str, owner: cst.BaseExpression) -> bool:
+        """True for the rate of an optimizer, and for a part of the result of ``top_k``."""
+        if name in (".values", ".indices"):
+            values = [owner] if isinstance(owner, cst.Call) else self._source.values(owner)
+            return any(isinstance(v, cst.Call) and self._source.dotted(v.func) in _TOP_K for v in values)
+        return is_optimizer(self._source, owner)
 
     def _is_of_another_package(self, attribute: cst.Attribute) -> bool:
         """True for ``torch.numpy`` and for the result of a call of another package: ``torch.ones(2).numpy()``."""

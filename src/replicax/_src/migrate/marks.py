@@ -14,7 +14,7 @@ from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import moved_name
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.tapes import is_tape
-from replicax._src.migrate.values import is_integer
+from replicax._src.migrate.values import is_integer, is_variable
 
 # The reason why the command does not decide, by rule. Marks of a row of the table use the row's name as the rule.
 RULES: Final = {
@@ -25,6 +25,7 @@ RULES: Final = {
     "integers": "Results of integers have another dtype.",
     "side effect": "run traces a function once and compiles it: Python code in it runs once, not in each step.",
     "scope": "A variable made outside of strategy.scope() belongs to no strategy.",
+    "part": "Arrays are not assigned in place.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
     "tape": "A tape records functions that are traced.",
     "condition": "AutoGraph made graph operations of if and while, but JAX traces Python as it is.",
@@ -38,6 +39,7 @@ _PYTHON_VALUES: Final = re.compile(
     r"tf\.(shape|rank|executing_eagerly|is_tensor|inside_function|io\.|distribute\.|config\.|train\.|keras\.|version\.|"
     r"test\.|data\.|nest\.|compat\.|dtypes|as_dtype|debugging|is_symbolic_tensor|get_static_value|function)"
 )
+_IS_ASSIGN: Final = re.compile(r"assign(_add|_sub)?").fullmatch
 _RANDOM_OR_TIME: Final = ("numpy.random.", "random.", "time.")
 
 Found: TypeAlias = tuple[cst.CSTNode, str, str, str]
@@ -59,6 +61,7 @@ class Marker:
             self._mean_of_integers,
             self._keras_loss,
             self._outputs,
+            self._part_of_variable,
             self._side_effect,
             self._scope,
             self._int64,
@@ -175,6 +178,20 @@ class Marker:
                     "before the first step, Keras 3 gives all outputs of call to the loss and the metrics of compile",
                     "override compute_loss and compute_metrics, and take y_pred[0] there if y_pred is a tuple",
                 )
+
+    def _part_of_variable(self) -> Iterator[Found]:
+        """Finds ``v[0].assign(x)`` of a variable: a part of it is an array here."""
+        for call in self._source.calls:
+            if m.matches(call.func, m.Attribute(m.Subscript(), m.Name(m.MatchIfTrue(_IS_ASSIGN)))):
+                assert isinstance(call.func, cst.Attribute)
+                assert isinstance(call.func.value, cst.Subscript)
+                if is_variable(self._source, call.func.value.value):
+                    yield (
+                        call,
+                        "part",
+                        "a part of a variable is an array, which is not assigned",
+                        "write v.assign(v.value.at[…].set(…)), with add in place of set for assign_add",
+                    )
 
     def _side_effect(self) -> Iterator[Found]:
         """Finds side effects where TensorFlow ran a replica function eagerly. In a tf.function they happened once,

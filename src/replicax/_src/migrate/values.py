@@ -73,6 +73,16 @@ def uses_of(source: Source, statement: cst.Assign) -> Iterator[cst.Name]:
                     yield access.node
 
 
+def is_variable(source: Source, node: cst.BaseExpression) -> bool:
+    """True for a name or an attribute to which a variable is assigned."""
+    for value in source.values(node):
+        if isinstance(value, cst.Call):
+            is_weight = isinstance(value.func, cst.Attribute) and value.func.attr.value == "add_weight"
+            if is_weight or source.dotted(value.func) == "tf.Variable":
+                return True
+    return False
+
+
 def is_integer(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
     """True for an array of integers, if the source shows that."""
     if depth == 0:
