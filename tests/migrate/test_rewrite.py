@@ -537,3 +537,31 @@ def test_parts_of_variables():
     assert [rule for rule, _ in marks(text + "v[0].assign(1.0)\n")] == ["part"]
     assert [rule for rule, _ in marks(text + "v.scatter_nd_update([[0]], [1.0])\n")] == [".scatter_nd_update"]
     assert marks(text + "vs = [v]\nvs[0].assign([1.0])\n") == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "tf.concat(strategy.experimental_local_results(x), axis=0)",
+            "jnp.concatenate(jax.device_get(strategy.experimental_local_results(x)), axis=0)",
+        ),
+        ("tf.concat(out.values, 0)", "jnp.concatenate(jax.device_get(out.values), axis=0)"),
+        ("tf.concat(frame.values, 0)", "jnp.concatenate(frame.values, axis=0)"),
+    ],
+)
+def test_parts_of_several_devices_are_joined_on_the_host(before, after):
+    text = f"import tensorflow as tf\nout = strategy.run(step)\nr = {before}\n"
+    assert becomes(text).endswith(f"r = {after}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("v = tf.Variable(1.0, constraint=f)", "argument"),
+        ("j = tape.jacobian(y, x)", ".jacobian"),
+        ("c = step.get_concrete_function(spec)", ".get_concrete_function"),
+    ],
+)
+def test_what_has_no_counterpart_is_marked(text, rule):
+    assert [found for found, _ in marks(f"import tensorflow as tf\n{text}\n")] == [rule]

@@ -20,11 +20,19 @@ from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.table import ROOTS, Row
 from replicax._src.migrate.templates import PLACEHOLDER, simplified
-from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, is_variable, uses_of
+from replicax._src.migrate.values import (
+    OF_SHAPES,
+    is_calculated_with,
+    is_parts,
+    is_shape,
+    is_variable,
+    uses_of,
+)
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
 # Functions of Keras that take arrays only, and no variables of Keras.
+_JOINS: Final = ("tf.concat", "tf.stack", "tf.add_n")
 _TOP_K: Final = ("tf.math.top_k", "tf.nn.top_k")
 _LIKE: Final = ("tf.zeros_like", "tf.ones_like")
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
@@ -89,6 +97,7 @@ class Decisions:
         self.comments = Comments(source)
         self.uses_keras = uses_keras
         self.names: dict[cst.CSTNode, str] = {}
+        self.wraps: dict[cst.CSTNode, str] = {}
         self.fillings: dict[cst.CSTNode, Filling] = {}
         self.removed: set[cst.CSTNode] = set()
         self.freed: set[str] = set()
@@ -102,7 +111,6 @@ class Decisions:
         for node in (*source.calls, *source.attributes):
             self._decide_method(node)
         self.texts: dict[cst.CSTNode, str] = {}
-        self.wraps: dict[cst.CSTNode, str] = {}
         for found in renamed(source):
             self._write(found.node, found.text)
         self.dropped: set[cst.CSTNode] = set()
@@ -290,6 +298,10 @@ class Decisions:
             and self._may_be_variable(node)
         ):
             template = template.replace("{input}", "ops.convert_to_tensor({input})")
+        if row.name in _JOINS and isinstance(node, cst.Call) and node.args and not self._in_step(node):
+            parts = node.args[0].value
+            if is_parts(self._source, parts):  # they lie on several devices
+                self.wraps[parts] = "jax.device_get({self})"
         self.fillings[node] = Filling(row, template, bound.arguments)
         self.changes.append(Change(self._source.line_of(node), name, template))
 
