@@ -478,12 +478,22 @@ def test_program_that_reads_a_renamed_file_is_marked():
 )
 def test_variables_of_layers_are_variables_of_keras(base, before, after):
     """Keras finds no others, so that an rx.Variable there would not be trained or saved."""
-    text = f"import tensorflow as tf\nfrom tensorflow import keras\nclass C(keras.{base}):\n    def build(self, s):\n        self.v = "
+    text = f"import tensorflow as tf\nfrom tensorflow import keras\nclass C(keras.{base}):\n    def __init__(self):\n        self.v = "
     assert becomes(f"{text}{before}\n").endswith(f"self.v = {after}\n")
 
 
+def test_variables_of_build_are_made_without_values():
+    """Keras calls build while it only computes shapes, where an array is no value."""
+    text = (
+        "import tensorflow as tf\nclass C(tf.keras.layers.Layer):\n    def build(self, s):\n        self.v = "
+    )
+    after = "keras.Variable(keras.initializers.Constant(1.0), shape=(), trainable=True)\n"
+    assert becomes(f"{text}tf.Variable(1.0, trainable=True)\n").endswith(after)
+    assert [rule for rule, _ in marks(f"{text}tf.Variable(tf.zeros(s))\n")] == ["argument"]
+
+
 def test_an_integer_in_a_layer_is_marked():
-    text = "import tensorflow as tf\nclass C(tf.keras.layers.Layer):\n    def build(self, s):\n        self.n = tf.Variable(0)\n"
+    text = "import tensorflow as tf\nclass C(tf.keras.layers.Layer):\n    def __init__(self):\n        self.n = tf.Variable(0)\n"
     assert [rule for rule, _ in marks(text)] == ["integers"]
     assert marks(text.replace("(0)", "(0, dtype=tf.int32)")) == []
 

@@ -236,7 +236,9 @@ class Decisions:
         return self._keep(chain)
 
     def _decide_variable_of_layer(self, call: cst.Call, chain: Chain) -> None:
-        found = table.find("tf.Variable in a Keras layer")
+        owner = self._source.owners[chain]
+        in_build = isinstance(owner, cst.FunctionDef) and owner.name.value == "build"
+        found = table.find(f"tf.Variable in {'build of ' * in_build}a Keras layer")
         assert found is not None
         self._decide_call(call, chain, "tf.Variable", found.rows)
         first = call.args[0] if call.args else None

@@ -156,7 +156,8 @@ class Marker:
                     )
 
     def _outputs(self) -> Iterator[Found]:
-        """Finds a model with several outputs that gives one of them to its compiled loss or metrics."""
+        """Finds a model with several outputs that gives one of them to its compiled loss or metrics. Each model once."""
+        found: set[cst.CSTNode] = set()
         for call in self._source.calls:
             owner = text_of(call.func.value) if isinstance(call.func, cst.Attribute) else ""
             is_loss = text_of(call.func) == "self.compiled_loss"
@@ -165,13 +166,16 @@ class Marker:
             ):
                 continue
             around = self._source.class_around(call)
-            method = self._source.member(around, "call") if around else None
+            if around is None or around in found:
+                continue
+            method = self._source.member(around, "call")
             returned = (
                 s.value
                 for s in self._source.statements
                 if isinstance(s, cst.Return) and method and self._source.owners[s] is method.node
             )
             if any(isinstance(value, cst.Tuple) for value in returned):
+                found.add(around)
                 yield (
                     call,
                     "keras",
