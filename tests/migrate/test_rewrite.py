@@ -575,3 +575,28 @@ def test_parts_of_several_devices_are_joined_on_the_host(before, after):
 )
 def test_what_has_no_counterpart_is_marked(text, rule):
     assert [found for found, _ in marks(f"import tensorflow as tf\n{text}\n")] == [rule]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("f = tf.nn.gelu", "f = keras.activations.gelu"),
+        ("f = tf.nn.leaky_relu", "f = ops.leaky_relu"),
+        ("f = tf.nn.relu", "f = ops.relu"),
+        (
+            "y = tf.nn.l2_normalize(a @ b, axis=-1)",
+            "y = ops.normalize(a @ b, axis=-1, order=2, epsilon=1e-06)",
+        ),
+        ("y = x.dtype.as_numpy_dtype", "y = x.dtype"),
+    ],
+)
+def test_functions_as_values_have_the_same_defaults(before, after):
+    assert becomes(f"import tensorflow as tf\nimport keras\n{before}\n").endswith(f"{after}\n")
+
+
+@pytest.mark.parametrize("name", ["argmax", "math.cumprod", "linalg.trace", "random.normal"])
+def test_function_as_a_value_with_another_default_is_marked(name):
+    """``keras.ops.argmax`` flattens where ``tf.argmax`` takes axis 0."""
+    assert [rule for rule, _ in marks(f"import tensorflow as tf\nimport keras\nf = tf.{name}\n")] == [
+        "argument"
+    ]
