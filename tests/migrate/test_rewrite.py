@@ -600,3 +600,17 @@ def test_function_as_a_value_with_another_default_is_marked(name):
     assert [rule for rule, _ in marks(f"import tensorflow as tf\nimport keras\nf = tf.{name}\n")] == [
         "argument"
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("x.shape[:-1] + [4]", "x.shape[:-1] + tuple([4])"),
+        ("[1] + x.shape", "tuple([1]) + x.shape"),
+        ("x.shape.as_list() + [4]", "list(x.shape) + [4]"),
+        ("x.dtype.min", "jnp.finfo(x.dtype).min"),
+        ("x.dtype.is_floating", "jnp.issubdtype(x.dtype, jnp.floating)"),
+    ],
+)
+def test_shapes_and_dtypes_are_those_of_arrays(before, after):
+    assert becomes(f"import tensorflow as tf\nr = {before}\n").endswith(f"r = {after}\n")

@@ -105,7 +105,8 @@ def _tensor(text: str) -> str:
     """Returns the same for functions of ``keras.ops`` that take arrays only: of a list, or of an attribute."""
     node = parsed(text)
     is_list = isinstance(node, ast.List | ast.Tuple | ast.ListComp)
-    return f"ops.convert_to_tensor({_number(text)})" if is_list or text.startswith("self.") else text
+    is_attribute = isinstance(node, ast.Attribute) and text.startswith("self.")
+    return f"ops.convert_to_tensor({_number(text)})" if is_list or is_attribute else text
 
 
 def _axes(text: str) -> str:

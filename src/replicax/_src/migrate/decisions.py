@@ -122,6 +122,7 @@ class Decisions:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         self._write_suffixes()
+        self._add_to_shapes()
         self._drop()
         if not uses_keras:
             self._loop_over_arrays()
@@ -422,6 +423,21 @@ class Decisions:
             for other in found.others:
                 what = f"this file's name ends in {suffix} now, where Keras writes and reads it"
                 self._mark(other, "suffix", what, "write that name here, too")
+
+    def _add_to_shapes(self) -> None:
+        """Makes tuples of lists in sums with shapes: ``x.shape[:-1] + [n]``."""
+        for attribute in self._source.attributes:
+            if attribute.attr.value != "shape" or self._in_data(attribute):
+                continue
+            node: cst.CSTNode = attribute
+            if isinstance(self._source.parents[node], cst.Subscript):
+                node = self._source.parents[node]
+            total = self._source.parents[node]
+            if isinstance(total, cst.BinaryOperation) and isinstance(total.operator, cst.Add):
+                other = total.right if total.left is node else total.left
+                if isinstance(other, cst.List):
+                    self.wraps[other] = "tuple({self})"
+                    self.changes.append(Change(self._source.line_of(other), "", "tuple({self})"))
 
     def _loop_over_arrays(self) -> None:
         """Makes loops over datasets get NumPy arrays, because jax.numpy takes no tensors of TensorFlow. keras.ops

@@ -61,6 +61,7 @@ class Marker:
             self._mean_of_integers,
             self._keras_loss,
             self._outputs,
+            self._rate,
             self._part_of_variable,
             self._side_effect,
             self._scope,
@@ -183,6 +184,19 @@ class Marker:
                     "override compute_loss and compute_metrics, and take y_pred[0] there if y_pred is a tuple",
                 )
 
+    def _rate(self) -> Iterator[Found]:
+        """Finds an optimizer of TensorFlow 1 whose rate is a variable."""
+        for call in self._source.calls:
+            name = self._source.dotted(call.func) or ""
+            is_optimizer = re.fullmatch(r"tf\.(compat\.v1\.)?train\.\w+Optimizer", name)
+            if is_optimizer and call.args and is_variable(self._source, call.args[0].value):
+                yield (
+                    call,
+                    "argument",
+                    "the rate of an optimizer of Keras is a number or a schedule, and counts in the momentum",
+                    "write a number, and optimizer.learning_rate.assign(rate) where it changes",
+                )
+
     def _part_of_variable(self) -> Iterator[Found]:
         """Finds ``v[0].assign(x)`` of a variable: a part of it is an array here."""
         for call in self._source.calls:
@@ -291,6 +305,17 @@ class Marker:
             is_step = self._reach.is_step(self._source, statement)
             if not is_step or self._reach.is_data(self._source, statement):
                 continue
+            number = next(self._numbers_of_parameters(statement.test), "")
+            if number and owner in self._reach.traced:
+                word = "while" if isinstance(statement, cst.While) else "if"
+                what = f"{word} on {number}, which is known only when the step runs"
+                yield (
+                    statement.test,
+                    "condition",
+                    what,
+                    "write jnp.where or rx.cond, or call it with Python numbers",
+                )
+                continue
             called = self._calls_of_tensorflow(statement.test, owner)
             names = [name for name in called if name and not _PYTHON_VALUES.match(name)]
             if names:
@@ -298,6 +323,15 @@ class Marker:
                 write = "jax.lax.while_loop" if word == "while" else "jnp.where or rx.cond"
                 what = f"{word} on a result of {names[0]}, which is known only when the step runs"
                 yield statement.test, "condition", what, f"write {write}, or Python values"
+
+    def _numbers_of_parameters(self, test: cst.BaseExpression) -> Iterator[str]:
+        """Yields ``float(x)`` and ``int(x)`` of a parameter, which AutoGraph made a cast."""
+        for call in self._source.calls:
+            is_in_test = call is test or test in self._source.around(call)
+            if is_in_test and text_of(call.func) in ("float", "int") and len(call.args) == 1:
+                value = call.args[0].value
+                if isinstance(value, cst.Name) and self._source.parameter_of(value):
+                    yield self._source.tree.code_for_node(call)
 
     def _calls_of_tensorflow(self, test: cst.BaseExpression, owner: Function | None) -> Iterator[str]:
         """Yields the TensorFlow functions that a condition calls, or whose results its names are."""
