@@ -39,7 +39,6 @@ _PYTHON_VALUES: Final = re.compile(
     r"tf\.(shape|rank|executing_eagerly|is_tensor|inside_function|io\.|distribute\.|config\.|train\.|keras\.|version\.|"
     r"test\.|data\.|nest\.|compat\.|dtypes|as_dtype|debugging|is_symbolic_tensor|get_static_value|function)"
 )
-_IS_ASSIGN: Final = re.compile(r"assign(_add|_sub)?").fullmatch
 _RANDOM_OR_TIME: Final = ("numpy.random.", "random.", "time.")
 
 Found: TypeAlias = tuple[cst.CSTNode, str, str, str]
@@ -200,7 +199,7 @@ class Marker:
     def _part_of_variable(self) -> Iterator[Found]:
         """Finds ``v[0].assign(x)`` of a variable: a part of it is an array here."""
         for call in self._source.calls:
-            if m.matches(call.func, m.Attribute(m.Subscript(), m.Name(m.MatchIfTrue(_IS_ASSIGN)))):
+            if m.matches(call.func, m.Attribute(m.Subscript(), m.Name(m.MatchRegex(r"assign(_add|_sub)?")))):
                 assert isinstance(call.func, cst.Attribute)
                 assert isinstance(call.func.value, cst.Subscript)
                 if is_variable(self._source, call.func.value.value):
