@@ -26,13 +26,17 @@ from replicax._src.migrate.values import (
     is_calculated_with,
     is_division_of_gpu,
     is_limit_of_gpu,
+    is_parts,
     is_shape,
+    is_variable,
     uses_of,
 )
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
 # Functions of Keras that take arrays only, and no variables of Keras.
+_JOINS: Final = ("tf.concat", "tf.stack", "tf.add_n")
+_TOP_K: Final = ("tf.math.top_k", "tf.nn.top_k")
 _LIKE: Final = ("tf.zeros_like", "tf.ones_like")
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 
@@ -96,6 +100,7 @@ class Decisions:
         self.comments = Comments(source)
         self.uses_keras = uses_keras
         self.names: dict[cst.CSTNode, str] = {}
+        self.wraps: dict[cst.CSTNode, str] = {}
         self.fillings: dict[cst.CSTNode, Filling] = {}
         self.removed: set[cst.CSTNode] = set()
         self.freed: set[str] = set()
@@ -108,7 +113,6 @@ class Decisions:
         for node in (*source.calls, *source.attributes):
             self._decide_method(node)
         self.texts: dict[cst.CSTNode, str] = {}
-        self.wraps: dict[cst.CSTNode, str] = {}
         for found in renamed(source):
             self._write(found.node, found.text)
         self.dropped: set[cst.CSTNode] = set()
@@ -120,6 +124,7 @@ class Decisions:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         self._write_suffixes()
+        self._add_to_shapes()
         self._drop()
         if not uses_keras:
             self._loop_over_arrays()
@@ -129,6 +134,7 @@ class Decisions:
         """Returns the names of ``ROOTS`` that the new names begin with."""
         templates = [filling.template for filling in self.fillings.values()]
         templates += ["jnp."] * any(form in text for text in templates for form in (":array}", ":operand}"))
+        templates += ["ops."] * any(":tensor}" in text for text in templates)
         texts = [*self.names.values(), *templates, *self.wraps.values(), *["rx."] * bool(self.taped)]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
@@ -253,7 +259,9 @@ class Decisions:
         self.changes.append(Change(self._source.line_of(chain), name, ""))
 
     def _decide_variable_of_layer(self, call: cst.Call, chain: Chain) -> None:
-        found = table.find("tf.Variable in a Keras layer")
+        owner = self._source.owners[chain]
+        in_build = isinstance(owner, cst.FunctionDef) and owner.name.value == "build"
+        found = table.find(f"tf.Variable in {'build of ' * in_build}a Keras layer")
         assert found is not None
         self._decide_call(call, chain, "tf.Variable", found.rows)
         first = call.args[0] if call.args else None
@@ -313,6 +321,10 @@ class Decisions:
             and self._may_be_variable(node)
         ):
             template = template.replace("{input}", "ops.convert_to_tensor({input})")
+        if row.name in _JOINS and isinstance(node, cst.Call) and node.args and not self._in_step(node):
+            parts = node.args[0].value
+            if is_parts(self._source, parts):  # they lie on several devices
+                self.wraps[parts] = "jax.device_get({self})"
         self.fillings[node] = Filling(row, template, bound.arguments)
         self.changes.append(Change(self._source.line_of(node), name, template))
 
@@ -378,9 +390,11 @@ class Decisions:
         if found is None or self._is_of_another_package(attribute) or self._reach.is_data(self._source, node):
             return
         if self._source.definition(attribute) or not (
-            isinstance(node, cst.Call) or name.count(".") > 1 or is_optimizer(self._source, node.value)
+            isinstance(node, cst.Call) or name.count(".") > 1 or self._is_known(name, node.value)
         ):
             return  # it is the program's own, or an attribute such as `args.lr`
+        if name == ".value" and not is_variable(self._source, attribute.value):
+            return
         for row in found.rows:
             if row.is_call != isinstance(node, cst.Call):
                 continue
@@ -394,6 +408,13 @@ class Decisions:
             elif bound.action == "change":
                 self._fill(node, row, name, bound)
             return
+
+    def _is_known(self, name: str, owner: cst.BaseExpression) -> bool:
+        """True for the rate of an optimizer, and for a part of the result of ``top_k``."""
+        if name in (".values", ".indices"):
+            values = [owner] if isinstance(owner, cst.Call) else self._source.values(owner)
+            return any(isinstance(v, cst.Call) and self._source.dotted(v.func) in _TOP_K for v in values)
+        return is_optimizer(self._source, owner)
 
     def _is_of_another_package(self, attribute: cst.Attribute) -> bool:
         """True for ``torch.numpy`` and for the result of a call of another package: ``torch.ones(2).numpy()``."""
@@ -422,6 +443,21 @@ class Decisions:
             for other in found.others:
                 what = f"this file's name ends in {suffix} now, where Keras writes and reads it"
                 self._mark(other, "suffix", what, "write that name here, too")
+
+    def _add_to_shapes(self) -> None:
+        """Makes tuples of lists in sums with shapes: ``x.shape[:-1] + [n]``."""
+        for attribute in self._source.attributes:
+            if attribute.attr.value != "shape" or self._in_data(attribute):
+                continue
+            node: cst.CSTNode = attribute
+            if isinstance(self._source.parents[node], cst.Subscript):
+                node = self._source.parents[node]
+            total = self._source.parents[node]
+            if isinstance(total, cst.BinaryOperation) and isinstance(total.operator, cst.Add):
+                other = total.right if total.left is node else total.left
+                if isinstance(other, cst.List):
+                    self.wraps[other] = "tuple({self})"
+                    self.changes.append(Change(self._source.line_of(other), "", "tuple({self})"))
 
     def _loop_over_arrays(self) -> None:
         """Makes loops over datasets get NumPy arrays, because jax.numpy takes no tensors of TensorFlow. keras.ops

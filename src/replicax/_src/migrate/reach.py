@@ -359,15 +359,24 @@ class Reach:
             if owner is None or chain in self._data_arguments or source.dotted(chain):
                 continue
             for found in source.definitions(chain):
-                target = found
-                if isinstance(found.node, cst.ClassDef):
-                    target = found.source.member(found.node, "__init__")
-                if target and target.node is not owner and not isinstance(target.node, cst.ClassDef):
-                    self._edges.setdefault(owner, set()).add(target.node)
+                for target in self._entered(chain, found):
+                    if target.node is not owner and not isinstance(target.node, cst.ClassDef):
+                        self._edges.setdefault(owner, set()).add(target.node)
         for function in source.functions:
             owner = source.owners[function]
             if isinstance(function, cst.Lambda) and owner and function not in self._data_arguments:
                 self._edges.setdefault(owner, set()).add(function)
+
+    def _entered(self, chain: cst.BaseExpression, found: Definition) -> Iterator[Definition]:
+        """Yields the functions that a name leads to: for a class its ``__init__``, for an object its ``__call__``."""
+        if not isinstance(found.node, cst.ClassDef):
+            yield found
+            return
+        is_class = text_of(chain).rpartition(".")[2] == found.node.name.value
+        for method in ("__init__",) if is_class else ("__call__", "call"):
+            member = found.source.member(found.node, method)
+            if member:
+                yield member
 
     # Values on the host that stay TensorFlow's.
 
