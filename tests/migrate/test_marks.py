@@ -60,6 +60,15 @@ RUN = "strategy.run(step, args=(x,))\n"
             "sizes",
         ),
         ("step = tf.function(f, input_signature=(tf.TensorSpec(None, tf.float32),))\n", "sizes"),
+        (
+            "table = tf.lookup.StaticHashTable(a, 0)\n@tf.function\ndef step(x): return table.lookup(x)\n",
+            "tf.lookup",
+        ),
+        (
+            "class M(tf.keras.Model):\n  def __init__(self): self.table = tf.lookup.StaticHashTable(a, 0)\n"
+            "  def call(self, x): return self.table.lookup(x)\n",
+            "tf.lookup",
+        ),
         ("from tensorflow.nn import *\n", "star"),
         ("tf.no_such_name\n", "unknown"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -106,6 +106,7 @@ class Decisions:
         self.freed: set[str] = set()
         self.used: set[Bound] = set()
         self.changes: list[Change] = []
+        self._marked_calls: set[cst.CSTNode] = set()
         for chain in source.chains:
             name = source.dotted(chain)
             if name is not None:
@@ -153,6 +154,8 @@ class Decisions:
             if found and found.rows[0].kind != "keep":
                 self._mark_both(chain)
             return self._keep(chain)
+        if self._is_in(self._marked_calls, chain):
+            return self._keep(chain)  # a person replaces the whole call
         if name == "tf.range" and self._is_loop(self._source.parents[chain]):
             return self._rename(chain, name, "range")
         if found is None:
@@ -252,6 +255,7 @@ class Decisions:
             return self._fill(call, row, name, bound)
         if not self._is_new_name(chain):
             self._mark_kept(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
+            self._marked_calls.add(call)
         return self._keep(chain)
 
     def _remove(self, chain: Chain, name: str, statement: cst.Expr) -> None:
@@ -279,6 +283,7 @@ class Decisions:
             return self._remove(chain, name, statement)
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
             self._mark_kept(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
+            self._marked_calls.add(call)
         return self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:
@@ -517,9 +522,16 @@ class Decisions:
     def _in_data(self, node: cst.CSTNode) -> bool:
         if self._reach.is_data(self._source, node):
             return True
+        kept = {outer for outer in self._source.around(node) if self._reach.is_kept(outer)}
+        return self._is_in(kept, node)
+
+    def _is_in(self, calls: Set[cst.CSTNode], node: cst.CSTNode) -> bool:
+        """True for a node in the arguments of one of the calls, but not in a function there."""
         inner = node
-        for outer in self._source.around(node):
-            if isinstance(outer, cst.Call) and self._reach.is_kept(outer) and outer.func is not inner:
+        for outer in self._source.around(node) if calls else ():
+            if isinstance(outer, cst.Lambda):
+                return False
+            if outer in calls and isinstance(outer, cst.Call) and outer.func is not inner:
                 return True
             inner = outer
         return False

@@ -11,7 +11,7 @@ import libcst.matchers as m
 
 from replicax._src.migrate.bindings import Function, Source, canonical, text_of
 from replicax._src.migrate.comments import Comments
-from replicax._src.migrate.imports import moved_name
+from replicax._src.migrate.imports import is_below, moved_name
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.tapes import is_tape
 from replicax._src.migrate.values import is_integer, is_variable
@@ -67,6 +67,7 @@ class Marker:
             self._scope,
             self._int64,
             self._sizes,
+            self._table,
             self._tape,
             self._condition,
         )
@@ -283,6 +284,24 @@ class Marker:
                 what = "int64 is int32 in JAX, here and below"
                 yield chain, "int64", what, "if a value needs more, set JAX_ENABLE_X64=1"
                 return
+
+    def _table(self) -> Iterator[Found]:
+        """Finds a method of a ``tf.lookup`` table in a step. The table itself may be made outside."""
+        for call in self._source.calls:
+            if not isinstance(call.func, cst.Attribute) or not self._reach.is_step(self._source, call):
+                continue
+            values = self._reach.values_of(self._source, call.func.value)
+            made = [home.dotted(value.func) for home, value in values if isinstance(value, cst.Call)]
+            if any(is_below(name, "tf.lookup") for name in made) and not self._reach.is_data(
+                self._source, call
+            ):
+                what = f"{text_of(call.func)} looks up in a table of TensorFlow, and a compiled step has arrays only"
+                yield (
+                    call,
+                    "tf.lookup",
+                    what,
+                    "look up in the dataset, or with keras.layers.StringLookup there",
+                )
 
     def _sizes(self) -> Iterator[Found]:
         """Finds an ``input_signature`` with an unknown size other than that of the batch."""
