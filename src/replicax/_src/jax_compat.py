@@ -219,7 +219,7 @@ def equation_line(eqn: Any) -> str:
 
 
 def transformation() -> str:
-    """Returns the function of JAX that traces the caller, or "jax.jit" for all that build a jaxpr (scan, checkpoint)."""
+    """Returns the function of JAX that traces the caller; "jax.jit" for all that build a jaxpr (scan, checkpoint)."""
     kind = type(current_trace())
     return next((name for name, kinds in _traces_by_transformation().items() if kind in kinds), "jax.jit")
 
