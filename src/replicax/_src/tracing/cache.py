@@ -271,13 +271,15 @@ def _reason(old: _Version, new: _Version) -> str:
 def _cure(old: _Version, new: _Version) -> str:
     found = key.difference(old.function, new.function)
     changed = old.changes_to(new) if found is None else []
-    if found is not None and found.are_values and found.name:
-        name, counts = found.name, key.assignment_of(found.name, new.function) is not None
-        pass_it = f"pass it to the function as an array argument, jnp.asarray({name})"
+    if found is not None and found.are_numbers and found.name:
+        given = f"to the function as an array argument, jnp.asarray({found.name})"
+        if key.assignment_of(found.name, new.function) is None:
+            return (
+                f"A program holds its value. Pass it {given}; or make it an rx.Variable, which programs read."
+            )
         return (
-            f"A program holds its value{', so every call compiles' if counts else ''}. "
-            f"{f'Assign it outside, and {pass_it}' if counts else pass_it.capitalize()}; or make it an rx.Variable"
-            f"{f': {name}.assign_add(1)' if counts else ', which programs read'}."
+            f"A program holds its value, so every call compiles. Assign it outside, and pass it {given}; or make it an "
+            f"rx.Variable: {found.name}.assign_add(1)."
         )
     if changed and all(a.kind != "static" and a.differs_in_size(b) for _, a, b in changed):
         return (
