@@ -142,6 +142,14 @@ def test_objects_of_users_get_no_note(strategy):
         return Own().numpy() + x
 
     assert not note_of(lambda: strategy.run(step, args=(jnp.ones(()),)))
+
+    class Net(keras.Model):
+        def rate(self):
+            return self.lr  # which optimizers had
+
+    with strategy.scope():
+        model = Net()
+    assert not note_of(lambda: strategy.run(lambda x: x * model.rate(), args=(jnp.ones(()),)))
     assert not note_of(lambda: strategy.run(lambda x: x.no_such_name, args=(jnp.ones(()),)))
 
 

@@ -37,6 +37,7 @@ _CLASSES: Final[Mapping[str, Sequence[str]]] = {
     "Strategy": ("tf.distribute.Strategy",),
 }
 _hooks: list[Any] = []
+_OF_LAYERS: Final = frozenset({"compiled_loss", "compiled_metrics", "reset_states"})
 _KNOWN: Final = frozenset({"jax", "jaxlib", "keras", "numpy", "replicax"})
 _ROOTS: Final = {"rx": "replicax", "jnp": "jax.numpy", "np": "numpy"}
 _TRACED: Final = (
@@ -123,7 +124,7 @@ def _note_on(error: AttributeError) -> str | None:
     in_keras = uses_keras(frame.f_globals)
     if isinstance(error.obj, types.ModuleType):
         return _first(_homes_of_module(error.obj.__name__), name, rest, in_keras)
-    if not _is_known(error.obj, shown):
+    if not _is_known(error.obj, shown) or (_is_layer(error.obj) and name not in _OF_LAYERS):
         return None
     said = _of_value(shown.removesuffix(f".{name}"), f"{name}{rest}", in_keras)
     said = said or _first(_homes_of_class(type(error.obj)), name, rest, in_keras)
@@ -135,6 +136,13 @@ def _is_known(value: Any, shown: str) -> bool:
     if type(value) is tuple:
         return ".shape." in shown
     return any(base.__module__.partition(".")[0] in _KNOWN for base in type(value).__mro__)
+
+
+def _is_layer(value: Any) -> bool:
+    """True for a layer or a model, whose other attributes are the user's."""
+    return any(
+        base.__name__ == "Layer" and base.__module__.startswith("keras") for base in type(value).__mro__
+    )
 
 
 def _is_tracer(value: Any) -> bool:
