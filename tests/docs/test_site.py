@@ -177,7 +177,7 @@ def test_lines_have_at_most_120_characters():
         for page in pages
         if page not in elsewhere
         for number, line in enumerate(BLOCK.sub("", page.read_text()).splitlines(), 1)
-        if len(line) > 120
+        if len(line) > 120 and not line.startswith("|")  # a row of a table is one line
     ]
     assert wide == []
 
