@@ -182,6 +182,19 @@ def test_lines_have_at_most_120_characters():
     assert wide == []
 
 
+def test_nothing_is_defined_as_the_one_that():
+    """A definition says the noun: "the worker that saves", not "the one that saves"."""
+    wrong = re.compile(r"\bthe ones?\s+(?:#\s+)?(?:that|which|who|whose|in which)\b", re.IGNORECASE)
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+        for path in sorted(files)
+        for text in [path.read_text()]
+        for match in wrong.finditer(text)
+    ]
+    assert found == []
+
+
 # The words that the page of the module tf.distribute defines.
 WORDS_OF_THE_MODULE = [
     "data parallelism",
