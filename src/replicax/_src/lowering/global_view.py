@@ -1,6 +1,6 @@
 """The global view: a pure step of a global batch, compiled over the replicas' devices.
 
-The program is the one that one device would run, and XLA's partitioner splits it. Every sum over the batch is
+XLA's partitioner splits the program of one device. Every sum over the batch is
 therefore over the global batch, and no formula is needed. State is replicated, and the rows of a batch are split. A
 batch that cannot be split evenly is padded on the host, and the program first removes the padding.
 
