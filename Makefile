@@ -160,7 +160,8 @@ test-engines: $(ENGINES_STAMP)
 
 # Without a browser they fail and say so. Pictures of the page: make test-pages REPLICAX_PICTURES=FOLDER
 test-pages: $(STAMP)
-	@if ! command -v chromium chromium-browser google-chrome >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null && \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "test-pages: apt-get install chromium"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null || \
 	  echo "test-pages: apt-get failed"; fi
