@@ -130,7 +130,7 @@ def explanation_of(error: BaseException, place: Place) -> ReplicaxError | None:
 
 
 def _wrapped_by_keras(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, then the one that Keras was handling when it raised this one, and so on.
+    """Yields an error, then the error that Keras was handling when it raised this one, and so on.
 
     Keras removes its frames, so only the text of the error that is wrapped shows that Keras has wrapped it.
     """
