@@ -81,7 +81,7 @@ def explained(place: Place) -> Iterator[None]:
       TraceError: The code uses a tracer of another trace.
       UnknownAxisError: A collective is over an axis that does not exist.
       UnsupportedError: TensorFlow computes in the function.
-      ReplicaxError: The one that Keras has wrapped.
+      ReplicaxError: An error of replicax that Keras has wrapped.
     """
     try:
         with tensorflow_code.explained(is_in_trace=place in ("run", "function", "step")):
