@@ -10,8 +10,8 @@ from replicax._src.keras.losses import rows_of_replica_step
 def compiled_loss(model: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Returns ``model.compute_loss(y=y_true, y_pred=y_pred)``, and counts it in the model's metric "loss".
 
-    Call it in a ``train_step`` or ``test_step`` of a model. In Keras 3, ``compute_loss`` alone does not count the loss, so
-    that ``fit`` reports 0 for a step of the model's own that returns the results of ``model.metrics``.
+    Call it in a ``train_step`` or ``test_step`` of a model. In Keras 3, ``compute_loss`` alone does not count the loss,
+    so that ``fit`` reports 0 for a step of the model's own that returns the results of ``model.metrics``.
 
     Args:
       model: The model, after ``compile``.
