@@ -212,6 +212,12 @@ def test_pip_takes_the_commands_of_the_pages():
     assert "does not provide the extra" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_listings_say_their_language(page):
+    """One that has it in its first line instead is not run, and reads badly."""
+    assert re.findall(r"^```\n(?:python|bash|text|sh)$", page.read_text(), re.MULTILINE) == []
+
+
 def test_pages_are_current():
     """``make pages`` fills the blocks of pages and writes the notebooks from the code."""
     generated = runpy.run_path(str(DOCS / "generate.py"))["generated"]()

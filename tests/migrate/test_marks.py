@@ -60,6 +60,15 @@ RUN = "strategy.run(step, args=(x,))\n"
             "sizes",
         ),
         ("step = tf.function(f, input_signature=(tf.TensorSpec(None, tf.float32),))\n", "sizes"),
+        (
+            "table = tf.lookup.StaticHashTable(a, 0)\n@tf.function\ndef step(x): return table.lookup(x)\n",
+            "tf.lookup",
+        ),
+        (
+            "class M(tf.keras.Model):\n  def __init__(self): self.table = tf.lookup.StaticHashTable(a, 0)\n"
+            "  def call(self, x): return self.table.lookup(x)\n",
+            "tf.lookup",
+        ),
         ("from tensorflow.nn import *\n", "star"),
         ("tf.no_such_name\n", "unknown"),
     ],
@@ -216,3 +225,44 @@ class M(tf.keras.Model):
 def test_one_of_several_outputs_for_the_compiled_loss_is_marked():
     assert marks(MODEL_OF_TWO) == [("keras", 8)]
     assert marks(MODEL_OF_TWO.replace("self.a(x), self.b(x)", "self.a(x)")) == []
+
+
+MADE_OUTSIDE = """
+import numpy as np
+import tensorflow as tf
+def initial(shape):
+    return np.random.RandomState(0).normal(size=shape)
+class Net:
+    def __init__(self):
+        self.w = tf.Variable(initial([2]))
+    def __call__(self, x):
+        return x * self.w
+with strategy.scope():
+    net = Net()
+def step(x):
+    return net(x)
+strategy.run(step, args=(x,))
+"""
+
+
+def test_what_makes_an_object_outside_of_the_step_is_no_step():
+    assert marks(MADE_OUTSIDE) == []
+    assert marks(MADE_OUTSIDE.replace("return net(x)", "return Net()(x)")) == [("side effect", 5)]
+    assert marks(MADE_OUTSIDE.replace("x * self.w", "x * np.random.normal()")) == [("side effect", 10)]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("@tf.function\ndef rate(step):\n    if float(step) < 3: return 1.0\n    return 2.0\n", "condition"),
+        ("rate = tf.Variable(0.1)\ntf.compat.v1.train.MomentumOptimizer(rate, 0.9)\n", "argument"),
+    ],
+)
+def test_values_that_are_no_numbers_of_python(text, rule):
+    assert [found for found, _ in marks(f"import tensorflow as tf\n{text}")] == [rule]
+
+
+def test_numbers_of_python_are_not_marked():
+    text = "import tensorflow as tf\ndef rate(step):\n    if float(step) < 3: return 1.0\n    return 2.0\n"
+    assert marks(text) == []
+    assert marks("import tensorflow as tf\ntf.compat.v1.train.MomentumOptimizer(flags.rate, 0.9)\n") == []

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from replicax._src.status.status import (
     BAD_STATES,
+    DONE,
     DOUBTFUL_STATES,
     GOOD_STATES,
     Column,
@@ -153,7 +154,7 @@ More: {escape(_DOCS)}</p></footer>
 
 
 def _share(status: Mapping[str, Any]) -> list[str]:
-    return [value for name, value in progress_of(status) if name == "done"]
+    return [value for name, value in progress_of(status) if name == DONE]
 
 
 def _progress(status: Mapping[str, Any]) -> str:
