@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import traceback
 
 import jax.numpy as jnp
 import keras
@@ -74,6 +75,13 @@ def test_every_name_of_the_table_below_a_module_of_replicax_has_a_sentence():
         if said is None and (row.kind != "keep" or row.note) and (row.with_keras or row.write or row.note):
             silent.append(row.name)
     assert not silent
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_the_traceback_of_a_missing_name_ends_at_the_users_line(path):
+    with pytest.raises(AttributeError) as caught:
+        importlib.import_module(path).no_such_name
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == __file__
 
 
 @pytest.mark.parametrize("path", MODULES)
