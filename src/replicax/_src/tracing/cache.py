@@ -187,6 +187,7 @@ class ProgramCache(Generic[T]):
         self._functions: dict[Any, FunctionPrograms[T]] = {}
         self._versions: dict[Any, collections.deque[Any]] = {}
         self._num_traces: dict[Any, int] = {}
+        self._compiled: dict[Any, Sequence[Leaf]] = {}
         self._last: dict[Any, _Version] = {}
         self._compiled: dict[Any, Sequence[Leaf]] = {}
 
