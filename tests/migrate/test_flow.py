@@ -103,6 +103,12 @@ def test_a_marked_call_keeps_its_arguments(call, place):
     assert code.endswith(f"{call}\n")
 
 
+def test_files_of_records_of_tensorflow_1_are_not_marked():
+    text = "v1 = tf.compat.v1\nwith v1.python_io.TFRecordWriter('a') as w: w.write(b'')\n"
+    text += "ds = v1.data.TFRecordDataset('a').map(lambda r: v1.parse_single_example(r, {}))\n"
+    assert marks(HEAD + text) == []
+
+
 def test_int64_that_stays_is_not_marked():
     text = "FEATURES = {'ids': tf.io.VarLenFeature(tf.int64)}\nkeys = tf.range(3, dtype=tf.int64)\n"
     text += "ds = tf.data.Dataset.from_tensor_slices(keys)\n"
