@@ -55,7 +55,8 @@ def test_an_idiom_prints_what_tensorflow_printed(idiom):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(idiom / "after.py"))
-    assert printed.getvalue() == (idiom / "printed.txt").read_text()
+    (recorded,) = idiom.glob("printed*.txt")  # the peers' tests run those named printed.txt with Keras 3
+    assert printed.getvalue() == recorded.read_text()
 
 
 HEAD = "import tensorflow as tf\nimport keras\n"
