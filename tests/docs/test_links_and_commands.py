@@ -195,7 +195,7 @@ def test_pip_takes_the_commands_of_the_pages():
     text = "".join(path.read_text() for path in PAGES)
     extras = {
         extra
-        for listed in re.findall(r"pip install ['\"]\.\[([\w,-]+)\]", text)
+        for listed in re.findall(r"pip install ['\"](?:\.|replicax)\[([\w,-]+)\]", text)
         for extra in listed.split(",")
     }
     assert {"keras", "checkpoint", "migrate"} <= extras

@@ -159,7 +159,7 @@ class Marker:
                     )
 
     def _outputs(self) -> Iterator[Found]:
-        """Finds a model with several outputs that gives one of them to its compiled loss or metrics. Each model once."""
+        """Finds models with several outputs that give one of them to their compiled loss or metrics, each once."""
         found: set[cst.CSTNode] = set()
         for call in self._source.calls:
             owner = text_of(call.func.value) if isinstance(call.func, cst.Attribute) else ""

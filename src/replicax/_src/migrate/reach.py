@@ -388,16 +388,17 @@ class Reach:
             return False
         inner = node
         for outer in source.around(node):
-            is_argument = isinstance(outer, cst.Call) and outer.func is not inner
             if isinstance(outer, cst.FunctionDef | cst.Lambda):
                 return False
-            if outer in self._kept and (is_argument or outer in self._kept_for_arguments):
+            call = outer if isinstance(outer, cst.Call) and outer.func is not inner else None
+            if outer in self._kept and (call or outer in self._kept_for_arguments):
                 return True
+            is_moved = call is not None and is_below(source.dotted(call.func), *MOVED)
             if outer in self._of_data and outer not in self._of_steps:
-                return not (is_argument and is_below(source.dotted(outer.func), *MOVED))
-            if is_argument and is_below(source.dotted(outer.func), *MOVED):
+                return not is_moved
+            if is_moved:
                 return False
-            if is_argument and self._asks_for_tensor(source, outer):
+            if call and self._asks_for_tensor(source, call):
                 return True
             inner = outer
         return False

@@ -192,7 +192,7 @@ class Row:
 
 
 def _is_plain(template: str) -> bool:
-    """True if a call without the optional arguments means the same: no argument has a default of its own, or a value."""
+    """True if a call without optional arguments means the same: no argument has a value or a default of its own."""
     given = [match[4] for match in PLACEHOLDER.finditer(template)]
     return not any(given) and not re.search(r"\w+=(?!\{)", template)
 

@@ -165,6 +165,7 @@ def _looped_over(source: Source, node: cst.BaseExpression) -> Iterator[cst.BaseE
     if not isinstance(node, cst.Name) or not source.is_bound(node):
         return
     for assignment in source.scope_of(node)[node.value]:
-        loop = source.parents.get(assignment.node) if isinstance(assignment, Assignment) else None
-        if isinstance(loop, cst.For | cst.CompFor) and loop.target is assignment.node:
+        target = assignment.node if isinstance(assignment, Assignment) else None
+        loop = source.parents.get(target) if target else None
+        if isinstance(loop, cst.For | cst.CompFor) and loop.target is target:
             yield loop.iter

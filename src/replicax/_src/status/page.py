@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
+from replicax._src import home
 from replicax._src.status.status import (
     BAD_STATES,
     DONE,
@@ -103,7 +104,7 @@ CONTENT_SECURITY_POLICY: Final = (
     f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_DOCS: Final = 'the page "Watch a job" (docs/how_to/watching_jobs.md in the source of replicax)'
+_DOCS: Final = home.page("Watch a job", "how_to/watching_jobs.md")
 _STATES: Final = {
     **dict.fromkeys(GOOD_STATES, "good"),
     **dict.fromkeys((*DOUBTFUL_STATES, *BAD_STATES), "bad"),

@@ -189,6 +189,7 @@ class ProgramCache(Generic[T]):
         self._num_traces: dict[Any, int] = {}
         self._compiled: dict[Any, Sequence[Leaf]] = {}
         self._last: dict[Any, _Version] = {}
+        self._compiled: dict[Any, Sequence[Leaf]] = {}
 
     def __len__(self) -> int:
         return sum(len(programs) for programs in self._functions.values())

@@ -81,7 +81,7 @@ def explained(place: Place) -> Iterator[None]:
       TraceError: The code uses a tracer of another trace.
       UnknownAxisError: A collective is over an axis that does not exist.
       UnsupportedError: TensorFlow computes in the function.
-      ReplicaxError: The one that Keras has wrapped.
+      ReplicaxError: An error of replicax that Keras has wrapped.
     """
     try:
         with tensorflow_code.explained(is_in_trace=place in ("run", "function", "step")):
@@ -130,7 +130,7 @@ def explanation_of(error: BaseException, place: Place) -> ReplicaxError | None:
 
 
 def _wrapped_by_keras(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, then the one that Keras was handling when it raised this one, and so on.
+    """Yields an error, then the error that Keras was handling when it raised this one, and so on.
 
     Keras removes its frames, so only the text of the error that is wrapped shows that Keras has wrapped it.
     """

@@ -324,10 +324,10 @@ def assignment_of(name: str, key: Hashable) -> str | None:
     key; None if they do not.
     """
     for code in _codes(key):
-        stores = ("STORE_DEREF",) if name in code.co_freevars else ("STORE_GLOBAL",)
+        store = f"STORE_{'DEREF' if name in code.co_freevars else 'GLOBAL'}"
         for instruction in dis.get_instructions(code):
             if (
-                instruction.opname in stores
+                instruction.opname == store
                 and instruction.argval == name
                 and instruction.positions is not None
             ):
