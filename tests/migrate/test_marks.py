@@ -44,7 +44,9 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("def step(x):\n  return time.time()\n" + RUN, "side effect"),
         ("seen = []\ndef step(x):\n  seen.append(x)\n" + RUN, "side effect"),
         ("v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN, "scope"),
-        ("x = tf.ones((2,), tf.int64)\n", "int64"),
+        ("x = tf.ones((2,), tf.int64)\nx *= 0x9E3779B1\n", "int64"),
+        ("x = tf.ones((2,), tf.int64)\nx += 1 << 40\n", "int64"),
+        ("x = tf.ones((2,), tf.int64)\nx %= 2**31\n", "int64"),
         ("with tf.GradientTape() as tape:\n  y = x * x\nprint(tape.gradient(y, x))\n", "tape"),
         ("def train(x):\n  with tf.GradientTape() as tape:\n    print(x)\ntrain(1)\n", "tape"),
         ("def loss(x):\n  print(x)\nwith tf.GradientTape() as tape:\n  loss(x)\n", "side effect"),
@@ -93,6 +95,7 @@ def test_marked_code(text, rule):
         "with strategy.scope():\n  v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN,
         "v = tf.Variable(0.0)\nprint(v)\n",
         "tf.data.Dataset.range(3).map(lambda x: tf.cast(x, tf.int64))\n",
+        "labels = tf.ones((2,), tf.int64)\nx = 2**30 + 0x7FFFFFFF + (1 << 5)\n",
         "@tf.function\ndef step(x):\n  with tf.GradientTape() as tape:\n    pass\n",
         "@tf.function\ndef step(x, training):\n  if training:\n    x = 1\n  return x\n",
         "@tf.function\ndef step(x):\n  if tf.shape(x)[0] > 1:\n    x = 1\n  return x\n",
@@ -207,7 +210,7 @@ def test_what_stays_of_tensorflow_is_imported_by_each_server_and_its_mark_says_s
 
 
 def test_a_mark_of_int64_comes_once_also_where_a_later_line_keeps_it():
-    text = "import tensorflow as tf\nx = tf.cast(y, tf.int64)\nspec = tf.io.FixedLenFeature([], tf.int64)\n"
+    text = "import tensorflow as tf\nx = tf.cast(y, tf.int64) * 2**40\nspec = tf.io.FixedLenFeature([], tf.int64)\n"
     assert [rule for rule, _ in marks(text)] == ["int64"]  # and a second run has it once, too
 
 

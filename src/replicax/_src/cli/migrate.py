@@ -129,6 +129,7 @@ def _summary(files: Sequence[File], *, is_written: bool) -> list[str]:
         by_rule = ", ".join(f"{count} {rule}" for rule, count in found["marks"].items())
         num_places = len(found["to_look_at"])
         lines.append(f"{num_places} place{'s' * (num_places != 1)} to look at: {by_rule}. See {_PAGE}.")
+    lines += found["notes"]
     if found["packages"]:
         lines.append(f"Besides replicax, the program needs: {install_command(*found['packages'])}")
     return [f"replicax migrate: {line}" for line in lines]

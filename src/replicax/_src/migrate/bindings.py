@@ -176,6 +176,7 @@ class Source(cst.CSTVisitor):
         self.calls: list[cst.Call] = []
         self.functions: list[Function] = []
         self.strings: list[cst.SimpleString] = []
+        self.integers: list[cst.Integer] = []
         self.classes: list[cst.ClassDef] = []
         self.statements: list[cst.CSTNode] = []
         self.loops: list[cst.For | cst.CompFor] = []
@@ -188,6 +189,7 @@ class Source(cst.CSTVisitor):
             cst.Lambda: self.functions,
             cst.ClassDef: self.classes,
             cst.SimpleString: self.strings,
+            cst.Integer: self.integers,
         } | dict.fromkeys(_STATEMENTS, self.statements)
         self._around: list[cst.CSTNode] = []
         self._bodies: list[Function] = []

@@ -40,6 +40,7 @@ _PYTHON_VALUES: Final = re.compile(
     r"tf\.(shape|rank|executing_eagerly|is_tensor|inside_function|io\.|distribute\.|config\.|train\.|keras\.|version\.|"
     r"test\.|data\.|nest\.|compat\.|dtypes|as_dtype|debugging|is_symbolic_tensor|get_static_value|function)"
 )
+_MAX_INT32: Final = 2**31 - 1
 _RANDOM_OR_TIME: Final = ("numpy.random.", "random.", "time.")
 
 Found: TypeAlias = tuple[cst.CSTNode, str, str, str]
@@ -279,11 +280,25 @@ class Marker:
                 yield call, "scope", what, "make it in `with strategy.scope():`"
 
     def _int64(self) -> Iterator[Found]:
+        """Finds the first int64 of a file that has a number for which int32 is too small.
+
+        Elsewhere the report says it once: most programs use int64 for labels, ids and counts, which fit, and arguments
+        and batches that do not fit raise a ``NarrowingError``.
+        """
+        if not any(self._is_too_large(number) for number in self._source.integers):
+            return
         for chain in self._source.chains:
             if self._source.dotted(chain) == "tf.int64" and not self._reach.stays(self._source, chain):
                 what = "int64 is int32 in JAX, here and below"
                 yield chain, "int64", what, "if a value needs more, set JAX_ENABLE_X64=1"
                 return
+
+    def _is_too_large(self, number: cst.Integer) -> bool:
+        """True if int32 is too small for a number, or for a power or shift by it."""
+        value, parent = abs(number.evaluated_value), self._source.parents[number]
+        is_exponent = isinstance(parent, cst.BinaryOperation) and parent.right is number
+        is_power = is_exponent and isinstance(parent.operator, cst.Power | cst.LeftShift)  # type: ignore[union-attr]
+        return value >= 31 if is_power else value > _MAX_INT32
 
     def _table(self) -> Iterator[Found]:
         """Finds a method of a ``tf.lookup`` table in a step. The table itself may be made outside."""
