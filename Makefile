@@ -62,7 +62,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines test-pages fuzz pages docs docs-serve lint format bench clean
+.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan test-engines test-browser fuzz pages docs docs-serve lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -78,7 +78,7 @@ help:
 	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
 	@echo "make test-engines  run the tests on Slurm, Ray, Open MPI and manifests for Kubernetes (tests/engines); as root it installs"
 	@echo "                Debian's packages of Slurm and Open MPI where they are missing"
-	@echo "make test-pages  run the tests of the status page in headless Chromium (tests/pages); as root it installs Debian's"
+	@echo "make test-browser  run the tests of the status page in headless Chromium (tests/in_browser); as root it installs Debian's"
 	@echo "                package where no browser is installed"
 	@echo "make fuzz       compare operations that mix rows on several devices with one device in float64 (an hour)"
 	@echo "make pages      fill the parts of pages that come from the code, and write the notebooks (docs/generate.py)"
@@ -158,14 +158,15 @@ test-engines: $(ENGINES_STAMP)
 	@echo "test-engines: pytest tests/engines"
 	@REPLICAX_TEST_ENGINES=1 $(ENGINES_VENV)/bin/python -m pytest -q -rs -p no:kmock tests/engines
 
-# Without a browser they fail and say so. Pictures of the page: make test-pages REPLICAX_PICTURES=FOLDER
-test-pages: $(STAMP)
-	@if ! command -v chromium chromium-browser google-chrome >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "test-pages: apt-get install chromium"; \
+# Without a browser they fail and say so. Pictures of the page: make test-browser REPLICAX_PICTURES=FOLDER
+test-browser: $(STAMP)
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null && \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "test-browser: apt-get install chromium"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null || \
-	  echo "test-pages: apt-get failed"; fi
-	@echo "test-pages: pytest tests/pages"
-	@REPLICAX_TEST_PAGES=1 $(BIN)/python -m pytest -q tests/pages
+	  echo "test-browser: apt-get failed"; fi
+	@echo "test-browser: pytest tests/in_browser"
+	@REPLICAX_TEST_BROWSER=1 $(BIN)/python -m pytest -q tests/in_browser
 
 # Each cell of a notebook runs once: $(DOCS_BUILD)/notebooks keeps the outputs until the cells change.
 docs: $(DOCS_STAMP)

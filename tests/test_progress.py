@@ -120,6 +120,33 @@ def test_compilation_is_announced_once(make, strategy, soon, capsys):
     assert lines_of(capsys) == [], "a step that is compiled says nothing"
 
 
+def test_a_second_compilation_says_why(strategy, soon, capsys):
+    """A partial last batch compiles the step again: the line says so, in loops and in `fit`."""
+
+    def step(x, scale):
+        return slowly(x) * scale
+
+    dataset = rx.data.from_arrays(np.ones((11, 1), "float32")).batch(4)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, args=(batch, 1.0))
+    (batch, *_) = strategy.experimental_distribute_dataset(dataset)
+    strategy.run(step, args=(batch, 2.0))
+    said = [line for line in lines_of(capsys) if "compiling" in line]
+    assert said == [
+        "replicax: compiling step for 2 replicas …",
+        "replicax: compiling step for 2 replicas again, for a smaller batch, 3 rows after 4 …",
+        "replicax: compiling step for 2 replicas again, because 1.0 became float32[] …",
+    ]
+    model = model_in(strategy)
+    model.fit(
+        np.ones((11, 2), "float32"), np.ones((11, 1), "float32"), batch_size=4, verbose=0, shuffle=False
+    )
+    said = [line for line in lines_of(capsys) if "compiling" in line]
+    assert said[-1] == (
+        "replicax: compiling Sequential.train_step for 2 replicas again, for a smaller batch, 3 rows after 4 …"
+    )
+
+
 def test_plan_is_announced(strategy, soon, capsys):
     strategy.plan(slowly, (jnp.ones(()),), topology="cpu:2")
     said, took = lines_of(capsys)

@@ -232,7 +232,9 @@ def main() -> None:
             if target in new.public:
                 versions.setdefault(target, []).append(library.accepted(name))
     found = {name: compared(each, new.accepted(name)) for name, each in versions.items()}
-    of_layers = set(found["layers.Layer"]["gone"])  # they are told once
+    of_all_layers = found["layers.Layer"]
+    assert of_all_layers is not None
+    of_layers = set(of_all_layers["gone"])  # they are listed once
     for name, each in found.items():
         if each and name.startswith("layers.") and name != "layers.Layer":
             each["gone"] = [argument for argument in each["gone"] if argument not in of_layers]

@@ -1,6 +1,11 @@
 """The command ``replicax``, also ``python -m replicax``."""
 
-from replicax._src.cli.standard_streams import INTERRUPTED_EXIT_CODE, EndingAtInterrupt, open_closed_streams
+from replicax._src.cli.standard_streams import (
+    INTERRUPTED_EXIT_CODE,
+    EndingAtInterrupt,
+    exit_code_of_output,
+    open_closed_streams,
+)
 
 with EndingAtInterrupt():
     import argparse
@@ -40,13 +45,20 @@ replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` name, those of this process by default; returns the exit code: 130 after a
-    Ctrl-C that the command does not handle itself.
+    Ctrl-C that the command does not handle itself, 141 if nobody reads standard output, 1 if its disk is full.
     """
     open_closed_streams()
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
+    except OSError as error:
+        code = exit_code_of_output(error)
+        if code is None:
+            raise
+        return code
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -1,4 +1,7 @@
-"""Every exception that replicax raises on purpose: ``rx.errors``. ``docs/reference/errors.md`` explains each."""
+"""Every exception that replicax raises on purpose: ``rx.errors``.
+
+In replicax's source, ``docs/reference/errors.md`` explains each.
+"""
 
 from replicax._src.checkpoint.errors import (
     CheckpointError,

@@ -76,9 +76,10 @@ def test_full_and_read_only_disks(tmp_path):
     assert result.returncode == 0, result.stderr
     said = result.stdout.splitlines()
     full, read_only = "disk is full. Free some space", "its disk is read-only. Choose another directory"
-    expected = ["left. Nothing was written", full, full, read_only, read_only, read_only]
+    expected = ["free. Nothing was written", full, full, read_only, read_only, read_only]
     errors = [line for line in said if line[0].isdigit()]
     assert len(errors) == len(expected), result.stdout
+    assert "a margin of 1.0 MiB, but its disk has" in errors[0]
     for error, text in zip(errors, expected, strict=True):
         assert text in error, result.stdout
     assert "no error" not in said

@@ -143,10 +143,12 @@ def test_numbers_and_intervals(checkpoint, tmp_path):
         {"keep_best": 1},
         {"checkpoint_interval": 3},
         {"checkpoint_name": "a/b"},
+        {"checkpoint_name": "a\0b"},
+        {"checkpoint_name": 3},
     ):
         with pytest.raises(InvalidArgumentError):
             rx.CheckpointManager(checkpoint, tmp_path, **wrong)
-    for directory in (3, None, ""):
+    for directory in (3, None, "", f"{tmp_path}/a\0b"):
         message(
             InvalidArgumentError,
             lambda d=directory: rx.CheckpointManager(checkpoint, d),

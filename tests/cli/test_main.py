@@ -128,3 +128,37 @@ def test_closed_standard_streams_are_no_error(tmp_path, command, closed):
     assert done.returncode == 0
     assert (tmp_path / "ran").exists()
     assert "Error" not in done.stdout + done.stderr
+
+
+FULL = "/dev/full"
+
+
+@pytest.mark.skipif(not os.path.exists(FULL), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [[], ["launch", "--plain", "--grace", "1"]])
+def test_a_full_disk_behind_standard_output_is_named(tmp_path, arguments):
+    """It is no reader that has left (SIGPIPE), and no traceback."""
+    script = tmp_path / "train.py"
+    script.write_text("import time\nwhile True: print('x', flush=True); time.sleep(0.01)")
+    is_launch = "launch" in arguments
+    command = [
+        sys.executable,
+        "-m",
+        "replicax",
+        *arguments,
+        *(["--workers", "1", str(script)] if is_launch else []),
+    ]
+    with open(FULL, "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "cannot be written: its disk is full" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "SIGPIPE" not in done.stderr
+
+
+def test_a_reader_that_has_left_is_no_error():
+    command = [sys.executable, "-m", "replicax"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (141, "")

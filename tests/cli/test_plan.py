@@ -301,6 +301,7 @@ def test_nothing_is_left(tmp_path, number):
         assert "not flushed" in told
     if number == signal.SIGINT:
         assert "it was interrupted" in told
+        assert running.returncode == 130
 
 
 @pytest.mark.parametrize(

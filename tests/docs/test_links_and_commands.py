@@ -195,7 +195,7 @@ def test_pip_takes_the_commands_of_the_pages():
     text = "".join(path.read_text() for path in PAGES)
     extras = {
         extra
-        for listed in re.findall(r"pip install ['\"]\.\[([\w,-]+)\]", text)
+        for listed in re.findall(r"pip install ['\"](?:\.|replicax)\[([\w,-]+)\]", text)
         for extra in listed.split(",")
     }
     assert {"keras", "checkpoint", "migrate"} <= extras
@@ -210,6 +210,12 @@ def test_pip_takes_the_commands_of_the_pages():
     )
     assert done.returncode == 0, done.stderr
     assert "does not provide the extra" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_listings_say_their_language(page):
+    """One that has it in its first line instead is not run, and reads badly."""
+    assert re.findall(r"^```\n(?:python|bash|text|sh)$", page.read_text(), re.MULTILINE) == []
 
 
 def test_pages_are_current():

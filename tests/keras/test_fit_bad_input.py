@@ -672,7 +672,7 @@ class OneBatch(keras.utils.PyDataset):
 
 def of_two_inputs():
     inputs = {"x": keras.Input((4,), name="x"), "city": keras.Input((1,), name="city")}
-    model = keras.Model(inputs, layers.Dense(1)(inputs["x"]))
+    model = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()([inputs["x"], inputs["city"]])))
     model.compile("sgd", loss="mse")
     return model
 

@@ -240,6 +240,17 @@ def test_the_last_line_says_what_the_program_needs(tmp_path, capsys, text, packa
     assert (f"`pip install {packages}`" in (tmp_path / "report.md").read_text()) == bool(packages)
 
 
+def test_int64_without_large_numbers_is_a_line_of_the_summary_and_no_mark(tmp_path, capsys):
+    script, report = tmp_path / "train.py", tmp_path / "report.md"
+    script.write_text("import tensorflow as tf\nlabels = tf.zeros([4], tf.int64)\n")
+    assert main(["migrate", "--in-place", str(script), "--report", str(report)]) == 0
+    assert "int64 is int32 in JAX" in capsys.readouterr().err
+    assert "int64 is int32 in JAX" in report.read_text()
+    assert "replicax migrate" not in script.read_text()
+    assert main(["migrate", "--in-place", str(script), "--report", str(report)]) == 0
+    assert "int64 is int32" not in capsys.readouterr().err
+
+
 def test_each_package_of_the_last_line_is_one_of_an_extra():
     from replicax._src.migrate import packages
 

@@ -35,6 +35,10 @@ STAYS = [
     "def f(x): return tf.strings.split(x)\nds = tf.data.Dataset.range(3).map(f)\nprint(f(tf.constant(texts())))\n",
     "def f(x): return tf.size(x)\nds = tf.data.Dataset.range(3).map(f)\nn = f(1)\nprint(tf.stack([n, n]), tf.add(n, 1))\n",
     "raw = tf.io.read_file('a')\nimage = tf.image.resize(tf.io.decode_png(raw), [2, 2])\nprint(tf.shape(image))\n",
+    "table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0)\n"
+    "ids = table.lookup(tf.constant([2, 3]))\nprint(tf.reduce_sum(ids), table.size())\n",
+    "class P:\n  def __init__(self): self.table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)\n"
+    "  def add(self, words): self.table.insert(tf.constant(words), tf.range(len(words), dtype=tf.int64))\n",
     # A value of TensorFlow is recognised as one.
     "def feature(value):\n  if isinstance(value, type(tf.constant(0))): value = 1\n"
     "  return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))\n",
@@ -84,6 +88,25 @@ def test_a_value_is_followed_to_other_modules():
     (paths, _) = program.sources
     code = rewrite(paths, decide(paths, Reach(program))).code.decode()
     assert code == paths.code
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tf.while_loop(go_on, body, [tf.constant(0), tf.zeros([2])])",
+        "tf.norm(tf.square(x), ord=tf.constant(1))",
+    ],
+)
+@pytest.mark.parametrize("place", ["@tf.function\ndef step(x): return ", "y = "])
+def test_a_marked_call_keeps_its_arguments(call, place):
+    code = becomes(f"{HEAD}{place}{call}\n")
+    assert code.endswith(f"{call}\n")
+
+
+def test_files_of_records_of_tensorflow_1_are_not_marked():
+    text = "v1 = tf.compat.v1\nwith v1.python_io.TFRecordWriter('a') as w: w.write(b'')\n"
+    text += "ds = v1.data.TFRecordDataset('a').map(lambda r: v1.parse_single_example(r, {}))\n"
+    assert marks(HEAD + text) == []
 
 
 def test_int64_that_stays_is_not_marked():

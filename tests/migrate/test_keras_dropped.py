@@ -138,6 +138,10 @@ def test_arguments_of_keras_2(before, after):
         ("keras.layers.Dense(3, weights=w)", "layer.set_weights(weights)"),
         ("keras.layers.LSTM(3, time_major=True)", "Swap the first two axes"),
         ("keras.optimizers.SGD(decay=1e-6)", "InverseTimeDecay(rate, 1, decay)"),
+        (
+            "keras.optimizers.SGD(0.1, decay=1e-6)\nkeras.callbacks.ReduceLROnPlateau()",
+            "no callback that sets the rate",
+        ),
         ("keras.losses.SparseCategoricalCrossentropy(True, 'none')", "Give them by keyword"),
         ("keras.utils.load_img(p, grayscale=True)", 'color_mode="grayscale"'),
     ],

@@ -44,7 +44,9 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("def step(x):\n  return time.time()\n" + RUN, "side effect"),
         ("seen = []\ndef step(x):\n  seen.append(x)\n" + RUN, "side effect"),
         ("v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN, "scope"),
-        ("x = tf.ones((2,), tf.int64)\n", "int64"),
+        ("x = tf.ones((2,), tf.int64)\nx *= 0x9E3779B1\n", "int64"),
+        ("x = tf.ones((2,), tf.int64)\nx += 1 << 40\n", "int64"),
+        ("x = tf.ones((2,), tf.int64)\nx %= 2**31\n", "int64"),
         ("with tf.GradientTape() as tape:\n  y = x * x\nprint(tape.gradient(y, x))\n", "tape"),
         ("def train(x):\n  with tf.GradientTape() as tape:\n    print(x)\ntrain(1)\n", "tape"),
         ("def loss(x):\n  print(x)\nwith tf.GradientTape() as tape:\n  loss(x)\n", "side effect"),
@@ -60,6 +62,15 @@ RUN = "strategy.run(step, args=(x,))\n"
             "sizes",
         ),
         ("step = tf.function(f, input_signature=(tf.TensorSpec(None, tf.float32),))\n", "sizes"),
+        (
+            "table = tf.lookup.StaticHashTable(a, 0)\n@tf.function\ndef step(x): return table.lookup(x)\n",
+            "tf.lookup",
+        ),
+        (
+            "class M(tf.keras.Model):\n  def __init__(self): self.table = tf.lookup.StaticHashTable(a, 0)\n"
+            "  def call(self, x): return self.table.lookup(x)\n",
+            "tf.lookup",
+        ),
         ("from tensorflow.nn import *\n", "star"),
         ("tf.no_such_name\n", "unknown"),
     ],
@@ -84,6 +95,7 @@ def test_marked_code(text, rule):
         "with strategy.scope():\n  v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN,
         "v = tf.Variable(0.0)\nprint(v)\n",
         "tf.data.Dataset.range(3).map(lambda x: tf.cast(x, tf.int64))\n",
+        "labels = tf.ones((2,), tf.int64)\nx = 2**30 + 0x7FFFFFFF + (1 << 5)\n",
         "@tf.function\ndef step(x):\n  with tf.GradientTape() as tape:\n    pass\n",
         "@tf.function\ndef step(x, training):\n  if training:\n    x = 1\n  return x\n",
         "@tf.function\ndef step(x):\n  if tf.shape(x)[0] > 1:\n    x = 1\n  return x\n",
@@ -198,7 +210,7 @@ def test_what_stays_of_tensorflow_is_imported_by_each_server_and_its_mark_says_s
 
 
 def test_a_mark_of_int64_comes_once_also_where_a_later_line_keeps_it():
-    text = "import tensorflow as tf\nx = tf.cast(y, tf.int64)\nspec = tf.io.FixedLenFeature([], tf.int64)\n"
+    text = "import tensorflow as tf\nx = tf.cast(y, tf.int64) * 2**40\nspec = tf.io.FixedLenFeature([], tf.int64)\n"
     assert [rule for rule, _ in marks(text)] == ["int64"]  # and a second run has it once, too
 
 
@@ -216,3 +228,44 @@ class M(tf.keras.Model):
 def test_one_of_several_outputs_for_the_compiled_loss_is_marked():
     assert marks(MODEL_OF_TWO) == [("keras", 8)]
     assert marks(MODEL_OF_TWO.replace("self.a(x), self.b(x)", "self.a(x)")) == []
+
+
+MADE_OUTSIDE = """
+import numpy as np
+import tensorflow as tf
+def initial(shape):
+    return np.random.RandomState(0).normal(size=shape)
+class Net:
+    def __init__(self):
+        self.w = tf.Variable(initial([2]))
+    def __call__(self, x):
+        return x * self.w
+with strategy.scope():
+    net = Net()
+def step(x):
+    return net(x)
+strategy.run(step, args=(x,))
+"""
+
+
+def test_what_makes_an_object_outside_of_the_step_is_no_step():
+    assert marks(MADE_OUTSIDE) == []
+    assert marks(MADE_OUTSIDE.replace("return net(x)", "return Net()(x)")) == [("side effect", 5)]
+    assert marks(MADE_OUTSIDE.replace("x * self.w", "x * np.random.normal()")) == [("side effect", 10)]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("@tf.function\ndef rate(step):\n    if float(step) < 3: return 1.0\n    return 2.0\n", "condition"),
+        ("rate = tf.Variable(0.1)\ntf.compat.v1.train.MomentumOptimizer(rate, 0.9)\n", "argument"),
+    ],
+)
+def test_values_that_are_no_numbers_of_python(text, rule):
+    assert [found for found, _ in marks(f"import tensorflow as tf\n{text}")] == [rule]
+
+
+def test_numbers_of_python_are_not_marked():
+    text = "import tensorflow as tf\ndef rate(step):\n    if float(step) < 3: return 1.0\n    return 2.0\n"
+    assert marks(text) == []
+    assert marks("import tensorflow as tf\ntf.compat.v1.train.MomentumOptimizer(flags.rate, 0.9)\n") == []

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import traceback
 
 import jax.numpy as jnp
 import keras
@@ -77,6 +78,13 @@ def test_every_name_of_the_table_below_a_module_of_replicax_has_a_sentence():
 
 
 @pytest.mark.parametrize("path", MODULES)
+def test_the_traceback_of_a_missing_name_ends_at_the_users_line(path):
+    with pytest.raises(AttributeError) as caught:
+        importlib.import_module(path).no_such_name
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == __file__
+
+
+@pytest.mark.parametrize("path", MODULES)
 def test_a_misspelt_name_is_no_name_of_tensorflow(path):
     module = importlib.import_module(path)
     said = message(AttributeError, lambda: module.MirroredStrategie, f"module {path!r} has no attribute")
@@ -142,6 +150,14 @@ def test_objects_of_users_get_no_note(strategy):
         return Own().numpy() + x
 
     assert not note_of(lambda: strategy.run(step, args=(jnp.ones(()),)))
+
+    class Net(keras.Model):
+        def rate(self):
+            return self.lr  # which optimizers had
+
+    with strategy.scope():
+        model = Net()
+    assert not note_of(lambda: strategy.run(lambda x: x * model.rate(), args=(jnp.ones(()),)))
     assert not note_of(lambda: strategy.run(lambda x: x.no_such_name, args=(jnp.ones(()),)))
 
 
@@ -192,3 +208,29 @@ def test_a_callback_of_fit_that_uses_numpy_is_named(strategy):
         model.compile("sgd", "mse")
     note = note_of(lambda: model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[Callback()]))
     assert note.count("Write np.asarray(jnp.asarray(1.0))[()]") == 1
+
+
+# --- errors that end the program ----------------------------------------------------------------------------------
+
+UNCAUGHT = """
+import sys
+before = sys.excepthook
+import jax.numpy as jnp
+import replicax as rx
+assert sys.excepthook is before
+strategy = rx.MirroredStrategy(["cpu:0"])
+hook = sys.excepthook
+rx.OneDeviceStrategy("cpu:0")
+assert sys.excepthook is hook
+loss = strategy.reduce("sum", strategy.run(lambda: jnp.ones(())), axis=None)
+print("loss", loss.numpy())
+"""
+
+
+def test_numpy_of_a_result_outside_of_the_step_is_named_where_it_ends_the_program(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(UNCAUGHT)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    *_, error, note = done.stderr.splitlines()
+    assert error.endswith("object has no attribute 'numpy'")
+    assert note == "Write np.asarray(loss)[()] in place of loss.numpy()."

@@ -98,7 +98,10 @@ def free_ports():
 
 
 def run_in_new_process(program, folder, output, ports):
-    """Runs a program with Python, or with bash and free ports in PORT_A, PORT_B and PORT_C."""
+    """Runs a program with Python, or with bash and free ports in PORT_A, PORT_B and PORT_C.
+
+    Keras's file of settings is that of a new user.
+    """
     shell = program.suffix == ".sh"
     with open(output, "w") as file:
         process = subprocess.Popen(
@@ -107,7 +110,7 @@ def run_in_new_process(program, folder, output, ports):
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**environment(), **ports},
+            env={**environment(), **ports, "HOME": folder},
             start_new_session=True,
         )
         try:
@@ -162,10 +165,14 @@ def ended(code):
 
 
 _VARIES = [
+    (r"^(?:WARNING: All log messages before absl|[IWE]0000 00:00:).*\n", ""),  # TensorFlow's
+    (r"\((?:another program answers|the deadline has passed); ", "(…; "),
     (r'^ *File "[^"]*quick_start/sitecustomize\.py".*\n(?:    .*\n)+', ""),
     (r"/\S*/site-packages/", "…/"),
     (r"/\S*/src/(?=replicax/)", "…/"),
     (r"/\S*/lib/python3\.\d+/", "…/"),
+    (r'(File "…/\S+", line )\d+', r"\1…"),
+    (r"(?<=\.py:)\d+(?= (?:for|traced for) )", "…"),
     (r"0x[0-9a-f]{6,}", "0x…"),
     (r"^[EWI]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ ", ""),
     (r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+:?", "…"),

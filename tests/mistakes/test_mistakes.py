@@ -49,5 +49,19 @@ def test_outputs_name_no_folder_of_this_machine():
         assert not re.search(r"/tmp/|/root/|mistake-", recorded(name)), name
 
 
+def test_nine_of_ten_mistakes_are_right_or_have_a_message_that_says_what_to_do():
+    assert len(TABLE) >= 100
+    assert sum(verdict.is_good for verdict in TABLE.values()) >= 0.9 * len(TABLE)
+
+
+def test_wrong_numbers_without_a_word_stand_in_sharp_bits():
+    page = (Path(__file__).parents[2] / "docs/explanation/sharp_bits.md").read_text()
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    for name, verdict in TABLE.items():
+        if verdict.came == "silent":
+            assert verdict.score in (0, "right"), name
+            assert verdict.sharp_bits in headings, (name, verdict.sharp_bits)
+
+
 def test_readme_is_made_from_the_table():
     assert (Path(__file__).parent / "README.md").read_text() == verdicts.page()

@@ -169,6 +169,9 @@ def test_what_is_not_known_of_a_job_is_not_shown():
     }
     assert progress_of(told) == [("pass", "1"), ("batch", "7")]
     assert "<progress" not in page_of(told)
+    told["progress"] |= {"num_batches": 10, "share": 0.7, "left_s": 3.0}
+    assert progress_of(told)[1:] == [("batch", "7 of 10"), ("pass done", "70 %"), ("pass ends in", "3 s")]
+    assert "<title>train.py · MirroredStrategy, 2 tasks</title>" in page_of(told), "nobody knows the whole"
     told |= {"job": {"name": None, "strategy": None}, "progress": None}
     assert title_of(told) == ("replicax", "2 tasks")
     assert progress_of(told) == []

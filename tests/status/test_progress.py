@@ -224,4 +224,6 @@ def test_job_is_named_after_its_program():
     assert program_name(["train.py"], Main) == "train.py"
     Main.__spec__ = keras.__spec__
     assert program_name(["x"], Main) == "keras"
+    Main.__spec__, Main.__file__ = None, "/ray/_private/workers/default_worker.py"
+    assert program_name(["default_worker.py"], Main) is None
     assert program_name([""], type("Prompt", (), {"__spec__": None})) is None

@@ -1,4 +1,4 @@
-"""Code that chooses devices, in a program of a strategy or around one, is an error of replicax that says what to write."""
+"""Code that chooses devices, in a program of a strategy or around one, is an error that says what to write."""
 
 import jax
 import jax.numpy as jnp

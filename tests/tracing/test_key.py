@@ -179,12 +179,16 @@ def test_global_counter_in_an_inner_function_is_reported_by_name(num_replicas, i
 
 def test_value_of_a_closure_that_changes_is_reported_with_its_name_and_the_cure(strategy, caplog):
     with caplog.at_level(logging.WARNING, logger="replicax"):
-        for rate in ("a", "b", "c", "d", "e"):
-            strategy.run(lambda x: x + len(rate), args=(jnp.float32(1.0),))  # noqa: B023
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "the closure variable 'rate' changed: 'd' became 'e'" in message
-    assert "Pass it to the function as an array argument" in message
-    assert "assign_add" not in message
+        for newRate in (1, 2, 3, 4, 5):
+            strategy.run(lambda x: x * newRate, args=(jnp.float32(1.0),))  # noqa: B023
+        for mode in "abcde":
+            strategy.run(lambda x: x + len(mode), args=(jnp.float32(1.0),))  # noqa: B023
+    number, text = [record.getMessage() for record in caplog.records]
+    assert "the closure variable 'newRate' changed: 4 became 5" in number
+    assert "Pass it to the function as an array argument, jnp.asarray(newRate)" in number
+    assert "assign_add" not in number
+    assert "the closure variable 'mode' changed: 'd' became 'e'" in text
+    assert "jnp.asarray" not in text
 
 
 class Trainer:

@@ -35,8 +35,8 @@ def test_each_size_of_batch_goes_through_all_passes(monkeypatch):
     )
     total = strategy.run(lambda x: rx.get_replica_context().all_reduce("SUM", jnp.sum(x)), args=(batch,))
     assert float(total.values[0]) == 5.0
-    of_variants = ["take_rows", "resolve_marks", "check_scale", "analyse_replication"]
+    of_variants = ["check_devices", "take_rows", "resolve_marks", "check_scale", "analyse_replication"]
     num_sizes = 2
-    assert ran[: len(ran) - 3] == of_variants * (len(ran[:-3]) // 4)
+    assert ran[: len(ran) - 3] == of_variants * (len(ran[:-3]) // 5)
     assert ran.count("analyse_replication") >= num_sizes
     assert ran[-3:] == ["open_calls", "compare_sizes", "check_synchronised"]

@@ -95,7 +95,7 @@ def _top() -> _Frame | None:
 
 
 def get_strategy() -> Any:
-    """Returns the current strategy: the one of the innermost scope, the global one, or the default one.
+    """Returns the current strategy: that of the innermost scope, the global strategy, or the default strategy.
 
     Call it in any context, from any thread (scopes are per thread).
     """

@@ -18,7 +18,7 @@ BranchFunction = Callable[..., Any]
 
 
 def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands: Any) -> Any:
-    """Calls one of two functions; only the one that is called assigns its variables.
+    """Calls one of two functions. The other function assigns no variable.
 
     It is ``jax.lax.cond`` for code with variables: optimizer updates, metrics, ``rx.Variable.assign`` in a branch.
     Call it in ``run``, in ``rx.function``, in a layer that ``fit`` trains, or elsewhere. In a replica function the

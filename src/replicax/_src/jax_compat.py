@@ -329,7 +329,8 @@ def _axis_effect() -> type:
 
 def is_pmap(eqn: Any) -> bool:
     """Returns True if a ``shard_map`` equation is JAX's own, of a ``jax.pmap``."""
-    return os.path.basename(eqn.params["jaxpr"].debug_info.func_filename or "") == "pmap.py"
+    file = getattr(eqn.params["jaxpr"].debug_info, "func_filename", None)  # no public name (jax 0.10 to 0.12)
+    return os.path.basename(file or "") == "pmap.py"
 
 
 def is_in_collective() -> bool:
@@ -348,7 +349,7 @@ _FILES_OF_MAPS = {"pmap.py": "jax.pmap", "shard_map.py": "jax.shard_map"}
 
 def name_of_map(value: Any) -> str | None:
     """Returns "jax.pmap" or "jax.shard_map" for one of them, or for a function that it has returned; else None."""
-    if value is jax.pmap or value is jax.shard_map:
+    if value is shard_map or value is getattr(jax, "pmap", None):
         return f"jax.{value.__name__}"
     if not inspect.isfunction(value):
         return None

@@ -43,7 +43,6 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
         "make_array_from_single_device_arrays",
         "make_jaxpr",
         "make_user_context",
-        "pmap",
         "process_index",
         "random.key_data",
         "random.key_impl",

@@ -62,7 +62,7 @@ def chosen_backend(environ: Mapping[str, str]) -> KerasBackend:
 
 
 def backend_now() -> KerasBackend:
-    """Returns the backend of the Keras that this process has imported, or otherwise the one that Keras would select."""
+    """Returns the backend of the imported Keras; before the import, the backend that it would select."""
     told = getattr(sys.modules.get("keras.src.backend.config"), "backend", None)
     chosen = chosen_backend(os.environ)
     if told is None:  # not imported, or not yet to its end

@@ -38,12 +38,13 @@ def path_of(given: Any, what: str, example: str) -> str:
       example: An example path, for the message.
 
     Raises:
-      InvalidArgumentError: The value is not a path, or is empty.
+      InvalidArgumentError: The value is not a path, or is empty, or has a NUL.
     """
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str) or not path or "\0" in path:
+        no_nul = " without NUL" if isinstance(path, str) and path else ""
         raise InvalidArgumentError(
-            f"{what} is a path, such as {example!r}; got {type(given).__name__}: {given!r:.200}."
+            f"{what} is a path{no_nul}, such as {example!r}; got {type(given).__name__}: {given!r:.200}."
         )
     return path
 

@@ -37,7 +37,8 @@ def publish_all(namespace: dict[str, Any]) -> Callable[[], list[str]]:
     for name in namespace["__all__"]:
         if name in namespace:
             namespace[name] = publish(namespace["__name__"], name, namespace[name])
-    namespace.setdefault("__getattr__", functools.partial(_raise_missing, namespace["__name__"]))
+    missing = functools.partial(_raise_missing, namespace["__name__"])
+    namespace["__getattr__"] = boundary(namespace.get("__getattr__", missing))
     return lambda: sorted(namespace["__all__"])
 
 

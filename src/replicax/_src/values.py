@@ -612,9 +612,9 @@ def _array_of(value: PerReplica | Mirrored) -> tuple[jax.Array]:
     """
     if jax_compat.is_in_collective():
         raise UnknownAxisError(
-            f"At {user_line()} a collective of JAX is called with a {type(value).__name__} value, outside of the functions that "
-            "strategy.run runs, where the axis of the replicas does not exist. Write strategy.reduce('SUM', value, axis=None), or "
-            "'MEAN'; or call the collective in the function."
+            f"At {user_line()} a collective of JAX is called with a {type(value).__name__} value, outside of the functions "
+            "that strategy.run runs, where the axis of the replicas does not exist. Write strategy.reduce('SUM', value, "
+            "axis=None), or 'MEAN'; or call the collective in the function."
         )
     return (value.array,)
 

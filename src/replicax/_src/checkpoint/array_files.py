@@ -353,7 +353,7 @@ class ArrayReader:
             raise self._corrupt(name, f"has {size} bytes, and its part of the array needs {needed}")
 
     def _check_chunks(self, origin: tuple[int, ...]) -> None:
-        """Checks that a file is the one that was written there: its chunks have the checksums that they had."""
+        """Checks that a file has what was written there: its chunks have the checksums that they had."""
         position = position_of(origin, self.stored.file, self.stored.shape)
         if self._files is None or position in self._verified:
             return

@@ -171,7 +171,7 @@ class Cut:
 def writers_of(cuts: Mapping[str, Cut]) -> dict[str, tuple[int, ...]]:
     """Returns the number of the process that writes each file, by key, in C order; one number if all are equal.
 
-    A file that several processes hold is written by the one that has the fewest bytes so far.
+    If several processes hold a file, the process with the fewest bytes so far writes it.
     """
     num_bytes: dict[int, int] = {}
     writers: dict[str, list[int]] = {}

@@ -113,9 +113,10 @@ class CheckpointManager:
             raise InvalidArgumentError(
                 f"checkpoint_interval must be a number of steps, at least 1, or None; got {checkpoint_interval!r}."
             )
-        if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
+        is_name = isinstance(checkpoint_name, str) and checkpoint_name != ""
+        if not is_name or os.path.basename(checkpoint_name) != checkpoint_name or "\0" in checkpoint_name:
             raise InvalidArgumentError(
-                "checkpoint_name must be the beginning of a name, such as 'ckpt', and not a path; got "
+                "checkpoint_name must be the beginning of a name, such as 'ckpt', and not a path or a text with NUL; got "
                 f"{checkpoint_name!r}."
             )
         if init_fn is not None and not callable(init_fn):

@@ -246,8 +246,8 @@ def check_space(path: str, num_bytes: int) -> None:
     if free < num_bytes + _MARGIN_BYTES:
         raise CheckpointWriteError(
             errno.ENOSPC,
-            f"The checkpoint {path!r} needs up to {_mib(num_bytes)}, but its disk has {_mib(free)} left. "
-            "Nothing was written, and earlier checkpoints are unchanged. Free some space, or keep fewer "
+            f"The checkpoint {path!r} needs up to {_mib(num_bytes)}, and a margin of {_mib(_MARGIN_BYTES)}, but its disk has "
+            f"{_mib(free)} free. Nothing was written, and earlier checkpoints are unchanged. Free some space, or keep fewer "
             "checkpoints (max_to_keep).",
         )
 

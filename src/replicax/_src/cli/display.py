@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, TextIO, final
 
 from replicax._src.cli.backlog import Backlog, Entry
+from replicax._src.cli.standard_streams import full_disk
 from replicax._src.cli.terminal import DirectOutput, coloured, is_terminal, live_table, write_line
 from replicax._src.cluster.spec import Task
 from replicax._src.drawing.text import printable
@@ -76,7 +77,9 @@ class Display:
         reported once.
 
     Attributes:
-      is_broken: True once the reader has closed the pipe behind standard output. Lines are then only logged.
+      is_broken: True once the output cannot be written: the reader has closed the pipe, or the disk is full. Lines are
+        then only logged.
+      has_full_disk: True if the disk was the reason. A message has said so.
 
     Raises:
       OSError: A file in ``log_dir`` cannot be opened.
@@ -92,7 +95,7 @@ class Display:
         is_plain: bool = False,
         log_dir: Path | None = None,
     ):
-        self.is_broken = False
+        self.is_broken = self.has_full_disk = False
         self._error: Exception | None = None
         self._output, self._notes = DirectOutput(output), DirectOutput(notes)
         self._has_log_failed = False
@@ -173,7 +176,13 @@ class Display:
             if not self.is_broken:
                 try:
                     self._show(entries)
-                except OSError:
+                except OSError as error:
+                    if full := full_disk(error):
+                        self.has_full_disk = True
+                        with contextlib.suppress(OSError, ValueError):  # it may be the stream of messages
+                            self._notes.write(
+                                f"replicax: the output cannot be written: {full}. Lines are missing, and the job ends.\n"
+                            )
                     self.is_broken = True
                 except Exception as error:  # otherwise this thread would end, and the tasks wait for it
                     self.is_broken, self._error = True, error

@@ -17,6 +17,7 @@ from replicax._src.cli.display import Display
 from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.python_arguments import add_script, check_keras, python_arguments
+from replicax._src.cli.standard_streams import UNREAD_EXIT_CODE
 from replicax._src.cli.supervisor import Renew, Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.cluster.errors import ClusterError, ClusterManagerError
@@ -489,4 +490,5 @@ def _run_tasks(
     with contextlib.closing(display):
         for note in notes:
             display.note(note)
-        return Supervisor(starts, display, how, renew).run()
+        code = Supervisor(starts, display, how, renew).run()
+    return 1 if display.has_full_disk and code in (0, UNREAD_EXIT_CODE) else code

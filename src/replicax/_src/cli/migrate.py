@@ -18,7 +18,8 @@ _DESCRIPTION: Final = """\
 Rewrites programs that use TensorFlow's tf.distribute: scripts, packages (give the directory) and notebooks. Names change by
 the table of the page "Migrating from TensorFlow". Comments and layout stay. Functions that run in a tf.data pipeline stay
 TensorFlow's. What the command cannot know, it marks with a comment `# replicax migrate: ...` above the line. When you have
-looked at one, delete it, or write `# replicax migrate: ok` in its place. Running the command again changes nothing.
+looked at one, delete it, or write `# replicax migrate: ok` in its place. Running the command again changes nothing. The last
+line says which packages the new program needs besides replicax.
 """
 _EPILOG: Final = f"""\
 The exit code is 0 if nothing is left to do, 3 if there are marks to look at, 1 if a file was left alone. Needs libcst
@@ -128,6 +129,7 @@ def _summary(files: Sequence[File], *, is_written: bool) -> list[str]:
         by_rule = ", ".join(f"{count} {rule}" for rule, count in found["marks"].items())
         num_places = len(found["to_look_at"])
         lines.append(f"{num_places} place{'s' * (num_places != 1)} to look at: {by_rule}. See {_PAGE}.")
+    lines += found["notes"]
     if found["packages"]:
         lines.append(f"Besides replicax, the program needs: {install_command(*found['packages'])}")
     return [f"replicax migrate: {line}" for line in lines]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from replicax._src.cli.arguments import positive, seconds
+from replicax._src.cli.standard_streams import INTERRUPTED_EXIT_CODE
 from replicax._src.cluster.processes import Process, ProcessTimeoutError
 from replicax._src.cluster.progress import VARIABLE as PROGRESS_VARIABLE
 from replicax._src.cluster.progress import working
@@ -27,9 +28,11 @@ share of --global-batch. Keras variables of 1 MB and more are not allocated, so 
 memory.
 """
 _EPILOG: Final = """\
-The script's own output goes to stderr. The exit code is 0 if the step fits, 3 if it does not, 1 if there is no plan.
+The script's own output goes to stderr. The exit code is 0 if the step fits, 3 if it does not, 1 if there is no plan,
+130 after Ctrl-C.
 """
 _NOT_FITTING: Final = 3
+_INTERRUPTED: Final = "interrupted"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -137,8 +140,9 @@ def run(options: argparse.Namespace) -> int:
         if unfinished:
             of_what = "remedies were" if result.exists() else "it was"
             print(f"replicax plan: {of_what} {unfinished}.", file=sys.stderr)
+        is_interrupted = unfinished == _INTERRUPTED
         if not result.exists():
-            return 1
+            return INTERRUPTED_EXIT_CODE if is_interrupted else 1
         found = json.loads(result.read_text(encoding="utf-8"))
     print(json.dumps(found["facts"], indent=2) if options.json else found["text"], flush=True)
     if options.svg is not None:
@@ -147,6 +151,8 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             print(f"replicax plan: the picture could not be written: {error}", file=sys.stderr)
             return 1
+    if is_interrupted:
+        return INTERRUPTED_EXIT_CODE
     return 0 if found["facts"]["fits"] else _NOT_FITTING
 
 
@@ -180,7 +186,7 @@ def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float, w
     except ProcessTimeoutError:
         return f"not finished after {limit_s:g} s (--limit)"
     except KeyboardInterrupt:
-        return "interrupted"
+        return _INTERRUPTED
 
 
 def _say(line: str) -> None:

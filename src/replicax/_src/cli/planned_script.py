@@ -144,7 +144,7 @@ class _FirstProgram:
         return element
 
     def _strategy(self) -> Strategy:
-        """Returns the strategy of the current scope, or the one that the script created last."""
+        """Returns the strategy of the current scope, or the strategy that the script created last."""
         if context.has_strategy():
             return context.get_strategy()
         return self._strategies[-1] if self._strategies else context.get_strategy()

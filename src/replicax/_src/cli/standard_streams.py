@@ -5,11 +5,13 @@ Imports only what Python has loaded at its start, so that it is imported at once
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 
 INTERRUPTED_EXIT_CODE = 130
+UNREAD_EXIT_CODE = 141
 
 
 class EndingAtInterrupt:
@@ -27,6 +29,34 @@ class EndingAtInterrupt:
     def __exit__(self, *error: object) -> None:
         if self._is_mine:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def full_disk(error: OSError) -> str:
+    """Returns why a stream cannot be written, if its disk has no room; otherwise an empty string."""
+    return {
+        errno.ENOSPC: "its disk is full",
+        errno.EDQUOT: "the quota of its disk is used up",
+        errno.EFBIG: "the file would exceed its size limit (ulimit -f)",
+    }.get(error.errno or 0, "")
+
+
+def exit_code_of_output(error: OSError) -> int | None:
+    """Returns the exit code for an error of standard output, after a message on standard error if its disk is full.
+
+    Returns None for another error. A closed pipe needs no message: its reader has what it wanted.
+    """
+    full = full_disk(error)
+    if error.filename is not None or not (full or isinstance(error, BrokenPipeError)):
+        return None
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), sys.stdout.fileno())  # Python flushes what is left at exit
+    if not full:
+        return UNREAD_EXIT_CODE
+    print(
+        f"replicax: standard output cannot be written: {full}. Free some space, or write elsewhere.",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def open_closed_streams() -> None:

@@ -112,7 +112,8 @@ class Supervisor:
     ):
         self._starts, self._display, self._options, self._renew = starts, display, options, renew
         self._status_files: dict[Task, Path] = {}
-        self._history: dict[str, str] = {}
+        # What the task that serves the status has saved there for the process after a restart. Its folder goes with it.
+        self._histories: dict[Task, bytes] = {}
         self._signals: list[int] = []
         # Unlike an event it may be used in a signal handler, which may interrupt the thread that waits.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -132,7 +133,7 @@ class Supervisor:
         Raises:
           ProcessStartError: A task could not be started. No process is left.
         """
-        with self._curves_kept(), self._signals_noticed(), self._none_left():
+        with self._signals_noticed(), self._none_left():
             while True:
                 failed = self._run_once()
                 if self._signals:
@@ -201,15 +202,17 @@ class Supervisor:
         )
         return servers if may_stay else ()
 
-    @contextlib.contextmanager
-    def _curves_kept(self) -> Iterator[None]:
-        """Gives the task that serves the status a file for its curves, which it finds again after a restart."""
+    def _history_of(self, task: Task) -> dict[str, str]:
+        """Returns the variable with the file for the task's curves, which has those of the process before."""
         if os.environ.get(STATUS_HISTORY_VARIABLE):  # the user has chosen one
-            yield
-            return
-        with tempfile.TemporaryDirectory(prefix="replicax-launch-", ignore_cleanup_errors=True) as folder:
-            self._history = {STATUS_HISTORY_VARIABLE: str(Path(folder) / "history.json")}
-            yield
+            return {}
+        path = self._history_file(task)
+        if task in self._histories:
+            path.write_bytes(self._histories[task])
+        return {STATUS_HISTORY_VARIABLE: str(path)}
+
+    def _history_file(self, task: Task) -> Path:
+        return self._status_files[task].with_name("history.json")
 
     @contextlib.contextmanager
     def _none_left(self) -> Iterator[None]:
@@ -231,7 +234,7 @@ class Supervisor:
         own = {
             STATUS_FILE_VARIABLE: str(self._status_files[start.task]),
             RESTART_COUNT_VARIABLE: str(self._num_starts[start.task]),
-            **self._history,
+            **self._history_of(start.task),
         }
         self._display.started(start.task, self._num_starts[start.task])
         self._num_starts[start.task] += 1
@@ -430,6 +433,8 @@ class Supervisor:
         self._display.update([self._row(task, process) for task, process in self._processes.items()])
 
     def _row(self, task: Task, process: Process) -> Row:
+        with contextlib.suppress(OSError):  # few tasks have one
+            self._histories[task] = self._history_file(task).read_bytes()
         status, speed = read_status(self._status_files[task]), self._speeds[task]
         if status is not None:
             speed.add(status)

@@ -58,14 +58,14 @@ class Channel:
     """A connection to the controller, with a thread that listens and sends heartbeats.
 
     Args:
-      membership: The tasks, and the one that this process is. The controller is at the leader's address.
+      membership: The tasks, and the task of this process. The controller is at the leader's address.
       security: The secrets that both sides must present.
       silence_s: The seconds without a message after which the controller counts as gone.
       stall_s: The seconds of waiting after which the log names the missing tasks.
 
     Attributes:
       is_lost: True once the controller has ended the connection, or has been silent for too long.
-      program_thread: The thread that ran the last program, at first the one that made this object.
+      program_thread: The thread that ran the last program, at first the thread that made this object.
       has_threads: True once several threads have run programs, or one runs them and another has made exchanges before.
         Then exchanges and reads have no common order with programs.
     """

@@ -12,7 +12,7 @@ _roles: list[bool] = []  # roles of this process, one for each strategy that it 
 
 
 def is_chief() -> bool:
-    """Returns True in exactly one process of a job: the one that prints, logs, or starts the W&B or MLflow run.
+    """Returns True in exactly one process of a job, which prints, logs, or starts the W&B or MLflow run.
 
     This process is the chief, or worker 0 if there is no chief. With parameter servers it is the coordinator; if each
     worker runs the program, it is the chief or worker 0. An evaluator is not the chief of the job. Without a cluster

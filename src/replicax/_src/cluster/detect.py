@@ -68,7 +68,7 @@ class _Found:
 
 
 def checked_resolver(given: ClusterResolver | None) -> ClusterResolver:
-    """Returns the resolver that a strategy was given, or else the one that fits the environment.
+    """Returns a strategy's resolver, or, for None, the resolver that fits the environment.
 
     Raises:
       InvalidArgumentError: The argument is not a resolver.

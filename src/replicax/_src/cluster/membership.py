@@ -267,7 +267,7 @@ def _check_leader(spec: ClusterSpec, leader: Task) -> None:
     if not split_address(address)[1]:
         raise AddressError(
             f"The address of {leader}{from_source(spec.source)} is {address!r}. Port 0 means that no task connects there, but "
-            f"{leader} is the one that all others connect to: give it a port."
+            f"all others connect to {leader}: give it a port."
         )
 
 

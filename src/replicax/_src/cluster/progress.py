@@ -30,17 +30,27 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def compiling(name: str, num_replicas: int | None) -> contextlib.AbstractContextManager[None]:
+def compiling(
+    name: str, num_replicas: int | None, again: str = ""
+) -> contextlib.AbstractContextManager[None]:
     """Reports the tracing and the first call of a program, which run in the block.
 
     Args:
       name: The name of the function.
       num_replicas: The number of replicas; None if it is not known yet.
+      again: The reason, if the function was compiled before: "for a smaller batch, 4 rows after 16".
     """
     what = name.rpartition("<locals>.")[2]
     if num_replicas is not None:
         what += f" for {num_replicas:,} replica{'s' * (num_replicas != 1)}"
-    return working(f"compiling {what}", f"compiled {what}")
+    return working(f"compiling {what}{again and f' again, {again}'}", f"compiled {what}")
+
+
+def batch_of_other_size(rows: int, rows_before: int) -> str:
+    """Returns the reason to compile again for another number of rows; empty if they are equal."""
+    if rows == rows_before:
+        return ""
+    return f"for a {'smaller' if rows < rows_before else 'larger'} batch, {rows:,} rows after {rows_before:,}"
 
 
 @contextlib.contextmanager

@@ -274,7 +274,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The scheme before addresses: the one that was given or set, or else that of the first resolver."""
+        """The scheme before addresses: an argument, a later assignment, or else that of the first resolver."""
         return self._rpc_layer or self._resolvers[0].rpc_layer
 
     @rpc_layer.setter

@@ -340,7 +340,7 @@ def join_cluster(membership: Membership, timeout_s: float = 600.0) -> Peers:
     """Joins a cluster. A second call returns the cluster that this process has joined.
 
     Args:
-      membership: The workers, which meet at the leader's address, and the one that this process is.
+      membership: The workers, which meet at the leader's address, and the task of this process.
       timeout_s: The longest wait for processes that are behind, later. The value of the first call counts.
 
     Raises:

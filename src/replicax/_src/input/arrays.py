@@ -12,7 +12,10 @@ from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.lowering import memory
 
 _NOT_NUMBERS: Final = "OUSMm"
-_TO_NUMBERS: Final = "Convert it to numbers first (token ids; for categories np.unique(texts, return_inverse=True)[1]), or leave it out."
+_TO_NUMBERS: Final = (
+    "Convert it to numbers first (token ids; for categories np.unique(texts, return_inverse=True)[1]), or leave "
+    "it out."
+)
 
 
 class UnsupportedElementError(ReplicaxError, TypeError):

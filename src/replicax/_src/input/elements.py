@@ -295,7 +295,7 @@ class OneShotIterator:
         self._is_spent = False
 
     def start(self) -> Iterator[Any]:
-        """Yields the elements, including the one that ``look`` has read."""
+        """Yields the elements, including an element that ``look`` has read."""
         if self._is_spent:
             raise OneShotSourceError(
                 "This dataset is an iterator (a generator, or an object with __next__), and it has been iterated, so "

@@ -57,7 +57,7 @@ def for_model(model: keras.Model | keras.Layer | Callable[[], Any], *, devices_p
 
     Args:
       model: A function without arguments that returns the model, which is called once and allocates no memory. Or a
-        built model, which must be like the one that will be made in the scope of the strategy.
+        built model; the model that you make in the scope of the strategy must be like it.
       devices_per_replica: The number of logical devices of each replica.
 
     Returns:

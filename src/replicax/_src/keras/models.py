@@ -68,7 +68,7 @@ STEPS_OF_DATA = {
     "evaluate": {"x": "steps"},
     "predict": {"x": "steps"},
 }
-"""The arguments that may be datasets, each with the one that says how many of its batches to take."""
+"""The arguments that may be datasets, each with the argument for the number of its batches."""
 
 
 def _placed(name: str) -> Method:

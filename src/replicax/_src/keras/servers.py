@@ -180,7 +180,7 @@ def _trace_update(
 
 
 class _Local(threading.local):
-    optimizer = ""  # the name of the one whose update is being traced
+    optimizer = ""  # the name of the optimizer whose update is being traced
 
 
 _local = _Local()

@@ -1,6 +1,6 @@
 """The global view: a pure step of a global batch, compiled over the replicas' devices.
 
-The program is the one that one device would run, and XLA's partitioner splits it. Every sum over the batch is
+XLA's partitioner splits the program of one device. Every sum over the batch is
 therefore over the global batch, and no formula is needed. State is replicated, and the rows of a batch are split. A
 batch that cannot be split evenly is padded on the host, and the program first removes the padding.
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.cluster.progress import compiling
+from replicax._src.cluster.progress import batch_of_other_size, compiling
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.devices.topology import Topology
 from replicax._src.lowering import whole_operations
@@ -60,6 +60,7 @@ class GlobalStep:
         self._step, self._name, self._topology = step, name, topology
         self._donates, self._keeps_all = donates, keeps_all
         self._programs: dict[Hashable, _Program] = {}
+        self._last_rows = 0
 
     def program(self, state: HeldState, batch: Batch, capacity: int) -> _Program:
         """Returns the program for batches like this one, and traces and compiles it if there is none yet.
@@ -94,7 +95,9 @@ class GlobalStep:
         if program is not None:
             prepare(program)
             return program(state, batches)
-        with compiling(self._name, self._topology.num_replicas):
+        again = batch_of_other_size(batches[0].num_rows, self._last_rows) if self._programs else ""
+        self._last_rows = batches[0].num_rows
+        with compiling(self._name, self._topology.num_replicas, again):
             program = self.program(state, batches[0], capacity)
             prepare(program)
             return program(state, batches)

@@ -65,8 +65,6 @@ def expression(frame: types.FrameType, instruction: int, line: int) -> str:
     return b"".join(rows).decode()
 
 
-def positions(
-    code: types.CodeType, instruction: int
-) -> tuple[int | None, int | None, int | None, int | None]:
+def positions(code: types.CodeType, instruction: int) -> tuple[int | None, ...]:
     """Returns the first and last line of an instruction, and the columns where it starts and ends, in bytes."""
     return next((p for i, p in enumerate(code.co_positions()) if 2 * i == instruction), (None,) * 4)

@@ -101,6 +101,14 @@ def _operand(text: str) -> str:
     return f"jnp.asarray({text})" if is_stored else _array(text)
 
 
+def _tensor(text: str) -> str:
+    """Returns the same for functions of ``keras.ops`` that take arrays only: of a list, or of an attribute."""
+    node = parsed(text)
+    is_list = isinstance(node, ast.List | ast.Tuple | ast.ListComp)
+    is_attribute = isinstance(node, ast.Attribute) and text.startswith("self.")
+    return f"ops.convert_to_tensor({_number(text)})" if is_list or is_attribute else text
+
+
 def _axes(text: str) -> str:
     """Returns axes as a tuple. TensorFlow also takes a list, or a range."""
     if made := _RANGE.fullmatch(text):
@@ -186,6 +194,7 @@ FORMS: Final[Mapping[str, Callable[[str], str]]] = MappingProxyType(
         "number": _number,
         "array": _array,
         "operand": _operand,
+        "tensor": _tensor,
         "axes": _axes,
         "lower": _lower,
         "text": _text,

@@ -176,6 +176,7 @@ class Source(cst.CSTVisitor):
         self.calls: list[cst.Call] = []
         self.functions: list[Function] = []
         self.strings: list[cst.SimpleString] = []
+        self.integers: list[cst.Integer] = []
         self.classes: list[cst.ClassDef] = []
         self.statements: list[cst.CSTNode] = []
         self.loops: list[cst.For | cst.CompFor] = []
@@ -188,6 +189,7 @@ class Source(cst.CSTVisitor):
             cst.Lambda: self.functions,
             cst.ClassDef: self.classes,
             cst.SimpleString: self.strings,
+            cst.Integer: self.integers,
         } | dict.fromkeys(_STATEMENTS, self.statements)
         self._around: list[cst.CSTNode] = []
         self._bodies: list[Function] = []
@@ -202,6 +204,7 @@ class Source(cst.CSTVisitor):
             for bound in bound_by(statement, self.package)
         ]
         self._bounds_of: dict[cst.CSTNode, list[Bound]] = {}
+        self._attributes: dict[tuple[cst.ClassDef | None, str], list[cst.BaseExpression]] | None = None
         self.program = Program([self])
 
     def follow_imports(self) -> None:
@@ -532,12 +535,16 @@ class Source(cst.CSTVisitor):
 
     def attributes_of(self, class_: cst.ClassDef, name: str) -> Iterator[cst.BaseExpression]:
         """Yields every expression that ``self.name = …`` assigns in a class."""
-        for chain in self.chains:
-            target = self.parents[chain]
-            if text_of(chain) == f"self.{name}" and isinstance(target, cst.AssignTarget):
-                statement = self.parents[target]
-                if self.class_around(chain) is class_ and isinstance(statement, cst.Assign):
-                    yield statement.value
+        if self._attributes is None:
+            self._attributes = {}
+            for chain in self.chains:
+                target = self.parents[chain]
+                first, _, attribute = text_of(chain).partition(".")
+                if first == "self" and attribute and isinstance(target, cst.AssignTarget):
+                    statement, around = self.parents[target], self.class_around(chain)
+                    if isinstance(statement, cst.Assign):
+                        self._attributes.setdefault((around, attribute), []).append(statement.value)
+        yield from self._attributes.get((class_, name), ())
 
     def bases(self, class_: cst.ClassDef, depth: int = 6) -> Iterator[str]:
         """Yields the names of the table among the bases of a class, and among their bases."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -26,13 +26,17 @@ from replicax._src.migrate.values import (
     is_calculated_with,
     is_division_of_gpu,
     is_limit_of_gpu,
+    is_parts,
     is_shape,
+    is_variable,
     uses_of,
 )
 
 # Names that change in a dataset, too: those of distribution, and of Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
 # Functions of Keras that take arrays only, and no variables of Keras.
+_JOINS: Final = ("tf.concat", "tf.stack", "tf.add_n")
+_TOP_K: Final = ("tf.math.top_k", "tf.nn.top_k")
 _LIKE: Final = ("tf.zeros_like", "tf.ones_like")
 ROOT: Final = re.compile(rf"(?<![\w.{{\"'])({'|'.join(ROOTS)})(?=\.)")
 
@@ -96,11 +100,13 @@ class Decisions:
         self.comments = Comments(source)
         self.uses_keras = uses_keras
         self.names: dict[cst.CSTNode, str] = {}
+        self.wraps: dict[cst.CSTNode, str] = {}
         self.fillings: dict[cst.CSTNode, Filling] = {}
         self.removed: set[cst.CSTNode] = set()
         self.freed: set[str] = set()
         self.used: set[Bound] = set()
         self.changes: list[Change] = []
+        self._marked_calls: set[cst.CSTNode] = set()
         for chain in source.chains:
             name = source.dotted(chain)
             if name is not None:
@@ -108,7 +114,6 @@ class Decisions:
         for node in (*source.calls, *source.attributes):
             self._decide_method(node)
         self.texts: dict[cst.CSTNode, str] = {}
-        self.wraps: dict[cst.CSTNode, str] = {}
         for found in renamed(source):
             self._write(found.node, found.text)
         self.dropped: set[cst.CSTNode] = set()
@@ -120,6 +125,7 @@ class Decisions:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         self._write_suffixes()
+        self._add_to_shapes()
         self._drop()
         if not uses_keras:
             self._loop_over_arrays()
@@ -129,6 +135,7 @@ class Decisions:
         """Returns the names of ``ROOTS`` that the new names begin with."""
         templates = [filling.template for filling in self.fillings.values()]
         templates += ["jnp."] * any(form in text for text in templates for form in (":array}", ":operand}"))
+        templates += ["ops."] * any(":tensor}" in text for text in templates)
         texts = [*self.names.values(), *templates, *self.wraps.values(), *["rx."] * bool(self.taped)]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
@@ -147,6 +154,8 @@ class Decisions:
             if found and found.rows[0].kind != "keep":
                 self._mark_both(chain)
             return self._keep(chain)
+        if self._is_in(self._marked_calls, chain):
+            return self._keep(chain)  # a person replaces the whole call
         if name == "tf.range" and self._is_loop(self._source.parents[chain]):
             return self._rename(chain, name, "range")
         if found is None:
@@ -181,17 +190,26 @@ class Decisions:
         statement = self._source.parents[chain]
         if not isinstance(statement, cst.Assign) or is_below(name, *_ALSO_IN_DATA):
             return False
-        uses = list(uses_of(self._source, statement))
+        uses = [self._chain_of(use) for use in uses_of(self._source, statement)]
         in_data = [self._in_data(use) for use in uses]
         others = [
             use
             for use, is_there in zip(uses, in_data, strict=True)
-            if not is_there and not isinstance(self._source.parents[use], cst.Call)
+            if not is_there
+            and isinstance(use, cst.Name)
+            and not isinstance(self._source.parents[use], cst.Call)
         ]
         if any(in_data) and others:
             what = f"a dataset uses this name of {name}, so it stays TensorFlow's"
             self._mark(chain, "both", what, "give the steps a name of their own")
         return any(in_data)
+
+    def _chain_of(self, name: cst.Name) -> cst.CSTNode:
+        """Returns the ``v1.data.Dataset`` that begins with a name."""
+        node: cst.CSTNode = name
+        while isinstance(self._source.parents[node], cst.Attribute):
+            node = self._source.parents[node]
+        return node
 
     def _mark_both(self, chain: Chain) -> None:
         owner = self._source.owners[chain]
@@ -237,6 +255,7 @@ class Decisions:
             return self._fill(call, row, name, bound)
         if not self._is_new_name(chain):
             self._mark_kept(chain, "argument", f"{name}: {reasons[0]}", rows[0].write)
+            self._marked_calls.add(call)
         return self._keep(chain)
 
     def _remove(self, chain: Chain, name: str, statement: cst.Expr) -> None:
@@ -244,7 +263,9 @@ class Decisions:
         self.changes.append(Change(self._source.line_of(chain), name, ""))
 
     def _decide_variable_of_layer(self, call: cst.Call, chain: Chain) -> None:
-        found = table.find("tf.Variable in a Keras layer")
+        owner = self._source.owners[chain]
+        in_build = isinstance(owner, cst.FunctionDef) and owner.name.value == "build"
+        found = table.find(f"tf.Variable in {'build of ' * in_build}a Keras layer")
         assert found is not None
         self._decide_call(call, chain, "tf.Variable", found.rows)
         first = call.args[0] if call.args else None
@@ -262,6 +283,7 @@ class Decisions:
             return self._remove(chain, name, statement)
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
             self._mark_kept(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
+            self._marked_calls.add(call)
         return self._keep(chain)
 
     def _rename(self, chain: Chain, name: str, target: str) -> None:
@@ -304,6 +326,10 @@ class Decisions:
             and self._may_be_variable(node)
         ):
             template = template.replace("{input}", "ops.convert_to_tensor({input})")
+        if row.name in _JOINS and isinstance(node, cst.Call) and node.args and not self._in_step(node):
+            parts = node.args[0].value
+            if is_parts(self._source, parts):  # they lie on several devices
+                self.wraps[parts] = "jax.device_get({self})"
         self.fillings[node] = Filling(row, template, bound.arguments)
         self.changes.append(Change(self._source.line_of(node), name, template))
 
@@ -369,9 +395,11 @@ class Decisions:
         if found is None or self._is_of_another_package(attribute) or self._reach.is_data(self._source, node):
             return
         if self._source.definition(attribute) or not (
-            isinstance(node, cst.Call) or name.count(".") > 1 or is_optimizer(self._source, node.value)
+            isinstance(node, cst.Call) or name.count(".") > 1 or self._is_known(name, node.value)
         ):
             return  # it is the program's own, or an attribute such as `args.lr`
+        if name == ".value" and not is_variable(self._source, attribute.value):
+            return
         for row in found.rows:
             if row.is_call != isinstance(node, cst.Call):
                 continue
@@ -385,6 +413,13 @@ class Decisions:
             elif bound.action == "change":
                 self._fill(node, row, name, bound)
             return
+
+    def _is_known(self, name: str, owner: cst.BaseExpression) -> bool:
+        """True for the rate of an optimizer, and for a part of the result of ``top_k``."""
+        if name in (".values", ".indices"):
+            values = [owner] if isinstance(owner, cst.Call) else self._source.values(owner)
+            return any(isinstance(v, cst.Call) and self._source.dotted(v.func) in _TOP_K for v in values)
+        return is_optimizer(self._source, owner)
 
     def _is_of_another_package(self, attribute: cst.Attribute) -> bool:
         """True for ``torch.numpy`` and for the result of a call of another package: ``torch.ones(2).numpy()``."""
@@ -413,6 +448,21 @@ class Decisions:
             for other in found.others:
                 what = f"this file's name ends in {suffix} now, where Keras writes and reads it"
                 self._mark(other, "suffix", what, "write that name here, too")
+
+    def _add_to_shapes(self) -> None:
+        """Makes tuples of lists in sums with shapes: ``x.shape[:-1] + [n]``."""
+        for attribute in self._source.attributes:
+            if attribute.attr.value != "shape" or self._in_data(attribute):
+                continue
+            node: cst.CSTNode = attribute
+            if isinstance(self._source.parents[node], cst.Subscript):
+                node = self._source.parents[node]
+            total = self._source.parents[node]
+            if isinstance(total, cst.BinaryOperation) and isinstance(total.operator, cst.Add):
+                other = total.right if total.left is node else total.left
+                if isinstance(other, cst.List):
+                    self.wraps[other] = "tuple({self})"
+                    self.changes.append(Change(self._source.line_of(other), "", "tuple({self})"))
 
     def _loop_over_arrays(self) -> None:
         """Makes loops over datasets get NumPy arrays, because jax.numpy takes no tensors of TensorFlow. keras.ops
@@ -472,9 +522,16 @@ class Decisions:
     def _in_data(self, node: cst.CSTNode) -> bool:
         if self._reach.is_data(self._source, node):
             return True
+        kept = {outer for outer in self._source.around(node) if self._reach.is_kept(outer)}
+        return self._is_in(kept, node)
+
+    def _is_in(self, calls: Set[cst.CSTNode], node: cst.CSTNode) -> bool:
+        """True for a node in the arguments of one of the calls, but not in a function there."""
         inner = node
-        for outer in self._source.around(node):
-            if isinstance(outer, cst.Call) and self._reach.is_kept(outer) and outer.func is not inner:
+        for outer in self._source.around(node) if calls else ():
+            if isinstance(outer, cst.Lambda):
+                return False
+            if outer in calls and isinstance(outer, cst.Call) and outer.func is not inner:
                 return True
             inner = outer
         return False

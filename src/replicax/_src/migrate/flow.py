@@ -109,9 +109,7 @@ class Flow:
             if around.value is not None:
                 yield source, around.value
         elif isinstance(around, cst.For | cst.CompFor):
-            is_written = isinstance(around.iter, cst.List | cst.Tuple)
-            elements = [e.value for e in around.iter.elements] if is_written else [around.iter]
-            yield from ((source, element) for element in elements)
+            yield from ((source, element) for element in _elements(around.iter) or [around.iter])
         elif isinstance(around, cst.AsName):
             item = source.parents[around]
             if isinstance(item, cst.WithItem):
@@ -125,10 +123,9 @@ class Flow:
         for home, value in self._given_to(source, several):
             results = list(self._results(home, value)) if isinstance(value, cst.Call) else []
             for where, each in results or [(home, value)]:
-                is_written = isinstance(each, cst.Tuple | cst.List) and len(each.elements) == len(
-                    several.elements
-                )
-                yield (where, each.elements[place].value) if is_written else (home, value)
+                written = _elements(each)
+                is_same_number = len(written) == len(several.elements)
+                yield (where, written[place]) if is_same_number else (home, value)
 
     def _of_parameter(self, source: Source, parameter: cst.Param) -> Iterator[Place]:
         function = next(n for n in source.around(parameter) if isinstance(n, cst.FunctionDef | cst.Lambda))
@@ -159,9 +156,13 @@ class Flow:
             yield made.source, made.node.body
             return
         for statement in made.source.statements:
-            is_own = isinstance(statement, cst.Return) and made.source.owners[statement] is made.node
-            if is_own and statement.value is not None:
-                yield made.source, statement.value
+            if isinstance(statement, cst.Return) and made.source.owners[statement] is made.node:
+                yield from ((made.source, value) for value in [statement.value] if value is not None)
+
+
+def _elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Returns the elements of a list or a tuple; none for anything else."""
+    return [element.value for element in node.elements] if isinstance(node, cst.List | cst.Tuple) else []
 
 
 def _inner(node: cst.Attribute) -> Iterator[cst.Attribute]:

@@ -27,6 +27,8 @@ TABLE: Final = Path(__file__).with_name("keras_dropped.toml")
 ARGUMENTS: Final = Path(__file__).with_name("keras_arguments.json")
 # Keras 2 divides the rate by 1 + decay * step.
 _DECAY: Final = "keras.optimizers.schedules.InverseTimeDecay({self}, 1, %s)"
+# Callbacks that set the rate of an optimizer, which cannot be a schedule then.
+_SET_RATE: Final = ("tf.keras.callbacks.ReduceLROnPlateau", "tf.keras.callbacks.LearningRateScheduler")
 # Methods that objects of other libraries have, too.
 _COMMON_METHODS: Final = frozenset({".save", ".fit", ".predict", ".evaluate", ".compute_mask"})
 
@@ -239,9 +241,13 @@ def _of_decay(source: Source, call: cst.Call, rules: _Rules) -> Iterator[Dropped
     first = call.args[0]
     rate = by_keyword.get("learning_rate") or by_keyword.get("lr") or (None if first.keyword else first)
     text = source.tree.code_for_node(decay.value)
-    if rate is None or rate.star or "{" in text:
+    sets_rate = any(
+        source.dotted(chain) in _SET_RATE for other in source.program.sources for chain in other.chains
+    )
+    if rate is None or rate.star or "{" in text or sets_rate:
         what = "keras.optimizers of Keras 3 have no argument decay"
-        yield Dropped(call, what, f"give learning_rate={_DECAY.format(self='rate') % 'decay'}")
+        write = f"give learning_rate={_DECAY.format(self='rate') % 'decay'}"
+        yield Dropped(call, what, f"{write}, and no callback that sets the rate" if sets_rate else write)
         return
     yield Dropped(call, argument=decay)
     yield Dropped(call, value=rate.value, template=_DECAY % text)

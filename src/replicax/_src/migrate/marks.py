@@ -11,10 +11,10 @@ import libcst.matchers as m
 
 from replicax._src.migrate.bindings import Function, Source, canonical, text_of
 from replicax._src.migrate.comments import Comments
-from replicax._src.migrate.imports import moved_name
+from replicax._src.migrate.imports import is_below, moved_name
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.tapes import is_tape
-from replicax._src.migrate.values import is_integer
+from replicax._src.migrate.values import is_integer, is_variable
 
 # The reason why the command does not decide, by rule. Marks of a row of the table use the row's name as the rule.
 RULES: Final = {
@@ -25,6 +25,7 @@ RULES: Final = {
     "integers": "Results of integers have another dtype.",
     "side effect": "run traces a function once and compiles it: Python code in it runs once, not in each step.",
     "scope": "A variable made outside of strategy.scope() belongs to no strategy.",
+    "part": "Arrays are not assigned in place.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
     "sizes": "A program is compiled for each shape of its arguments. TensorFlow compiled one for all sizes of an axis.",
     "tape": "A tape records functions that are traced.",
@@ -39,6 +40,7 @@ _PYTHON_VALUES: Final = re.compile(
     r"tf\.(shape|rank|executing_eagerly|is_tensor|inside_function|io\.|distribute\.|config\.|train\.|keras\.|version\.|"
     r"test\.|data\.|nest\.|compat\.|dtypes|as_dtype|debugging|is_symbolic_tensor|get_static_value|function)"
 )
+_MAX_INT32: Final = 2**31 - 1
 _RANDOM_OR_TIME: Final = ("numpy.random.", "random.", "time.")
 
 Found: TypeAlias = tuple[cst.CSTNode, str, str, str]
@@ -60,10 +62,13 @@ class Marker:
             self._mean_of_integers,
             self._keras_loss,
             self._outputs,
+            self._rate,
+            self._part_of_variable,
             self._side_effect,
             self._scope,
             self._int64,
             self._sizes,
+            self._table,
             self._tape,
             self._condition,
         )
@@ -155,7 +160,8 @@ class Marker:
                     )
 
     def _outputs(self) -> Iterator[Found]:
-        """Finds a model with several outputs that gives one of them to its compiled loss or metrics."""
+        """Finds models with several outputs that give one of them to their compiled loss or metrics, each once."""
+        found: set[cst.CSTNode] = set()
         for call in self._source.calls:
             owner = text_of(call.func.value) if isinstance(call.func, cst.Attribute) else ""
             is_loss = text_of(call.func) == "self.compiled_loss"
@@ -164,19 +170,49 @@ class Marker:
             ):
                 continue
             around = self._source.class_around(call)
-            method = self._source.member(around, "call") if around else None
+            if around is None or around in found:
+                continue
+            method = self._source.member(around, "call")
             returned = (
                 s.value
                 for s in self._source.statements
                 if isinstance(s, cst.Return) and method and self._source.owners[s] is method.node
             )
             if any(isinstance(value, cst.Tuple) for value in returned):
+                found.add(around)
                 yield (
                     call,
                     "keras",
                     "before the first step, Keras 3 gives all outputs of call to the loss and the metrics of compile",
                     "override compute_loss and compute_metrics, and take y_pred[0] there if y_pred is a tuple",
                 )
+
+    def _rate(self) -> Iterator[Found]:
+        """Finds an optimizer of TensorFlow 1 whose rate is a variable."""
+        for call in self._source.calls:
+            name = self._source.dotted(call.func) or ""
+            is_optimizer = re.fullmatch(r"tf\.(compat\.v1\.)?train\.\w+Optimizer", name)
+            if is_optimizer and call.args and is_variable(self._source, call.args[0].value):
+                yield (
+                    call,
+                    "argument",
+                    "the rate of an optimizer of Keras is a number or a schedule, and counts in the momentum",
+                    "write a number, and optimizer.learning_rate.assign(rate) where it changes",
+                )
+
+    def _part_of_variable(self) -> Iterator[Found]:
+        """Finds ``v[0].assign(x)`` of a variable: a part of it is an array here."""
+        for call in self._source.calls:
+            if m.matches(call.func, m.Attribute(m.Subscript(), m.Name(m.MatchRegex(r"assign(_add|_sub)?")))):
+                assert isinstance(call.func, cst.Attribute)
+                assert isinstance(call.func.value, cst.Subscript)
+                if is_variable(self._source, call.func.value.value):
+                    yield (
+                        call,
+                        "part",
+                        "a part of a variable is an array, which is not assigned",
+                        "write v.assign(v.value.at[…].set(…)), with add in place of set for assign_add",
+                    )
 
     def _side_effect(self) -> Iterator[Found]:
         """Finds side effects where TensorFlow ran a replica function eagerly. In a tf.function they happened once,
@@ -244,11 +280,43 @@ class Marker:
                 yield call, "scope", what, "make it in `with strategy.scope():`"
 
     def _int64(self) -> Iterator[Found]:
+        """Finds the first int64 of a file that has a number for which int32 is too small.
+
+        Elsewhere the report says it once: most programs use int64 for labels, ids and counts, which fit, and arguments
+        and batches that do not fit raise a ``NarrowingError``.
+        """
+        if not any(self._is_too_large(number) for number in self._source.integers):
+            return
         for chain in self._source.chains:
             if self._source.dotted(chain) == "tf.int64" and not self._reach.stays(self._source, chain):
                 what = "int64 is int32 in JAX, here and below"
                 yield chain, "int64", what, "if a value needs more, set JAX_ENABLE_X64=1"
                 return
+
+    def _is_too_large(self, number: cst.Integer) -> bool:
+        """True if int32 is too small for a number, or for a power or shift by it."""
+        value, parent = abs(number.evaluated_value), self._source.parents[number]
+        is_exponent = isinstance(parent, cst.BinaryOperation) and parent.right is number
+        is_power = is_exponent and isinstance(parent.operator, cst.Power | cst.LeftShift)  # type: ignore[union-attr]
+        return value >= 31 if is_power else value > _MAX_INT32
+
+    def _table(self) -> Iterator[Found]:
+        """Finds a method of a ``tf.lookup`` table in a step. The table itself may be made outside."""
+        for call in self._source.calls:
+            if not isinstance(call.func, cst.Attribute) or not self._reach.is_step(self._source, call):
+                continue
+            values = self._reach.values_of(self._source, call.func.value)
+            made = [home.dotted(value.func) for home, value in values if isinstance(value, cst.Call)]
+            if any(is_below(name, "tf.lookup") for name in made) and not self._reach.is_data(
+                self._source, call
+            ):
+                what = f"{text_of(call.func)} looks up in a table of TensorFlow, and a compiled step has arrays only"
+                yield (
+                    call,
+                    "tf.lookup",
+                    what,
+                    "look up in the dataset, or with keras.layers.StringLookup there",
+                )
 
     def _sizes(self) -> Iterator[Found]:
         """Finds an ``input_signature`` with an unknown size other than that of the batch."""
@@ -314,6 +382,17 @@ class Marker:
             is_step = self._reach.is_step(self._source, statement)
             if not is_step or self._reach.is_data(self._source, statement):
                 continue
+            number = next(self._numbers_of_parameters(statement.test), "")
+            if number and owner in self._reach.traced:
+                word = "while" if isinstance(statement, cst.While) else "if"
+                what = f"{word} on {number}, which is known only when the step runs"
+                yield (
+                    statement.test,
+                    "condition",
+                    what,
+                    "write jnp.where or rx.cond, or call it with Python numbers",
+                )
+                continue
             called = self._calls_of_tensorflow(statement.test, owner)
             names = [name for name in called if name and not _PYTHON_VALUES.match(name)]
             if names:
@@ -321,6 +400,15 @@ class Marker:
                 write = "jax.lax.while_loop" if word == "while" else "jnp.where or rx.cond"
                 what = f"{word} on a result of {names[0]}, which is known only when the step runs"
                 yield statement.test, "condition", what, f"write {write}, or Python values"
+
+    def _numbers_of_parameters(self, test: cst.BaseExpression) -> Iterator[str]:
+        """Yields ``float(x)`` and ``int(x)`` of a parameter, which AutoGraph made a cast."""
+        for call in self._source.calls:
+            is_in_test = call is test or test in self._source.around(call)
+            if is_in_test and text_of(call.func) in ("float", "int") and len(call.args) == 1:
+                value = call.args[0].value
+                if isinstance(value, cst.Name) and self._source.parameter_of(value):
+                    yield self._source.tree.code_for_node(call)
 
     def _calls_of_tensorflow(self, test: cst.BaseExpression, owner: Function | None) -> Iterator[str]:
         """Yields the TensorFlow functions that a condition calls, or whose results its names are."""

@@ -6,6 +6,7 @@ functions that it traces, in ``fit``, and at the end of a scope. Modules and cla
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import sys
@@ -35,6 +36,8 @@ _CLASSES: Final[Mapping[str, Sequence[str]]] = {
     "Optimizer": ("tf.keras.optimizers.Optimizer",),
     "Strategy": ("tf.distribute.Strategy",),
 }
+_hooks: list[Any] = []
+_OF_LAYERS: Final = frozenset({"compiled_loss", "compiled_metrics", "reset_states"})
 _KNOWN: Final = frozenset({"jax", "jaxlib", "keras", "numpy", "replicax"})
 _ROOTS: Final = {"rx": "replicax", "jnp": "jax.numpy", "np": "numpy"}
 _TRACED: Final = (
@@ -87,24 +90,44 @@ def add_note(error: BaseException) -> None:
         each = each.__cause__ or each.__context__
 
 
+def note_uncaught() -> None:
+    """Adds the note to errors that end the program too, from now on: outside of calls of replicax only Python's
+    excepthook sees them. The hook that was there before is called with the same error.
+    """
+    before = sys.excepthook
+    if _hooks:
+        return
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Exception):  # the error itself must be shown
+            add_note(error)
+        before(kind, error, trace)
+
+    _hooks.append(excepthook)
+    sys.excepthook = excepthook
+
+
 def _note_on(error: AttributeError) -> str | None:
     entries = [
         entry for entry in frames_of(error.__traceback__) if is_user_code(entry.tb_frame.f_code.co_filename)
     ]
-    if not entries:
+    name = error.name
+    if not entries or name is None:
         return None
     frame, lasti, line = entries[-1].tb_frame, entries[-1].tb_lasti, entries[-1].tb_lineno
     shown = " ".join(expression(frame, lasti, line).split())
-    if not shown.endswith(f".{error.name}"):  # the error is not of this line
+    if not shown.endswith(f".{name}"):  # the error is not of this line
         return None
-    rest = _rest_of(frame, lasti, error.name)
+    rest = _rest_of(frame, lasti, name)
     in_keras = uses_keras(frame.f_globals)
     if isinstance(error.obj, types.ModuleType):
-        return _first(_homes_of_module(error.obj.__name__), error.name, rest, in_keras)
-    if not _is_known(error.obj, shown):
+        return _first(_homes_of_module(error.obj.__name__), name, rest, in_keras)
+    if not _is_known(error.obj, shown) or (_is_layer(error.obj) and name not in _OF_LAYERS):
         return None
-    said = _of_value(shown.removesuffix(f".{error.name}"), f"{error.name}{rest}", in_keras)
-    said = said or _first(_homes_of_class(type(error.obj)), error.name, rest, in_keras)
+    said = _of_value(shown.removesuffix(f".{name}"), f"{name}{rest}", in_keras)
+    said = said or _first(_homes_of_class(type(error.obj)), name, rest, in_keras)
     return said and (f"{said} {_TRACED}" if " np." in said and _is_tracer(error.obj) else said)
 
 
@@ -113,6 +136,13 @@ def _is_known(value: Any, shown: str) -> bool:
     if type(value) is tuple:
         return ".shape." in shown
     return any(base.__module__.partition(".")[0] in _KNOWN for base in type(value).__mro__)
+
+
+def _is_layer(value: Any) -> bool:
+    """True for a layer or a model, whose other attributes are the user's."""
+    return any(
+        base.__name__ == "Layer" and base.__module__.startswith("keras") for base in type(value).__mro__
+    )
 
 
 def _is_tracer(value: Any) -> bool:

@@ -359,15 +359,24 @@ class Reach:
             if owner is None or chain in self._data_arguments or source.dotted(chain):
                 continue
             for found in source.definitions(chain):
-                target = found
-                if isinstance(found.node, cst.ClassDef):
-                    target = found.source.member(found.node, "__init__")
-                if target and target.node is not owner and not isinstance(target.node, cst.ClassDef):
-                    self._edges.setdefault(owner, set()).add(target.node)
+                for target in self._entered(chain, found):
+                    if target.node is not owner and not isinstance(target.node, cst.ClassDef):
+                        self._edges.setdefault(owner, set()).add(target.node)
         for function in source.functions:
             owner = source.owners[function]
             if isinstance(function, cst.Lambda) and owner and function not in self._data_arguments:
                 self._edges.setdefault(owner, set()).add(function)
+
+    def _entered(self, chain: cst.BaseExpression, found: Definition) -> Iterator[Definition]:
+        """Yields the functions that a name leads to: for a class its ``__init__``, for an object its ``__call__``."""
+        if not isinstance(found.node, cst.ClassDef):
+            yield found
+            return
+        is_class = text_of(chain).rpartition(".")[2] == found.node.name.value
+        for method in ("__init__",) if is_class else ("__call__", "call"):
+            member = found.source.member(found.node, method)
+            if member:
+                yield member
 
     # Values on the host that stay TensorFlow's.
 
@@ -380,23 +389,28 @@ class Reach:
         inner = node
         for outer in source.around(node):
             if isinstance(outer, cst.FunctionDef | cst.Lambda):
-                break
-            if isinstance(outer, cst.Call):
-                is_argument = outer.func is not inner
-                if outer in self._kept and (is_argument or outer in self._kept_for_arguments):
-                    return True
-                if is_argument and is_below(source.dotted(outer.func), *MOVED):
-                    break
-                if is_argument and self._asks_for_tensor(source, outer):
-                    return True
+                return False
+            call = outer if isinstance(outer, cst.Call) and outer.func is not inner else None
+            if outer in self._kept and (call or outer in self._kept_for_arguments):
+                return True
+            is_moved = call is not None and is_below(source.dotted(call.func), *MOVED)
             if outer in self._of_data and outer not in self._of_steps:
+                return not is_moved
+            if is_moved:
+                return False
+            if call and self._asks_for_tensor(source, call):
                 return True
             inner = outer
         return False
 
-    def is_kept(self, call: cst.Call) -> bool:
+    def is_kept(self, call: cst.CSTNode) -> bool:
         """True for a call that stays TensorFlow's, including its arguments."""
         return call in self._kept
+
+    def values_of(self, source: Source, node: cst.BaseExpression) -> Iterator[Place]:
+        """Yields the expressions that a name or an attribute may be assigned, with their modules."""
+        if parts_of(node) and source.is_bound(parts_of(node)[0]):
+            yield from self._flow.origins(source, node)
 
     def _is_kept(self, source: Source, call: cst.Call) -> bool:
         name = source.dotted(call.func)
@@ -413,9 +427,12 @@ class Reach:
     def _keeps(self, source: Source, call: cst.Call) -> bool:
         """True for a call of TensorFlow, on the host, with an argument that stays TensorFlow's."""
         name = source.dotted(call.func)
-        if name is None or is_below(name, *MOVED, "tf.config", "tf.function", "tf.Variable"):
-            return False
         if self.is_step(source, call) or call in self._of_steps:
+            return False
+        if name is None:  # `table.lookup(keys)`
+            is_method = isinstance(call.func, cst.Attribute) and source.full_name(call.func) is None
+            return is_method and bool(call.args) and self._is_tensor(source, call)
+        if is_below(name, *MOVED, "tf.config", "tf.function", "tf.Variable"):
             return False
         return any(self._is_tensor(source, argument.value) for argument in call.args)
 

@@ -6,12 +6,17 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from replicax._src.home import install_command
 from replicax._src.migrate.files import File
 from replicax._src.migrate.marks import RULES
 from replicax._src.migrate.packages import packages_of
+
+_INT64: Final = (
+    "int64 is int32 in JAX. Numbers that do not fit into arguments and batches are an error; "
+    "JAX_ENABLE_X64=1 keeps 64 bits."
+)
 
 
 def facts(files: Sequence[File]) -> dict[str, Any]:
@@ -20,6 +25,7 @@ def facts(files: Sequence[File]) -> dict[str, Any]:
         "files": len(files),
         "files_changed": sum(file.new != file.old for file in files),
         "names_changed": sum(len(file.changes) for file in files),
+        "notes": _notes(files),
         "packages": packages_of(code for file in files for code in file.codes()),
         "marks": dict(Counter(mark.rule for file in files for mark in file.marks).most_common()),
         "failures": [{"file": str(file.path), "why": file.failure} for file in files if file.failure],
@@ -43,6 +49,13 @@ def facts(files: Sequence[File]) -> dict[str, Any]:
     }
 
 
+def _notes(files: Sequence[File]) -> list[str]:
+    """Returns what holds for the whole program, and needs no edit."""
+    has_int64 = any("int64" in change.old for file in files for change in file.changes)
+    is_marked = any(mark.rule == "int64" for file in files for mark in file.marks)
+    return [_INT64] if has_int64 and not is_marked else []
+
+
 def write_report(path: Path, files: Sequence[File]) -> None:
     """Writes the report."""
     found = facts(files)
@@ -57,6 +70,7 @@ def _markdown(found: dict[str, Any]) -> str:
         f"{found['files_changed']} of {found['files']} files changed, {found['names_changed']} names. "
         f"{len(found['to_look_at'])} places to look at, {len(found['failures'])} files left alone.",
     ]
+    lines += [line for note in found["notes"] for line in ("", note)]
     if found["packages"]:
         lines += ["", f"The program needs `{install_command(*found['packages'])}` besides replicax."]
     if found["failures"]:

@@ -141,7 +141,7 @@ class Row:
         if self.parameters is None:
             return template or None
         tree = ast.parse(as_names(template)[0], mode="eval").body if template else None
-        if not isinstance(tree, ast.Call) or dotted(tree.func) is None:
+        if not isinstance(tree, ast.Call) or dotted(tree.func) is None or not _is_plain(template):
             return None
         given = [argument.id if isinstance(argument, ast.Name) else "" for argument in tree.args]
         wanted = [given_name(parameter.name) for parameter in self.parameters if parameter.default is None]
@@ -189,6 +189,12 @@ class Row:
             raise BindError(f"the argument {', '.join(left)} has no counterpart")
         arguments = {name: text for name, text in bound.items() if name in taken}
         return Bound("change", simplified(template, arguments), arguments)
+
+
+def _is_plain(template: str) -> bool:
+    """True if a call without optional arguments means the same: no argument has a value or a default of its own."""
+    given = [match[4] for match in PLACEHOLDER.finditer(template)]
+    return not any(given) and not re.search(r"\w+=(?!\{)", template)
 
 
 @final

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import linecache
 import sys
 import textwrap
 import types
@@ -238,19 +239,19 @@ def _origins_in(text: str, frame: types.FrameType, line: int) -> list[_Origin]:
     lines = linecache.getlines(code.co_filename, frame.f_globals)
     try:
         source = textwrap.dedent("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])))
-        statements = list(ast.walk(ast.parse(source))) if tensors else []
+        nodes = list(ast.walk(ast.parse(source))) if tensors else []
     except SyntaxError:  # in the middle of an expression
         return []
     found: dict[str, _Origin] = {}
-    for node in statements:
-        names = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+    for node in nodes:
         number = code.co_firstlineno + getattr(node, "lineno", 1) - 1
-        for name in tensors.intersection(names) if isinstance(node, ast.Assign) and number < line else ():
-            made_by = [
-                one for one, value in _names_in(ast.unparse(node.value), frame) if not is_object(value)
-            ]
-            if made_by:
-                found[name] = _Origin(name, ast.unparse(node.value), number, made_by)
+        if not isinstance(node, ast.Assign) or number >= line:
+            continue
+        made = ast.unparse(node.value)
+        made_by = [one for one, value in _names_in(made, frame) if not is_object(value)]
+        for target in node.targets:
+            if made_by and isinstance(target, ast.Name) and target.id in tensors:
+                found[target.id] = _Origin(target.id, made, number, made_by)
     return list(found.values())
 
 

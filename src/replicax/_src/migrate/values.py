@@ -21,6 +21,7 @@ OF_SHAPES: Final = MappingProxyType(
         "tf.reduce_prod": "np.prod({input_tensor}, axis={axis})",
     }
 )
+_LOCAL: Final = ("experimental_local_results", "unwrap")
 _INTEGERS: Final = (
     "tf.argmax",
     "tf.argmin",
@@ -72,6 +73,31 @@ def uses_of(source: Source, statement: cst.Assign) -> Iterator[cst.Name]:
             for access in assignment.references:
                 if isinstance(access.node, cst.Name) and access.node is not name:
                     yield access.node
+
+
+def is_parts(source: Source, node: cst.BaseExpression, depth: int = 3) -> bool:
+    """True for the values of a per-replica result: ``strategy.experimental_local_results(x)``, or ``x.values``."""
+    if isinstance(node, cst.Call):
+        return isinstance(node.func, cst.Attribute) and node.func.attr.value in _LOCAL
+    if isinstance(node, cst.Attribute) and node.attr.value == "values":
+        made = source.values(node.value)
+        return any(
+            isinstance(v, cst.Call)
+            and isinstance(v.func, cst.Attribute)
+            and v.func.attr.value in ("run", "experimental_run_v2")
+            for v in made
+        )
+    return depth > 0 and any(is_parts(source, value, depth - 1) for value in source.values(node))
+
+
+def is_variable(source: Source, node: cst.BaseExpression) -> bool:
+    """True for a name or an attribute to which a variable is assigned."""
+    for value in source.values(node):
+        if isinstance(value, cst.Call):
+            is_weight = isinstance(value.func, cst.Attribute) and value.func.attr.value == "add_weight"
+            if is_weight or source.dotted(value.func) == "tf.Variable":
+                return True
+    return False
 
 
 def is_integer(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
@@ -139,6 +165,7 @@ def _looped_over(source: Source, node: cst.BaseExpression) -> Iterator[cst.BaseE
     if not isinstance(node, cst.Name) or not source.is_bound(node):
         return
     for assignment in source.scope_of(node)[node.value]:
-        loop = source.parents.get(assignment.node) if isinstance(assignment, Assignment) else None
-        if isinstance(loop, cst.For | cst.CompFor) and loop.target is assignment.node:
+        target = assignment.node if isinstance(assignment, Assignment) else None
+        loop = source.parents.get(target) if target else None
+        if isinstance(loop, cst.For | cst.CompFor) and loop.target is target:
             yield loop.iter

@@ -124,7 +124,7 @@ def _told_preempted() -> Iterator[None]:
 
 
 def fit(trainer: Any) -> Any:
-    """Returns ``trainer.fit()``. If workers fail, raises the error of the one that failed first.
+    """Returns ``trainer.fit()``. If workers fail, raises the error of the first worker that failed.
 
     Ray's ``fit`` raises one error for all workers, in which a survivor's ``PeerFailureError`` may hide the cause. It is
     the ``__cause__`` of the error raised here.

@@ -78,8 +78,8 @@ class Counters:
             self.fit.note(num_batches)
 
     def begin_pass(self, progress: LoopProgress) -> None:
-        """Notes that a loop over a distributed dataset begins a pass. It is shown from now on, unless the one that is
-        shown is longer: the shorter one is a validation.
+        """Notes that a loop over a distributed dataset begins a pass. It is shown from now on, unless the pass
+        that is shown is longer: the shorter pass is a validation.
         """
         shown, new = self.passes, progress.num_batches
         is_longer = shown is not None and shown.num_batches is not None and new is not None

@@ -26,6 +26,7 @@ _NUMBERS: Final = (int, float, np.generic, np.ndarray, jax.Array)
 _LOSS: Final = ""  # the name of the loss among the known values
 _MOST_LOGS: Final = 16
 _LONGEST_NAME: Final = 64
+_RAYS_PROGRAM: Final = "default_worker.py"  # runs functions of a driver, which is another process
 _BEGAN_S: Final = time.monotonic()
 _RESTART_COUNTS: Final = ("REPLICAX_RESTART_COUNT", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -70,7 +71,8 @@ def of_job() -> dict[str, Any]:
 
 
 def program_name(argv: Sequence[str], main: Any) -> str | None:
-    """Returns the name of a program: its file, or its module after ``python -m``. None for a notebook or a prompt.
+    """Returns the name of a program: its file, or its module after ``python -m``. None for a notebook, a prompt, and a
+    worker of Ray.
 
     Args:
       argv: The arguments of the process.
@@ -79,8 +81,8 @@ def program_name(argv: Sequence[str], main: Any) -> str | None:
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         return spec.name.removesuffix(".__main__")
-    file = getattr(main, "__file__", None)
-    return os.path.basename(file) if file and argv and argv[0] else None
+    name = os.path.basename(getattr(main, "__file__", None) or "")
+    return name if name and argv and argv[0] and name != _RAYS_PROGRAM else None
 
 
 def _variable(name: str) -> str:

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
+from replicax._src import home
 from replicax._src.status.status import (
     BAD_STATES,
+    DONE,
     DOUBTFUL_STATES,
     GOOD_STATES,
     Column,
@@ -102,7 +104,7 @@ CONTENT_SECURITY_POLICY: Final = (
     f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_DOCS: Final = 'the page "Watch a job" (docs/how_to/watching_jobs.md in the source of replicax)'
+_DOCS: Final = home.page("Watch a job", "how_to/watching_jobs.md")
 _STATES: Final = {
     **dict.fromkeys(GOOD_STATES, "good"),
     **dict.fromkeys((*DOUBTFUL_STATES, *BAD_STATES), "bad"),
@@ -153,7 +155,7 @@ More: {escape(_DOCS)}</p></footer>
 
 
 def _share(status: Mapping[str, Any]) -> list[str]:
-    return [value for name, value in progress_of(status) if name == "done"]
+    return [value for name, value in progress_of(status) if name == DONE]
 
 
 def _progress(status: Mapping[str, Any]) -> str:

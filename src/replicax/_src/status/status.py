@@ -229,6 +229,10 @@ def title_of(status: Mapping[str, Any]) -> tuple[str, str]:
     ), tasks if strategy is None else f"{printable(strategy)}, {tasks}"
 
 
+DONE: Final = "done"
+"""The name of the share of the whole training that is done, in ``progress_of``."""
+
+
 def progress_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns names and values that describe the position of the training; none if it is in no loop over data."""
     progress = status.get("progress")
@@ -240,10 +244,11 @@ def progress_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if progress["num_batches"] is not None:
         batch += f" of {number_text(progress['num_batches'])}"
     parts = [(printable(progress["kind"]), turn), ("batch", batch)]
+    done, left = ("pass done", "pass ends in") if progress["num_turns"] is None else (DONE, "time left")
     if progress["share"] is not None:
-        parts.append(("done", share_text(progress["share"])))
+        parts.append((done, share_text(progress["share"])))
     if progress["left_s"] is not None:
-        parts.append(("time left", duration_text(progress["left_s"])))
+        parts.append((left, duration_text(progress["left_s"])))
     return parts
 
 

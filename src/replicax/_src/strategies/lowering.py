@@ -1,6 +1,6 @@
 """``Strategy.lower``: lowers a step for devices that may not be here. It runs nothing and makes no array.
 
-The program is the one that ``run``, an ``rx.function`` or ``fit`` would run. Variables and arguments are only shapes.
+``run``, an ``rx.function`` or ``fit`` would run the same program. Variables and arguments are only shapes.
 """
 
 from __future__ import annotations

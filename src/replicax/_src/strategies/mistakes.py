@@ -84,7 +84,7 @@ def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 
 
 def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
-    """Returns the error for a public name that a strategy does not have. It names the one that was probably meant."""
+    """Returns the error for a public name that a strategy does not have. It names a similar name."""
     extended = {each: f"extended.{each}" for each in dir(strategy.extended)}
     names = {**extended, **{each: each for each in dir(type(strategy))}, **RENAMED}
     close = difflib.get_close_matches(name, [each for each in names if not each.startswith("_")], n=1)

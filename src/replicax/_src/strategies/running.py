@@ -87,8 +87,8 @@ class Runner:
         self._cache: ProgramCache[LoweredFunction] = ProgramCache()
         self._last: LoweredFunction | None = None
         self._has_drifted: set[Any] = set()  # functions whose drift was reported
-        # With one replica results are plain arrays. These are the ones whose buffers nobody else holds, for
-        # donate_args.
+        # With one replica results are plain arrays. Nobody else holds the buffers of these, so
+        # donate_args may take them.
         self._owned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     @property

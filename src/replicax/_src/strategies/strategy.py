@@ -33,6 +33,7 @@ from replicax._src.framework import use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.jax_compat import Device
 from replicax._src.lowering.eager import run_eagerly
+from replicax._src.migrate.missing_names import note_uncaught
 from replicax._src.migrate.tensorflow_code import check_no_function_of_tensorflow, check_not_in_tensorflow
 from replicax._src.narrowing import as_numpy, narrowed_pytree
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
@@ -121,6 +122,7 @@ class Strategy:
         note_role(cluster_resolver, is_chief)
         if not self.is_default:
             counters.strategy = type(self).__name__
+            note_uncaught()
         if not (self.is_default or self.has_servers):
             serve_status()
         self._communication_options = communication_options

@@ -11,6 +11,7 @@ from replicax._src.cluster.tpu import TPUClusterResolver
 from replicax._src.devices.topology import Topology, replica_mesh
 from replicax._src.devices.tpu.device_assignment import DeviceAssignment
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.home import install_command
 from replicax._src.options import ShardState
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.strategies.tpu_system import TPUSystem
@@ -73,7 +74,8 @@ class TPUStrategy(Strategy):
         if len(grid) == 1 and [device.platform for device in grid[0]] == ["cpu"]:
             log.warning(
                 "TPUStrategy finds no TPU, and runs on the one CPU device of this process. On a TPU VM install JAX for TPUs, "
-                'pip install "jax[tpu]"; elsewhere virtual CPU devices may stand for the cores: rx.config.set_local_devices(8).'
+                "%s; elsewhere virtual CPU devices may stand for the cores: rx.config.set_local_devices(8).",
+                install_command("jax[tpu]"),
             )
         topology = Topology.of_mesh(replica_mesh(grid))
         super().__init__(

@@ -104,7 +104,7 @@ class SummaryWriter:
         Args:
           name: The name of the series, such as ``train/loss``.
           data: [] numeric: a Python number, an array, a variable, a ``RemoteValue``.
-          step: An int, or a variable such as ``optimizer.iterations``; None: the one of
+          step: An int, or a variable such as ``optimizer.iterations``; None: the step of
             ``rx.summary.experimental.set_step``.
           description: A description in Markdown.
 
@@ -245,7 +245,7 @@ class SummaryWriter:
         if kind is None:
             self.close()
             return
-        try:  # the user's error must not wait long, and must be the one that is raised
+        try:  # the user's error must not wait long, and no other may replace it
             self.close(_AFTER_AN_ERROR_S)
         except (SummaryError, InvalidArgumentError) as failure:
             log.warning("After an error in `with`: %s", failure)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.cluster.progress import compiling
+from replicax._src.cluster.progress import batch_of_other_size, compiling
 from replicax._src.tracing import key
 
 log = logging.getLogger("replicax")
@@ -59,6 +59,20 @@ class Leaf(NamedTuple):
             len(other.shape),
         )
         return is_same_array and (self.shape, self.shapes) != (other.shape, other.shapes)
+
+    def num_rows(self, num_replicas: int) -> int:
+        """Returns the size of the first dim of an array, on all replicas together."""
+        if self.shapes is not None:
+            return sum(shape[0] for shape in self.shapes)
+        return self.shape[0] * (num_replicas if self.kind == "row" else 1)
+
+    def differs_in_rows(self, other: Leaf) -> bool:
+        """True for an array that differs in nothing but the size of its first dim."""
+        if self.kind == "static" or not (self.shape and other.shape):
+            return False
+        return self._replace(shape=self.shape[1:], shapes=None) == other._replace(
+            shape=other.shape[1:], shapes=None
+        )
 
     def __str__(self) -> str:
         if self.kind == "static":
@@ -173,7 +187,9 @@ class ProgramCache(Generic[T]):
         self._functions: dict[Any, FunctionPrograms[T]] = {}
         self._versions: dict[Any, collections.deque[Any]] = {}
         self._num_traces: dict[Any, int] = {}
+        self._compiled: dict[Any, Sequence[Leaf]] = {}
         self._last: dict[Any, _Version] = {}
+        self._compiled: dict[Any, Sequence[Leaf]] = {}
 
     def __len__(self) -> int:
         return sum(len(programs) for programs in self._functions.values())
@@ -219,11 +235,30 @@ class ProgramCache(Generic[T]):
           paths: Returns the names of the leaves for messages.
           of: A text that messages put before the name of ``fn``.
         """
-        with compiling(of + key.name_of(fn), num_replicas):
+        again = self._reason_to_compile_again(fn, described, num_replicas)
+        with compiling(of + key.name_of(fn), num_replicas, again):
             program = trace()
             programs.put(signature, described, program)
             self.report_trace(fn, described, paths)
             return run(program)
+
+    def _reason_to_compile_again(
+        self, fn: Callable[..., Any], described: Sequence[Leaf], num_replicas: int | None
+    ) -> str:
+        """Returns what differs from the arguments of the last program of ``fn``; empty for its first program."""
+        code = family_of(fn)
+        before = self._compiled.get(code)
+        self._compiled[code] = list(described)
+        if before is None or len(before) != len(described):
+            return "" if before is None else "for other arguments"
+        changed = [(a, b) for a, b in zip(before, described, strict=True) if a != b]
+        for a, b in changed:
+            if not a.differs_in_rows(b):
+                return f"because {a} became {b}"
+        if not changed:
+            return ""
+        a, b = changed[0]
+        return batch_of_other_size(b.num_rows(num_replicas or 1), a.num_rows(num_replicas or 1))
 
     def report_trace(
         self, fn: Callable[..., Any], described: Sequence[Leaf], paths: Callable[[], Sequence[str]]
@@ -271,13 +306,15 @@ def _reason(old: _Version, new: _Version) -> str:
 def _cure(old: _Version, new: _Version) -> str:
     found = key.difference(old.function, new.function)
     changed = old.changes_to(new) if found is None else []
-    if found is not None and found.are_values and found.name:
-        name, counts = found.name, key.assignment_of(found.name, new.function) is not None
-        pass_it = f"pass it to the function as an array argument, jnp.asarray({name})"
+    if found is not None and found.are_numbers and found.name:
+        given = f"to the function as an array argument, jnp.asarray({found.name})"
+        if key.assignment_of(found.name, new.function) is None:
+            return (
+                f"A program holds its value. Pass it {given}; or make it an rx.Variable, which programs read."
+            )
         return (
-            f"A program holds its value{', so every call compiles' if counts else ''}. "
-            f"{f'Assign it outside, and {pass_it}' if counts else pass_it.capitalize()}; or make it an rx.Variable"
-            f"{f': {name}.assign_add(1)' if counts else ', which programs read'}."
+            f"A program holds its value, so every call compiles. Assign it outside, and pass it {given}; or make it an "
+            f"rx.Variable: {found.name}.assign_add(1)."
         )
     if changed and all(a.kind != "static" and a.differs_in_size(b) for _, a, b in changed):
         return (

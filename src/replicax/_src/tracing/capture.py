@@ -267,7 +267,7 @@ class Capture(abc.ABC):
         unconnected.
 
         Raises:
-          TapeError: It is called in a different trace from the one in which the tape was opened.
+          TapeError: It is called in a different trace from the trace that opened the tape.
         """
         if jax_compat.current_trace() is not self._tape_traces.get(tape_id):
             raise TapeError(

@@ -64,17 +64,15 @@ class _Choice:
         """The devices; None if an abstract mesh names none."""
         if isinstance(self.mesh, jax.sharding.AbstractMesh):
             return None
-        return set(
-            self.mesh.devices.flat if isinstance(self.mesh, jax.sharding.Mesh) else self.place.device_set
-        )
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return set(self.mesh.devices.flat)
+        return set(self.place.device_set)
 
     @property
     def is_within_replica(self) -> bool:
         """True if it only divides the devices of one replica."""
-        is_ours = isinstance(self.mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) and is_replica_mesh(
-            self.mesh
-        )
-        return is_ours and REPLICA_AXIS not in self.axes
+        is_mesh = isinstance(self.mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh)
+        return is_mesh and is_replica_mesh(self.mesh) and REPLICA_AXIS not in self.axes
 
 
 def check_no_mesh_around() -> None:
@@ -86,9 +84,10 @@ def check_no_mesh_around() -> None:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and not is_replica_mesh(mesh):
         raise TransformationError(
-            f"strategy.run was called at {user_line()} under jax.set_mesh, with a mesh of the axes {', '.join(mesh.axis_names)}: its "
-            "program needs the strategy's own mesh. Call it outside of `with jax.set_mesh(...)`, or give the mesh to the other "
-            "code itself (jax.shard_map(..., mesh=mesh), NamedSharding(mesh, spec))."
+            f"strategy.run was called at {user_line()} under jax.set_mesh, with a mesh of the axes "
+            f"{', '.join(mesh.axis_names)}: its program needs the strategy's own mesh. Call it outside of "
+            "`with jax.set_mesh(...)`, or give the mesh to the other code itself (jax.shard_map(..., mesh=mesh), "
+            "NamedSharding(mesh, spec))."
         )
 
 
@@ -106,8 +105,8 @@ def check_replica_chooses_none(jaxpr: Any) -> None:
 def replica_chooses(name: str, line: str) -> TransformationError:
     """Returns the error for a replica function that chooses devices by the function of JAX of this name."""
     return TransformationError(
-        f"At {line} a function that strategy.run runs uses {name}, which chooses devices. The strategy has chosen them: each "
-        f"replica runs the function on its own device, with its own rows. {_WRITE[name]}"
+        f"At {line} a function that strategy.run runs uses {name}, which chooses devices. The strategy has chosen them: "
+        f"each replica runs the function on its own device, with its own rows. {_WRITE[name]}"
     )
 
 
@@ -128,9 +127,9 @@ def check_same_devices(jaxpr: Any, topology: Topology, program: str) -> None:
         chosen = choice.devices
         if chosen is not None and chosen != devices:
             raise TransformationError(
-                f"At {choice.line} {choice.name} chooses {_shown(chosen)}, and the program of {program} runs on {_shown(devices)}: one program has "
-                f"one set of devices. Choose the devices of the strategy, or call the code outside, under jax.jit. Code for each "
-                "replica needs no choice: pass it to strategy.run."
+                f"At {choice.line} {choice.name} chooses {_shown(chosen)}, and the program of {program} runs on "
+                f"{_shown(devices)}: one program has one set of devices. Choose the devices of the strategy, or call the code "
+                "outside, under jax.jit. Code for each replica needs no choice: pass it to strategy.run."
             )
 
 

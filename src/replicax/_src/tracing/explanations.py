@@ -43,8 +43,9 @@ _NEEDS_VALUE: Final = (
 )
 _EAGERLY: Final = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
 _OF_FIT: Final = (
-    "fit, evaluate and predict compute a step for the global batch: a sum or mean over its rows (jnp.sum, jnp.mean) is over all "
-    "replicas already. Leave the collective out; a layer that strategy.run calls too has it under `if rx.get_replica_context() is not None:`."
+    "fit, evaluate and predict compute a step for the global batch: a sum or mean over its rows (jnp.sum, jnp.mean) is "
+    "over all replicas already. Leave the collective out; a layer that strategy.run calls too has it under "
+    "`if rx.get_replica_context() is not None:`."
 )
 _NO_AXIS: Final = {
     "step": _OF_FIT,
@@ -57,12 +58,13 @@ _NO_AXIS: Final = {
     "outside of them too, to build a model: put the collective under `if rx.get_replica_context() is not None:`.",
 }
 
-
 _AROUND: Final = {
-    "jax.jit": "which cannot hold the strategy's devices and variables. It compiles its programs itself: leave jax.jit out. For one program of "
-    "several calls, call it inside rx.function instead of jax.jit; for a loop of steps use strategy.run_steps.",
+    "jax.jit": "which cannot hold the strategy's devices and variables. It compiles its programs itself: leave jax.jit "
+    "out. For one program of several calls, call it inside rx.function instead of jax.jit; for a loop of steps use "
+    "strategy.run_steps.",
     "jax.grad": "which cannot differentiate through it. Differentiate in the function that strategy.run runs: "
-    "jax.value_and_grad(loss)(w) and rx.get_replica_context().all_reduce('SUM', gradients), or rx.GradientTape and an optimizer.",
+    "jax.value_and_grad(loss)(w) and rx.get_replica_context().all_reduce('SUM', gradients), or rx.GradientTape and an "
+    "optimizer.",
     "jax.vmap": "which cannot batch it. Call jax.vmap in the function that strategy.run runs.",
 }
 
@@ -79,7 +81,7 @@ def explained(place: Place) -> Iterator[None]:
       TraceError: The code uses a tracer of another trace.
       UnknownAxisError: A collective is over an axis that does not exist.
       UnsupportedError: TensorFlow computes in the function.
-      ReplicaxError: The one that Keras has wrapped.
+      ReplicaxError: An error of replicax that Keras has wrapped.
     """
     try:
         with tensorflow_code.explained(is_in_trace=place in ("run", "function", "step")):
@@ -108,8 +110,8 @@ def tracer_as_argument(call: str) -> TraceError:
     if not jax_compat.is_evaluating():
         return called_in_trace(call)
     return TraceError(
-        f"{call} got a tracer as an argument outside its trace: the value was computed in a function that JAX traced (jax.jit, "
-        "jax.grad, or an earlier run) and kept. Return it from that function."
+        f"{call} got a tracer as an argument outside its trace: the value was computed in a function that JAX traced "
+        "(jax.jit, jax.grad, or an earlier run) and kept. Return it from that function."
     )
 
 
@@ -128,7 +130,7 @@ def explanation_of(error: BaseException, place: Place) -> ReplicaxError | None:
 
 
 def _wrapped_by_keras(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, then the one that Keras was handling when it raised this one, and so on.
+    """Yields an error, then the error that Keras was handling when it raised this one, and so on.
 
     Keras removes its frames, so only the text of the error that is wrapped shows that Keras has wrapped it.
     """
@@ -149,17 +151,18 @@ def _wraps(error: BaseException, below: BaseException) -> bool:
 def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
     line = user_line_of(error)
     if isinstance(error, _NEEDS_VALUE):
-        eagerly = _EAGERLY if place == "run" else "."
+        once, eagerly = (" for all replicas", _EAGERLY) if place == "run" else ("", ".")
         return TracedConditionError(
-            f"At {line}{_for_expression(error)} Python needs a value that is known only when the program runs (an argument, "
-            f"a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float(), or a NumPy function of a value. The function is traced once{' for all replicas' if place == 'run' else ''}. {_instead(error)}Use jnp.where or "
-            f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to print{eagerly}"
+            f"At {line}{_in_expression(error)} Python needs a value that is known only when the program runs (an argument, "
+            "a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float(), or a NumPy function of a value. "
+            f"The function is traced once{once}. {_instead(error)}Use jnp.where or jax.lax.select for a value, rx.cond for "
+            f"a branch that assigns variables, jax.debug.print to print{eagerly}"
         )
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         return TracedConditionError(
-            f"At {line}{_for_expression(error)} an array is indexed by a mask: the number of results is known only when the "
-            "program runs, and a program has fixed shapes. Write jnp.where(mask, x, 0.0) and keep all elements; for a sum or mean "
-            "of some, jnp.sum(x, where=mask) or jnp.mean(x, where=mask)."
+            f"At {line}{_in_expression(error)} an array is indexed by a mask: the number of results is known only when the "
+            "program runs, and a program has fixed shapes. Write jnp.where(mask, x, 0.0) and keep all elements; for a sum or "
+            "mean of some, jnp.sum(x, where=mask) or jnp.mean(x, where=mask)."
         )
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return leaked(line)
@@ -168,13 +171,13 @@ def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
         return replica_chooses(mapped, line)
     if place != "scope" and _calls(error, jax.set_mesh):
         return TransformationError(
-            f"At {line} jax.set_mesh is called in a function that is traced for the devices of a strategy. Leave it out: the program "
-            "has its mesh."
+            f"At {line} jax.set_mesh is called in a function that is traced for the devices of a strategy. Leave it out: "
+            "the program has its mesh."
         )
     if jax_compat.names_unknown_axis(error, "axis name"):
         advice = _NO_AXIS[place].format(axis=REPLICA_AXIS)
         return UnknownAxisError(
-            f"At {line}{_for_expression(error)} a collective of JAX is over an axis that does not exist here. {advice}"
+            f"At {line}{_in_expression(error)} a collective of JAX is over an axis that does not exist here. {advice}"
         )
     return None
 
@@ -193,7 +196,7 @@ def _text(error: BaseException) -> str:
     return "" if entry is None else expression(entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
 
 
-def _for_expression(error: BaseException) -> str:
+def _in_expression(error: BaseException) -> str:
     text = _text(error)
     return f", in `{tensorflow_code.shortened(text)}`," if text else ""
 
@@ -203,12 +206,12 @@ def _instead(error: BaseException) -> str:
     entry = _entry(error)
     if entry is None or not isinstance(error, jax.errors.TracerArrayConversionError):
         return ""
-    text, frame = _text(error), entry.tb_frame
+    text, scope = _text(error), entry.tb_frame.f_globals
     if _is_operator(text):
-        return "A number of NumPy on the left is what asks for it: put the variable or array first, or write float(number). "
-    keras_ops = ops_of_keras(frame.f_globals)
+        return "A NumPy number on the left asks for it: put the variable or array first, or write float(number). "
+    keras_ops = ops_of_keras(scope)
     for path in tensorflow_code.paths_in(text):
-        if len(path) == 2 and tensorflow_code.value_of(path[:1], frame) is np:
+        if len(path) == 2 and tensorflow_code.value_of(path[:1], entry.tb_frame) is np:
             name, written = path[1], ".".join(path)
             if keras_ops is not None and callable(getattr(keras_ops, name, None)):
                 return f"Write keras.ops.{name} in place of {written}. "
@@ -217,42 +220,37 @@ def _instead(error: BaseException) -> str:
     return "Functions of jax.numpy and keras.ops need no numbers while they are traced. "
 
 
+def _named(error: BaseException) -> list[tuple[str, Any]]:
+    """Returns the names in the expression that failed, with their objects."""
+    entry = _entry(error)
+    if entry is None:
+        return []
+    paths = tensorflow_code.paths_in(_text(error))
+    return [(".".join(path), tensorflow_code.value_of(path, entry.tb_frame)) for path in paths]
+
+
 def _calls(error: BaseException, function: Any) -> bool:
     """Returns True if the expression that failed calls this function."""
-    entry = _entry(error)
-    named = () if entry is None else tensorflow_code.paths_in(_text(error))
-    return any(tensorflow_code.value_of(path, entry.tb_frame) is function for path in named)  # type: ignore[union-attr]
+    return any(value is function for _, value in _named(error))
 
 
 def _map_that_failed(error: BaseException) -> str | None:
     """Returns "jax.pmap" or "jax.shard_map" if the expression that failed calls what one of them returns."""
-    entry = _entry(error)
-    named = () if entry is None else tensorflow_code.paths_in(_text(error))
-    found = (jax_compat.name_of_map(tensorflow_code.value_of(path, entry.tb_frame)) for path in named)  # type: ignore[union-attr]
+    found = (jax_compat.name_of_map(value) for _, value in _named(error))
     return next((name for name in found if name is not None), None)
 
 
 def note_on(error: BaseException) -> str | None:
     """Returns a note on an error of JAX about an argument that is a list or tuple of arrays; None for other errors."""
-    entry = _entry(error)
-    if entry is None or not isinstance(error, TypeError):
+    named = _named(error) if isinstance(error, TypeError) else []
+    if not any(str(getattr(value, "__module__", "")).startswith("jax.") for _, value in named):
         return None
-    values = {
-        path: tensorflow_code.value_of(path, entry.tb_frame)
-        for path in tensorflow_code.paths_in(_text(error))
-    }
-    if not any(str(getattr(value, "__module__", "")).startswith("jax.") for value in values.values()):
-        return None
-    for path, value in values.items():
-        if (
-            isinstance(value, (list, tuple))
-            and value
-            and all(isinstance(v, jax.Array | float | int) for v in value)
-        ):
-            name = ".".join(path)
+    for name, value in named:
+        is_sequence = isinstance(value, (list, tuple)) and len(value) > 0
+        if is_sequence and all(isinstance(item, jax.Array | float | int) for item in value):
             return (
-                f"({name} is a Python {type(value).__name__} of {len(value)}, which is a pytree and not one array. Pass an array to "
-                f"strategy.run, np.asarray({name}); or write jnp.stack({name}).)"
+                f"({name} is a Python {type(value).__name__} of {len(value)}, which is a pytree and not one array. Pass an "
+                f"array to strategy.run, np.asarray({name}); or write jnp.stack({name}).)"
             )
     return None
 

@@ -266,6 +266,11 @@ class Difference(NamedTuple):
         """True if the values are compared by value, such as numbers and strings."""
         return _is_value_key(self.old) and _is_value_key(self.new)
 
+    @property
+    def are_numbers(self) -> bool:
+        """True if both values are Python numbers."""
+        return self.are_values and all(key[0] in (bool, int, float, complex) for key in (self.old, self.new))  # type: ignore[index]
+
     def __str__(self) -> str:
         if isinstance(self.new, types.CodeType):
             return f"the code of {self.name!r} changed" if self.name else "its code changed"
@@ -319,10 +324,10 @@ def assignment_of(name: str, key: Hashable) -> str | None:
     key; None if they do not.
     """
     for code in _codes(key):
-        stores = ("STORE_DEREF",) if name in code.co_freevars else ("STORE_GLOBAL",)
+        store = f"STORE_{'DEREF' if name in code.co_freevars else 'GLOBAL'}"
         for instruction in dis.get_instructions(code):
             if (
-                instruction.opname in stores
+                instruction.opname == store
                 and instruction.argval == name
                 and instruction.positions is not None
             ):

@@ -20,9 +20,9 @@ class LayoutMap(MutableMapping[str, Layout]):
     """Maps patterns of variable paths to the dims that a replica's logical devices shard.
 
     Keys are regular expressions for the paths of variables (Keras's ``variable.path``, the ``name`` of an
-    ``rx.Variable``). A variable takes the entry whose key is its path; else the one whose pattern matches the full
-    path; else the one whose pattern is found in it. A variable without a matching pattern is replicated. A pattern that
-    matches no variable is an error before the first step that trains. Optimizer slots have the layout of their
+    ``rx.Variable``). A variable takes the entry whose key is its path; else the entry whose pattern matches the full
+    path; else the entry whose pattern is found in it. A variable without a matching pattern is replicated. A pattern
+    that matches no variable is an error before the first step that trains. Optimizer slots have the layout of their
     variable.
 
     A value has an entry for each dim: None if the dim is not sharded, ``"logical"`` if all logical devices shard it. If

@@ -41,7 +41,7 @@ def doubled(x):
 # replicax migrate: a tape outside of functions. Put these lines into a function with @rx.function.
 with rx.GradientTape() as tape:
     # replicax migrate: int64 is int32 in JAX, here and below. If a value needs more, set JAX_ENABLE_X64=1.
-    y = doubled(jnp.ones((2,), dtype=jnp.int64))
+    y = doubled(jnp.ones((2,), dtype=jnp.int64)) % 2**40
     history.append(y)
 
 per_replica = strategy.run(replica_step, args=(y,))

@@ -23,7 +23,7 @@ def doubled(x):
 
 
 with tf.GradientTape() as tape:
-    y = doubled(tf.ones((2,), tf.int64))
+    y = doubled(tf.ones((2,), tf.int64)) % 2**40
     history.append(y)
 
 per_replica = strategy.run(replica_step, args=(y,))

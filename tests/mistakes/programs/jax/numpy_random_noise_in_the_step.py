@@ -5,6 +5,7 @@ import replicax as rx
 
 rx.config.set_local_devices(2)
 strategy = rx.MirroredStrategy()
+np.random.seed(0)
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(64, 4)).astype(np.float32)

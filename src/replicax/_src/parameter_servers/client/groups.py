@@ -119,7 +119,7 @@ class Groups:
             part = parts.get(str(view.group))
             if part is None or task != view.primary or part["epoch"] != view.epoch:
                 continue
-            if view.group in self._lost:  # another process has replaced the one that said so
+            if view.group in self._lost:  # another process has replaced the primary that said so
                 continue
             self._views[view.group] = dataclasses.replace(view, since=None)  # it has accepted that position
             if view.backup is None:

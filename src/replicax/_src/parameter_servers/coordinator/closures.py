@@ -13,7 +13,7 @@ A *closure* is a scheduled function with its arguments. All rules but the last f
   closure
   of its kind has finished before, another cause is likely, and the limit is higher.
 - Closures travel to a worker together if one of their kind has finished before and they have never been requeued. If
-  the worker is lost, any of them may have been the one that ran. So each counts a death and travels alone from then
+  the worker is lost, any of them may have been running. So each counts a death and travels alone from then
   on, and a closure only ever fails for a death of its own.
 - A worker that has something in flight takes no more if that leaves nothing for an idle worker.
 - With ``max_staleness=k`` a worker may be in its n-th closure only if all connected workers have ended n - 1 - k. A

@@ -69,7 +69,7 @@ class WorkerHost:
 class PsHost:
     """The host of a parameter server: its store and the store's snapshots, or the copies and snapshots of groups.
 
-    It starts with the snapshots of one coordinator, the one that took the newest snapshot.
+    It starts with the snapshots of the coordinator that took the newest snapshot.
 
     Args:
       directory: The folder of the snapshots of this task; None turns snapshots off.

@@ -1,4 +1,4 @@
-"""The tests of the page in a browser, which `make test-pages` runs. There a missing browser is a failure."""
+"""The tests of the page in a browser, which `make test-browser` runs. There a missing browser is a failure."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import pytest
 
 from browser import MISSING, Browser, path_of_browser
 
-IS_ASKED_FOR = bool(os.environ.get("REPLICAX_TEST_PAGES"))
+IS_ASKED_FOR = bool(os.environ.get("REPLICAX_TEST_BROWSER"))
 
 collect_ignore = (
     [] if IS_ASKED_FOR else [path.name for path in pathlib.Path(__file__).parent.glob("test_*.py")]
