@@ -173,6 +173,34 @@ def getting_stuck(num_steps=20):
     print("total", float(total), flush=True)
 
 
+def staying_away(num_steps=10):
+    """Steps with a limit of five seconds. In the first start, worker 1 sleeps before the sixth, and never comes."""
+    import os
+    import time
+
+    import numpy as np
+
+    import replicax as rx
+
+    strategy = rx.MultiWorkerMirroredStrategy(
+        communication_options=rx.CommunicationOptions(timeout_seconds=5)
+    )
+    index, restarts = strategy.cluster_resolver.task_id, int(os.environ["REPLICAX_RESTART_COUNT"])
+    ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
+
+    def step(x):
+        return rx.get_replica_context().all_reduce("SUM", x)
+
+    def read_a_sensor():
+        time.sleep(10_000)
+
+    for number in range(num_steps):
+        if (index, restarts, number) == (1, 0, 5):
+            read_a_sensor()
+        total = strategy.reduce("MEAN", strategy.run(step, args=(ones,)), axis=None)
+    print("total", float(total), flush=True)
+
+
 def environment():
     """The process of the launcher. Its tasks may keep Python's compiled files; otherwise each start would compile 300
     files again."""

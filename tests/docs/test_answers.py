@@ -31,6 +31,7 @@ SHOWN_BY = {
     ],
     "A rank is alive and hangs: do the others wait for ever?": [
         "faults/test_waiting.py::test_step_ends_after_its_timeout",
+        "faults/test_stuck.py::test_job_with_a_worker_that_never_comes_to_a_step_restarts_and_completes",
         "faults/test_stuck.py::test_job_with_a_worker_that_hangs_in_a_callback_restarts_and_completes",
     ],
     "Does a first resume deadlock if the primary reads slowly?": [
