@@ -23,6 +23,8 @@ OF_OUR_OWN = {
     "_src/cluster/service.py": "the line that its parent has written",
     "_src/cluster/start.py": "the answer of a process that it has started",
     "_src/keras/sharded_state.py": "what it has just written",
+    "_src/migrate/keras_dropped.py": "a table of the package",
+    "_src/migrate/table.py": "a table of the package",
     "_src/parameter_servers/strategy/worker_function.py": "a signature that it has made",
     "_src/testing/reports.py": "the reports of a test's own processes",
 }

@@ -847,7 +847,8 @@ def test_division_that_may_be_right_is_not_logged(loss_of, caplog):
     strategy = make_strategy()
     step = with_sum(lambda w, batch: loss_of(w, batch, strategy))
     strategy.run(step, args=(distributed(strategy), weights()))
-    assert not caplog.messages
+    # The size of one replica is worth a warning by itself: without the division the loss is too large.
+    assert not [told for told in caplog.messages if "global_batch_size" not in told]
 
 
 UNCERTAIN = {

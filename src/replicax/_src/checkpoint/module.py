@@ -25,6 +25,7 @@ class Module(Trackable):
     Args:
       name: A name for messages; by default the name of the class in snake case.
 
+    >>> import replicax as rx
     >>> class Line(rx.Module):
     ...     def __init__(self):
     ...         super().__init__()

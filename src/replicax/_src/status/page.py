@@ -104,7 +104,7 @@ CONTENT_SECURITY_POLICY: Final = (
     f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_DOCS: Final = home.page("Watch a job", "how_to/watching_jobs.md")
+_DOCS: Final = home.page("The status of a job", "reference/status.md")
 _STATES: Final = {
     **dict.fromkeys(GOOD_STATES, "good"),
     **dict.fromkeys((*DOUBTFUL_STATES, *BAD_STATES), "bad"),
