@@ -23,7 +23,7 @@ LIMIT_S = 90
 SILENCE_S = 15  # process 0 prints nothing for that long after process 1
 PAGE = (Path(__file__).parents[2] / "docs/comparison.md").read_text()
 PROGRAM = re.search(r"```python\n(# rows\.py\n.*?)```", PAGE, re.DOTALL)[1]
-TABLE = re.search(r"<!-- rows -->\n(.*?)<!-- /rows -->", PAGE, re.DOTALL)[1]
+TABLE = re.search(r"<!-- rows -->\n\n(.*?)\n<!-- /rows -->", PAGE, re.DOTALL)[1]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines()[2:]]
 SHARDS_KERAS_DATASETS = Version(keras.__version__) >= Version("3.16.dev0")
 PRINTED = re.compile(r"^\d+ steps, loss .*$", re.MULTILINE)
