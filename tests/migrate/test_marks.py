@@ -45,6 +45,11 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("seen = []\ndef step(x):\n  seen.append(x)\n" + RUN, "side effect"),
         ("v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN, "scope"),
         ("x = tf.ones((2,), tf.int64)\nx *= 0x9E3779B1\n", "int64"),
+        ("s = tf.distribute.MirroredStrategy()\no = tf.keras.optimizers.Adam(clipnorm=1.0)\n", "clipping"),
+        (
+            "s = tf.distribute.experimental.TPUStrategy(r)\no = tf.optimizers.SGD(0.1, global_clipnorm=1)\n",
+            "clipping",
+        ),
         ("x = tf.ones((2,), tf.int64)\nx += 1 << 40\n", "int64"),
         ("x = tf.ones((2,), tf.int64)\nx %= 2**31\n", "int64"),
         ("with tf.GradientTape() as tape:\n  y = x * x\nprint(tape.gradient(y, x))\n", "tape"),
@@ -95,6 +100,7 @@ def test_marked_code(text, rule):
         "with strategy.scope():\n  v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN,
         "v = tf.Variable(0.0)\nprint(v)\n",
         "tf.data.Dataset.range(3).map(lambda x: tf.cast(x, tf.int64))\n",
+        "s = tf.distribute.OneDeviceStrategy('/cpu:0')\no = tf.keras.optimizers.Adam(clipnorm=1.0)\n",
         "labels = tf.ones((2,), tf.int64)\nx = 2**30 + 0x7FFFFFFF + (1 << 5)\n",
         "@tf.function\ndef step(x):\n  with tf.GradientTape() as tape:\n    pass\n",
         "@tf.function\ndef step(x, training):\n  if training:\n    x = 1\n  return x\n",
@@ -108,9 +114,17 @@ def test_marked_code(text, rule):
     ],
 )
 def test_unmarked_code(text):
-    assert not {"mean", "sizes", "side effect", "scope", "int64", "tape", "condition", "integers"} & set(
-        rules(text)
-    )
+    assert not {
+        "mean",
+        "sizes",
+        "side effect",
+        "scope",
+        "int64",
+        "clipping",
+        "tape",
+        "condition",
+        "integers",
+    } & set(rules(text))
 
 
 @pytest.mark.parametrize(

@@ -634,3 +634,50 @@ def test_function_as_a_value_with_another_default_is_marked(name):
 )
 def test_shapes_and_dtypes_are_those_of_arrays(before, after):
     assert becomes(f"import tensorflow as tf\nr = {before}\n").endswith(f"r = {after}\n")
+
+
+LOOP = (
+    "opt = tf.keras.optimizers.SGD(0.1)\n"
+    "def step(x):\n"
+    "    with tf.GradientTape() as tape:\n"
+    "        loss = tf.reduce_sum(w * x)\n"
+    "    grads = tape.gradient(loss, {variables})\n"
+    "    opt.apply_gradients({pairs})\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "pairs"),
+    [
+        ("[w]", "zip(grads, [w])"),
+        ("[w]", "[(grads[0], w)]"),
+        ("net.trainable_variables", "list(zip(grads, tvars))"),
+    ],
+)
+def test_variables_that_an_optimizer_of_keras_trains_are_those_of_keras(variables, pairs):
+    text = "import tensorflow as tf\nw = tf.Variable([1.0, 2.0], name='w')\nn = tf.Variable(0)\ntvars = [w]\n"
+    text += "m = tf.Variable(0.0, trainable=False)\n" + LOOP.format(variables=variables, pairs=pairs)
+    new = becomes(text)
+    assert 'w = keras.Variable([1.0, 2.0], name="w")' in new.replace("'", '"')
+    assert "n = rx.Variable(0)" in new
+    assert "m = rx.Variable(0.0, trainable=False)" in new
+
+
+def test_variables_beside_a_model_of_keras_stay_variables_of_replicax():
+    variables = "model.trainable_variables"
+    text = "import tensorflow as tf\nmodel = tf.keras.Sequential([tf.keras.layers.Dense(1)])\nw = tf.Variable(1.0)\n"
+    new = becomes(text + LOOP.format(variables=variables, pairs=f"zip(grads, {variables})"))
+    assert "w = rx.Variable(1.0)" in new
+
+
+def test_sizes_that_a_replica_function_returns_are_arrays():
+    text = (
+        "import tensorflow as tf\nimport keras\n"
+        "def step(x):\n    n = tf.shape(x)[0]\n    y = tf.reshape(x, [n, -1])\n    return y, tf.size(x), {'n': n}\n"
+        "def size(x):\n    return tf.shape(x)[0]\n"
+        "strategy.run(step, args=(x,))\nsize(x)\n"
+    )
+    new = becomes(text)
+    assert "return y, ops.convert_to_tensor(ops.size(x)), {'n': ops.convert_to_tensor(n)}" in new
+    assert "y = ops.reshape(x, [n, -1])" in new
+    assert "return ops.shape(x)[0]" in new

@@ -14,7 +14,14 @@ from replicax._src.migrate.arguments import BindError
 from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, names_in, parts_of, text_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
-from replicax._src.migrate.keras_changes import data_model, is_in_layer, is_optimizer, renamed, suffixed_calls
+from replicax._src.migrate.keras_changes import (
+    data_model,
+    is_in_layer,
+    is_optimizer,
+    is_trained_by_keras,
+    renamed,
+    suffixed_calls,
+)
 from replicax._src.migrate.keras_dropped import find_dropped
 from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
@@ -28,6 +35,7 @@ from replicax._src.migrate.values import (
     is_limit_of_gpu,
     is_parts,
     is_shape,
+    is_size,
     is_variable,
     uses_of,
 )
@@ -126,6 +134,7 @@ class Decisions:
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         self._write_suffixes()
         self._add_to_shapes()
+        self._return_arrays()
         self._drop()
         if not uses_keras:
             self._loop_over_arrays()
@@ -167,7 +176,9 @@ class Decisions:
         call = self._source.parents[chain]
         rows: Sequence[Row] = [row for row in found.rows if not row.is_call]
         if isinstance(call, cst.Call) and call.func is chain:
-            if name == "tf.Variable" and is_in_layer(self._source, chain):
+            if name == "tf.Variable" and (
+                is_in_layer(self._source, chain) or is_trained_by_keras(self._source, call)
+            ):
                 return self._decide_variable_of_layer(call, chain)
             in_data = data_model(self._source, call, self._in_data)
             if in_data:
@@ -464,6 +475,19 @@ class Decisions:
                     self.wraps[other] = "tuple({self})"
                     self.changes.append(Change(self._source.line_of(other), "", "tuple({self})"))
 
+    def _return_arrays(self) -> None:
+        """Makes arrays of sizes that a replica function returns, because ``reduce`` needs one for each replica."""
+        for statement in self._source.statements:
+            if not isinstance(statement, cst.Return) or statement.value is None:
+                continue
+            if self._source.owners[statement] not in self._reach.replica_functions:
+                continue
+            for value in _parts_of_result(statement.value):
+                if is_size(self._source, value):
+                    template = f"{'ops.convert_to_tensor' if self.uses_keras else 'jnp.asarray'}({{self}})"
+                    self.wraps[value] = template
+                    self.changes.append(Change(self._source.line_of(value), "", template))
+
     def _loop_over_arrays(self) -> None:
         """Makes loops over datasets get NumPy arrays, because jax.numpy takes no tensors of TensorFlow. keras.ops
         does.
@@ -549,3 +573,11 @@ def argument_texts(module: cst.Module, arguments: Sequence[cst.Arg]) -> tuple[li
     if any(a.star == "**" for a in arguments):
         keywords["**"] = ""
     return positional, keywords
+
+
+def _parts_of_result(value: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Returns the parts of a tuple, a list or a dict that a function returns, else the value."""
+    if isinstance(value, cst.Dict | cst.Tuple | cst.List):
+        elements = [e for e in value.elements if isinstance(e, cst.DictElement | cst.Element)]
+        return [part for element in elements for part in _parts_of_result(element.value)]
+    return [value]

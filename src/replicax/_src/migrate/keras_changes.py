@@ -88,6 +88,46 @@ def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:
     return any(is_below(source.dotted(function), "tf.keras.optimizers") for function in made)
 
 
+def is_trained_by_keras(source: Source, call: cst.Call) -> bool:
+    """True for a ``tf.Variable`` that may be in the list of an optimizer of Keras: trainable, and no integer.
+
+    Keras's optimizers need variables of Keras. In a program whose optimizers train only what models of Keras have,
+    the other variables are counters and averages.
+    """
+    first = call.args[0].value if call.args else None
+    keywords = {argument.keyword.value for argument in call.args if argument.keyword}
+    if isinstance(first, cst.Integer) or keywords & {"trainable", "aggregation", "synchronization", "shape"}:
+        return False
+    return any(
+        not _are_of_model(each, variables) for each in source.program.sources for variables in _trained(each)
+    )
+
+
+def _trained(source: Source) -> Iterator[cst.BaseExpression]:
+    """Yields the lists of variables that optimizers are given."""
+    for call in source.calls:
+        if not isinstance(call.func, cst.Attribute) or not call.args:
+            continue
+        pairs = call.args[0].value
+        if call.func.attr.value == "minimize" and len(call.args) > 1:
+            yield call.args[1].value
+        elif call.func.attr.value == "apply_gradients":
+            inner = [pairs, *(a.value for a in pairs.args[:1])] if isinstance(pairs, cst.Call) else [pairs]
+            zipped = [it for it in inner if isinstance(it, cst.Call) and text_of(it.func) == "zip"]
+            yield zipped[0].args[1].value if zipped and len(zipped[0].args) == 2 else pairs
+
+
+def _are_of_model(source: Source, variables: cst.BaseExpression) -> bool:
+    """True for the variables of a model of Keras, also by a name."""
+    found = [variables, *source.values(variables)]
+    return any(
+        isinstance(value, cst.Attribute)
+        and value.attr.value in ("trainable_variables", "trainable_weights")
+        and (is_model(source, value.value) or (text_of(value.value) == "self" and is_in_layer(source, value)))
+        for value in found
+    )
+
+
 def data_model(source: Source, call: cst.Call, is_data: Callable[[cst.CSTNode], bool]) -> str | None:
     """Returns the replacement for a Keras model that only functions of datasets call.
 

@@ -26,6 +26,7 @@ RULES: Final = {
     "side effect": "run traces a function once and compiles it: Python code in it runs once, not in each step.",
     "scope": "A variable made outside of strategy.scope() belongs to no strategy.",
     "part": "Arrays are not assigned in place.",
+    "clipping": "The gradient of the global batch is clipped once, whatever the number of replicas.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
     "sizes": "A program is compiled for each shape of its arguments. TensorFlow compiled one for all sizes of an axis.",
     "tape": "A tape records functions that are traced.",
@@ -40,6 +41,7 @@ _PYTHON_VALUES: Final = re.compile(
     r"tf\.(shape|rank|executing_eagerly|is_tensor|inside_function|io\.|distribute\.|config\.|train\.|keras\.|version\.|"
     r"test\.|data\.|nest\.|compat\.|dtypes|as_dtype|debugging|is_symbolic_tensor|get_static_value|function)"
 )
+_SEVERAL_REPLICAS: Final = re.compile(r"tf\.distribute\.(experimental\.)?(?!OneDevice)\w+Strategy(V[12])?")
 _MAX_INT32: Final = 2**31 - 1
 _RANDOM_OR_TIME: Final = ("numpy.random.", "random.", "time.")
 
@@ -63,6 +65,7 @@ class Marker:
             self._keras_loss,
             self._outputs,
             self._rate,
+            self._clipping,
             self._part_of_variable,
             self._side_effect,
             self._scope,
@@ -199,6 +202,29 @@ class Marker:
                     "the rate of an optimizer of Keras is a number or a schedule, and counts in the momentum",
                     "write a number, and optimizer.learning_rate.assign(rate) where it changes",
                 )
+
+    def _clipping(self) -> Iterator[Found]:
+        """Finds an optimizer of Keras that clips gradients, in a program that makes a strategy of several replicas."""
+        if not any(
+            _SEVERAL_REPLICAS.fullmatch(s.dotted(c) or "")
+            for s in self._source.program.sources
+            for c in s.chains
+        ):
+            return
+        for call in self._source.calls:
+            if is_below(self._source.dotted(call.func), "tf.keras.optimizers"):
+                for argument in call.args:
+                    if argument.keyword and argument.keyword.value in (
+                        "clipnorm",
+                        "global_clipnorm",
+                        "clipvalue",
+                    ):
+                        yield (
+                            argument,
+                            "clipping",
+                            "TensorFlow clips each replica's gradients before it sums them; here the sum is clipped",
+                            "nothing to do: one device gives the same; TensorFlow's numbers differ",
+                        )
 
     def _part_of_variable(self) -> Iterator[Found]:
         """Finds ``v[0].assign(x)`` of a variable: a part of it is an array here."""

@@ -115,6 +115,7 @@ class Reach:
             steps.update(self._methods_of_keras(source))
         for source in program.sources:
             self._collect_edges(source)
+        self.replica_functions: frozenset[cst.CSTNode | None] = frozenset(replicas)
         self.replica = self._closure(replicas)
         self.data = self._closure(data)
         self.traced = self._closure(steps | (decorated - self.data))  # a dataset runs tf.functions, too

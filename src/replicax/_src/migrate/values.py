@@ -49,6 +49,16 @@ def is_shape(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
     return any(is_shape(source, value, depth - 1) for value in source.values(node))
 
 
+def is_size(source: Source, node: cst.BaseExpression) -> bool:
+    """True for a size of an array, which is a Python number in JAX: ``tf.size(x)``, ``tf.shape(x)[0]``."""
+    return any(
+        source.dotted(value.func) == "tf.size"
+        if isinstance(value, cst.Call)
+        else isinstance(value, cst.Subscript) and is_shape(source, value)
+        for value in (node, *source.values(node))
+    )
+
+
 def is_calculated_with(source: Source, node: cst.CSTNode) -> bool:
     """True for a full shape in arithmetic or a comparison, also by a name."""
     parent = source.parents[node]
