@@ -130,6 +130,7 @@ def _options(value: Any) -> list[str]:
     if isinstance(value, type) and issubclass(value, enum.Enum):
         return ["   :undoc-members:"]
     hidden = INTERNAL.get(getattr(value, "__name__", ""), "").split()
+    hidden += getattr(value, "_fields", ())  # the docstring of a named tuple explains them
     return [f"   :exclude-members: {', '.join(hidden)}"] if hidden else []
 
 
