@@ -67,15 +67,17 @@ def in_module(module: str, name: str) -> AttributeError:
     return AttributeError(f"{text}. {said}", name=name)
 
 
-def of_class(cls: type, name: str, owner: str) -> str | None:
-    """Returns the sentence for a name that a class of replicax does not have; None if there is none.
+def of_object(value: Any, name: str, owner: str) -> str | None:
+    """Returns the sentence for a name that an object of replicax does not have; None if there is none.
 
     Args:
-      cls: The class.
+      value: The object, or its class.
       name: The name.
-      owner: The text for an object of the class, such as ``variable``.
+      owner: The text for the object, such as ``variable``.
     """
-    return _of_value(owner, name, in_keras=True) or _first(_homes_of_class(cls), name, "", in_keras=True)
+    cls = value if isinstance(value, type) else type(value)
+    said = _of_value(owner, name, in_keras=True, members=dir(value))
+    return said or _first(_homes_of_class(cls), name, "", in_keras=True)
 
 
 def add_note(error: BaseException) -> None:
@@ -152,13 +154,14 @@ def _is_tracer(value: Any) -> bool:
 # --- sentences -----------------------------------------------------------------------------------------------
 
 
-def _of_value(owner: str, path: str, in_keras: bool) -> str | None:
+def _of_value(owner: str, path: str, in_keras: bool, members: Sequence[str] | None = None) -> str | None:
     """Returns the sentence for a method or attribute of any value, such as ``.numpy``.
 
     Args:
       owner: The source of the value.
       path: The name and what follows it: ``compiled_metrics.update_state``.
       in_keras: True if the module uses Keras.
+      members: The names that the value has. Replacements that need another are left out; None keeps all.
     """
     from replicax._src.migrate.table import find  # reads a file of many names
     from replicax._src.migrate.templates import PLACEHOLDER
@@ -172,6 +175,8 @@ def _of_value(owner: str, path: str, in_keras: bool) -> str | None:
         row = found.rows[0]
         called = f"{owner}.{name}" + "()" * row.is_call
         template = row.template(keras=in_keras)
+        if members is not None and not _members_in(template).issubset(members):
+            continue
         if template:
             given = {"self": owner}
             written = PLACEHOLDER.sub(lambda match, known=given: known.get(match[2], match[2]), template)
@@ -180,6 +185,12 @@ def _of_value(owner: str, path: str, in_keras: bool) -> str | None:
         if row.write:
             return f"For {called}: {row.write}."
     return None
+
+
+def _members_in(template: str) -> set[str]:
+    """Returns what a template takes of ``{self}``: ``learning_rate`` of ``{self}.learning_rate``."""
+    uses = re.finditer(r"\{self\}\.(\w+)|\{self\}\[|asarray\(\{self\}", template)
+    return {use[1] or ("__getitem__" if use[0].endswith("[") else "__array__") for use in uses}
 
 
 def _first(homes: Sequence[str], name: str, rest: str, in_keras: bool) -> str | None:
