@@ -1,7 +1,8 @@
-"""A name of TensorFlow or Keras 2 that a module or a value does not have: what the table of names writes instead.
+"""Names of TensorFlow or Keras 2 that a module or a value does not have: adds the replacement to the AttributeError.
 
-Values and modules of JAX and Keras raise their own errors, which get a note where they pass through replicax: in
-functions that it traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error.
+Code that calls TensorFlow itself is the subject of ``tensorflow_code``; ``advice`` writes the sentences. Values and
+modules of JAX and Keras raise their own errors, which get a note where they pass through replicax: in functions that it
+traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from replicax._src.migrate.advice import expression, frames_of, positions, replacement, uses_keras
-from replicax._src.user_code import PACKAGE, is_user_code
+from replicax._src.migrate.advice import replacement, uses_keras
+from replicax._src.user_code import PACKAGE, expression, frames_of, is_user_code, positions
 
 # Modules of TensorFlow with the names that users look for in a module of replicax, JAX or Keras.
 _MODULES: Final[Mapping[str, Sequence[str]]] = {
