@@ -205,7 +205,6 @@ def test_reduce_without_an_axis(strategy):
     ("name", "meant"),
     [
         ("rnu", "strategy.run"),
-        ("experimental_run_v2", "strategy.run?"),
         ("num_replicas", "strategy.num_replicas_in_sync"),
         ("distribute_dataset", "strategy.experimental_distribute_dataset"),
         ("worker_devices", "strategy.extended.worker_devices"),
@@ -216,9 +215,19 @@ def test_unknown_name_on_a_strategy(strategy, name, meant):
     assert not hasattr(strategy, name)
 
 
+def test_a_name_of_older_tensorflow_on_a_strategy(strategy):
+    name = "experimental_run_v2"
+    message(AttributeError, lambda: getattr(strategy, name), repr(name), "Write strategy.run(fn, args=args")
+
+
 def test_names_that_are_like_no_other_and_private_ones_get_no_suggestion(strategy):
     for name in ("qwertz", "_run"):
         assert "Did you mean" not in message(AttributeError, lambda name=name: getattr(strategy, name), name)
+
+
+def test_names_of_other_objects_of_tensorflow_get_no_replacement_on_a_strategy(strategy):
+    for name in ("lr", "numpy", "reset_states"):
+        assert "Write" not in message(AttributeError, lambda name=name: getattr(strategy, name), name)
 
 
 def test_a_name_that_arrays_have_and_variables_do_not():

@@ -5,7 +5,6 @@ import pytest
 import replicax as rx
 from migrated import becomes, marks
 from replicax._src.migrate import reach, table
-from replicax._src.strategies.mistakes import RENAMED
 
 HEAD = "import tensorflow as tf\n"
 KERAS = "from tensorflow import keras\nimport tensorflow as tf\n"
@@ -30,13 +29,6 @@ def test_each_method_that_makes_a_step_or_a_dataset_is_in_replicax_or_in_the_tab
 
 def is_module(name):
     return any(row.name.startswith(f"{name}.") for row in table.rows())
-
-
-def test_each_name_that_a_message_renames_is_renamed_by_the_command():
-    for old, new in RENAMED.items():
-        found = table.find(f".{old}")
-        assert found, old
-        assert f"{{self}}.{new}(" in found.rows[0].with_keras
 
 
 @pytest.mark.parametrize(

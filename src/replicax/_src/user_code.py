@@ -1,15 +1,19 @@
-"""Decides which code is the user's: everything outside replicax, the standard library and installed packages."""
+"""The user's code: which files are the user's, which line runs or failed, and the source of its expression.
+
+User code is everything outside replicax, the standard library and installed packages.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import linecache
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Final
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -118,10 +122,33 @@ def _innermost(frame: FrameType | None) -> str:
 def user_line_of(error: BaseException) -> str:
     """The user's innermost line in an error's traceback."""
     found = UNKNOWN
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    for entry in frames_of(error.__traceback__):
+        code = entry.tb_frame.f_code
         if is_user_code(code.co_filename):
-            found = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
-        traceback = traceback.tb_next
+            found = f"{code.co_filename}:{entry.tb_lineno} in {code.co_name}"
     return found
+
+
+def frames_of(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    """Yields the entries of a traceback, from the outermost on."""
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def expression(frame: FrameType, instruction: int, line: int) -> str:
+    """Returns the source of the expression that a frame executes, or of its line if Python does not know."""
+    code = frame.f_code
+    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    first, last, start, stop = positions(code, instruction)
+    if first is None or last is None or start is None or stop is None or last > len(lines):
+        return linecache.getline(code.co_filename, line, frame.f_globals).strip()
+    rows = [row.encode() for row in lines[first - 1 : last]]
+    rows[-1] = rows[-1][:stop]
+    rows[0] = rows[0][start:]
+    return b"".join(rows).decode()
+
+
+def positions(code: CodeType, instruction: int) -> tuple[int | None, ...]:
+    """Returns the first and last line of an instruction, and the columns where it starts and ends, in bytes."""
+    return next((p for i, p in enumerate(code.co_positions()) if 2 * i == instruction), (None,) * 4)

@@ -104,7 +104,7 @@ def _no_such_attribute(cls: type, name: str) -> AttributeError:
     text = f"{cls.__name__} has no attribute {name!r}."
     if name.startswith("_"):  # Python and tools look for these
         return AttributeError(text, name=name, obj=cls)
-    advice = missing_names.of_class(cls, name, "dataset")
+    advice = missing_names.of_object(cls, name, "dataset")
     text = text if advice is None else f"{text} {advice}"
     return AttributeError(
         f"{text} Datasets of replicax have batch, filter, map, prefetch, repeat, shard, shuffle and take. A strategy "

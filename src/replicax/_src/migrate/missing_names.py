@@ -1,7 +1,8 @@
-"""A name of TensorFlow or Keras 2 that a module or a value does not have: what the table of names writes instead.
+"""Names of TensorFlow or Keras 2 that a module or a value does not have: adds the replacement to the AttributeError.
 
-Values and modules of JAX and Keras raise their own errors, which get a note where they pass through replicax: in
-functions that it traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error.
+Code that calls TensorFlow itself is the subject of ``tensorflow_code``; ``advice`` writes the sentences. Values and
+modules of JAX and Keras raise their own errors, which get a note where they pass through replicax: in functions that it
+traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from replicax._src.migrate.advice import expression, frames_of, positions, replacement, uses_keras
-from replicax._src.user_code import PACKAGE, is_user_code
+from replicax._src.migrate.advice import replacement, uses_keras
+from replicax._src.user_code import PACKAGE, expression, frames_of, is_user_code, positions
 
 # Modules of TensorFlow with the names that users look for in a module of replicax, JAX or Keras.
 _MODULES: Final[Mapping[str, Sequence[str]]] = {
@@ -67,15 +68,17 @@ def in_module(module: str, name: str) -> AttributeError:
     return AttributeError(f"{text}. {said}", name=name)
 
 
-def of_class(cls: type, name: str, owner: str) -> str | None:
-    """Returns the sentence for a name that a class of replicax does not have; None if there is none.
+def of_object(value: Any, name: str, owner: str) -> str | None:
+    """Returns the sentence for a name that an object of replicax does not have; None if there is none.
 
     Args:
-      cls: The class.
+      value: The object, or its class.
       name: The name.
-      owner: The text for an object of the class, such as ``variable``.
+      owner: The text for the object, such as ``variable``.
     """
-    return _of_value(owner, name, in_keras=True) or _first(_homes_of_class(cls), name, "", in_keras=True)
+    cls = value if isinstance(value, type) else type(value)
+    said = _of_value(owner, name, in_keras=True, members=dir(value))
+    return said or _first(_homes_of_class(cls), name, "", in_keras=True)
 
 
 def add_note(error: BaseException) -> None:
@@ -152,13 +155,14 @@ def _is_tracer(value: Any) -> bool:
 # --- sentences -----------------------------------------------------------------------------------------------
 
 
-def _of_value(owner: str, path: str, in_keras: bool) -> str | None:
+def _of_value(owner: str, path: str, in_keras: bool, members: Sequence[str] | None = None) -> str | None:
     """Returns the sentence for a method or attribute of any value, such as ``.numpy``.
 
     Args:
       owner: The source of the value.
       path: The name and what follows it: ``compiled_metrics.update_state``.
       in_keras: True if the module uses Keras.
+      members: The names that the value has. Replacements that need another are left out; None keeps all.
     """
     from replicax._src.migrate.table import find  # reads a file of many names
     from replicax._src.migrate.templates import PLACEHOLDER
@@ -172,6 +176,8 @@ def _of_value(owner: str, path: str, in_keras: bool) -> str | None:
         row = found.rows[0]
         called = f"{owner}.{name}" + "()" * row.is_call
         template = row.template(keras=in_keras)
+        if members is not None and not _members_in(template).issubset(members):
+            continue
         if template:
             given = {"self": owner}
             written = PLACEHOLDER.sub(lambda match, known=given: known.get(match[2], match[2]), template)
@@ -180,6 +186,12 @@ def _of_value(owner: str, path: str, in_keras: bool) -> str | None:
         if row.write:
             return f"For {called}: {row.write}."
     return None
+
+
+def _members_in(template: str) -> set[str]:
+    """Returns what a template takes of ``{self}``: ``learning_rate`` of ``{self}.learning_rate``."""
+    uses = re.finditer(r"\{self\}\.(\w+)|\{self\}\[|asarray\(\{self\}", template)
+    return {use[1] or ("__getitem__" if use[0].endswith("[") else "__array__") for use in uses}
 
 
 def _first(homes: Sequence[str], name: str, rest: str, in_keras: bool) -> str | None:

@@ -1,6 +1,7 @@
 """TensorFlow code that a program still has: builds the error that names its line and its replacement.
 
-TensorFlow is never imported: its functions, objects and frames are recognised by their modules.
+TensorFlow is never imported: its functions, objects and frames are recognised by their modules. Names of TensorFlow
+that JAX, Keras or replicax lack are the subject of ``missing_names``; errors of JAX, of ``tracing/explanations``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 from replicax._src.errors import ReplicaxError, UnsupportedError
 from replicax._src.migrate import missing_names
-from replicax._src.migrate.advice import advice, expression, frames_of, uses_keras
-from replicax._src.user_code import is_user_code
+from replicax._src.migrate.advice import advice, uses_keras
+from replicax._src.user_code import expression, frames_of, is_user_code
 
 _MISSING: Final = object()
 _MOST_SHOWN: Final = 80

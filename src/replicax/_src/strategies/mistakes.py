@@ -5,18 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.migrate import missing_names
 from replicax._src.options import RunOptions
 from replicax._src.tracing.key import name_of, unwrap
 
 if TYPE_CHECKING:
     from replicax._src.strategies.strategy import Strategy
-
-# Names of TensorFlow's that a strategy does not have -> its own. `replicax migrate` writes these.
-RENAMED: Final = MappingProxyType({"experimental_run_v2": "run"})
 
 
 def check_arguments(method: str, fn: Any, args: Any, kwargs: Any, options: Any) -> None:
@@ -84,13 +81,16 @@ def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 
 
 def no_such_attribute(strategy: Strategy, name: str) -> AttributeError:
-    """Returns the error for a public name that a strategy does not have. It names a similar name."""
+    """Returns the error for a public name that a strategy does not have: TensorFlow's, or like one that it has."""
+    advice = missing_names.of_object(strategy, name, "strategy")
+    if advice is not None:
+        return AttributeError(f"{type(strategy).__name__} has no attribute {name!r}. {advice}", name=name)
     extended = {each: f"extended.{each}" for each in dir(strategy.extended)}
-    names = {**extended, **{each: each for each in dir(type(strategy))}, **RENAMED}
+    names = {**extended, **{each: each for each in dir(type(strategy))}}
     close = difflib.get_close_matches(name, [each for each in names if not each.startswith("_")], n=1)
     hint = f" Did you mean strategy.{names[close[0]]}?" if close else ""
-    # With ``obj`` Python would add its own suggestion, which is a different one for experimental_run_v2.
-    return AttributeError(f"{type(strategy).__name__} has no attribute {name!r}.{hint}", name=name, obj=None)
+    # Without ``obj``, from which Python would add a suggestion of its own.
+    return AttributeError(f"{type(strategy).__name__} has no attribute {name!r}.{hint}", name=name)
 
 
 def no_strategies_of_users(name: str) -> UnsupportedError:

@@ -187,9 +187,7 @@ class ProgramCache(Generic[T]):
         self._functions: dict[Any, FunctionPrograms[T]] = {}
         self._versions: dict[Any, collections.deque[Any]] = {}
         self._num_traces: dict[Any, int] = {}
-        self._compiled: dict[Any, Sequence[Leaf]] = {}
-        self._last: dict[Any, _Version] = {}
-        self._compiled: dict[Any, Sequence[Leaf]] = {}
+        self._newest: dict[Any, _Version] = {}
 
     def __len__(self) -> int:
         return sum(len(programs) for programs in self._functions.values())
@@ -246,12 +244,12 @@ class ProgramCache(Generic[T]):
         self, fn: Callable[..., Any], described: Sequence[Leaf], num_replicas: int | None
     ) -> str:
         """Returns what differs from the arguments of the last program of ``fn``; empty for its first program."""
-        code = family_of(fn)
-        before = self._compiled.get(code)
-        self._compiled[code] = list(described)
-        if before is None or len(before) != len(described):
-            return "" if before is None else "for other arguments"
-        changed = [(a, b) for a, b in zip(before, described, strict=True) if a != b]
+        newest = self._newest.get(family_of(fn))
+        if newest is None:
+            return ""
+        if len(newest.described) != len(described):
+            return "for other arguments"
+        changed = [(a, b) for a, b in zip(newest.described, described, strict=True) if a != b]
         for a, b in changed:
             if not a.differs_in_rows(b):
                 return f"because {a} became {b}"
@@ -266,16 +264,15 @@ class ProgramCache(Generic[T]):
         """Counts a trace of ``fn``; warns once when there are many, with the reason and a remedy."""
         code = family_of(fn)
         count = self._num_traces[code] = self._num_traces.get(code, 0) + 1
-        old = self._last.get(code)
-        if count <= _TRACES_BEFORE_WARNING:
-            self._last[code] = _Version(key.function_key(fn), list(described), paths)
+        old = self._newest.get(code)
+        new = self._newest[code] = _Version(key.function_key(fn), list(described), paths)
         if count == _TRACES_BEFORE_WARNING and old is not None:
             log.warning(
                 "%s has been traced %d times, which is slow; the last time because %s. %s",
                 getattr(fn, "__qualname__", fn),
                 count,
-                _reason(old, self._last[code]),
-                _cure(old, self._last[code]),
+                _reason(old, new),
+                _cure(old, new),
             )
 
 

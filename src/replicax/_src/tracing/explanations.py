@@ -1,7 +1,7 @@
 """Errors of JAX in a traced function, and what Keras makes of them, as errors that name the user's line and a remedy.
 
 JAX's errors about tracers cannot be made from a text, as Keras does when it adds a layer's name. What then arrives is
-another error, whose context is JAX's.
+another error, whose context is JAX's. ``migrate/tensorflow_code`` explains TensorFlow's code, before this file does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from replicax._src.errors import (
     UnknownAxisError,
 )
 from replicax._src.migrate import tensorflow_code
-from replicax._src.migrate.advice import expression, frames_of, ops_of_keras
+from replicax._src.migrate.advice import ops_of_keras
 from replicax._src.tracing.chosen_devices import replica_chooses
 from replicax._src.tracing.program import leaked
-from replicax._src.user_code import is_user_code, user_line, user_line_of
+from replicax._src.user_code import expression, frames_of, is_user_code, user_line, user_line_of
 
 Place = Literal["run", "function", "step", "fit", "scope"]
 """Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a

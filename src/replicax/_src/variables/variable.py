@@ -142,7 +142,7 @@ class Variable(ArrayLike):
             if name.startswith("_") or name in dir(type(self)):
                 return object.__getattribute__(self, name)
             if getattr(jax.Array, name, None) is None:
-                advice = missing_names.of_class(type(self), name, "variable")
+                advice = missing_names.of_object(self, name, "variable")
                 if advice is None:
                     return object.__getattribute__(self, name)
                 raise AttributeError(
