@@ -10,7 +10,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax.errors import DivergenceError, InvalidArgumentError
+from replicax.errors import DivergenceError, InvalidArgumentError, PerReplicaUseError
 
 CHECKED = rx.RunOptions(check_same=True)
 
@@ -168,6 +168,16 @@ def test_a_function_whose_first_result_is_dropped_drifts_too(strategy):
             w = train(w, batch(strategy))
 
     message(DivergenceError, run, "args[0]")
+
+
+def test_state_that_has_drifted_is_no_array_and_says_what_to_sum(strategy, caplog):
+    (w,) = loop(strategy, drifts, strategy.replicate(np.ones(2, np.float32)), options=None)
+    text = message(
+        PerReplicaUseError, lambda: np.asarray(w), "args[0] of drifts", "all_reduce('sum', gradients)"
+    )
+    assert "strategy.reduce" not in text
+    (other,) = strategy.run(lambda x: (jnp.sum(x),), args=(batch(strategy),))
+    message(PerReplicaUseError, lambda: np.asarray(other), "strategy.reduce")
 
 
 def test_step_with_an_existing_program_drifts_too(strategy):

@@ -73,6 +73,18 @@ def test_arrays_of_a_dataset_that_was_not_distributed_are_named(strategy, caplog
     assert "the batch (args[0][0], args[0][1]) was not distributed" in told
 
 
+def test_batch_with_an_axis_of_devices_gets_its_shape(strategy, caplog):
+    batch = (X.reshape(2, 4, 3), Y.reshape(2, 4, 1))
+
+    def step(w, batch):
+        x, y = batch
+        return rx.nn.compute_average_loss((x @ w - y)[:, 0] ** 2)
+
+    strategy.run(step, args=(jnp.zeros((3, 1)), batch))
+    (told,) = caplog.messages
+    assert "first make the batch [global batch, ...], here of 8 rows: x.reshape(-1, *x.shape[2:])" in told
+
+
 @pytest.mark.parametrize("layers", [[], [lambda: keras.layers.Dropout(0.5)]], ids=["dense", "dropout"])
 def test_keras_loop_over_a_dataset_that_was_not_distributed_is_named(strategy, layers, caplog):
     step = keras_step(strategy, *(make() for make in layers))

@@ -170,3 +170,79 @@ def test_error_of_replicax_in_a_model_that_keras_builds_stays_typed(strategy):
 def test_jax_error_in_a_scope_that_keras_has_no_part_in_stays_jaxs(strategy):
     with pytest.raises(jax.errors.ConcretizationTypeError), strategy.scope():
         jax.jit(lambda x: float(x))(1.0)
+
+
+class PrintsItsLoss(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        loss = self.compute_loss(y=data[1], y_pred=self(data[0], training=True))
+        print(float(loss))
+        return {"loss": loss}
+
+
+def test_converted_value_gets_its_print_and_the_eager_mode_of_its_call(strategy):
+    def step(x):
+        return float(jnp.sum(x))
+
+    def run(**kwargs):
+        return strategy.run(step, args=(jnp.asarray(X),), **kwargs)
+
+    written = 'Write jax.debug.print("{}", jnp.sum(x)) to print it'
+    message(TracedConditionError, run, written, "rx.RunOptions(eager=True)")
+    run(options=rx.RunOptions(eager=True))
+    text = message(TracedConditionError, rx.function(run), written)
+    assert "eager" not in text
+    with strategy.scope():
+        model = PrintsItsLoss()
+        model.compile("sgd", "mse")
+    written = 'Write jax.debug.print("{}", loss)'
+    text = message(
+        TracedConditionError, lambda: model.fit(X, X[:, :1], verbose=0), written, "run_eagerly=True"
+    )
+    assert "RunOptions" not in text
+
+
+def test_condition_on_the_number_of_the_replica_gets_a_condition_that_works(strategy, capfd):
+    def step(x):
+        value = jnp.sum(x)
+        if rx.get_replica_context().replica_id_in_sync_group == 0:
+            print(value)
+        return value
+
+    text = message(
+        TracedConditionError, lambda: strategy.run(step, args=(X,)), "experimental_local_results(value)[0]"
+    )
+    line = 'rx.cond(rx.get_replica_context().replica_id_in_sync_group == 0, lambda: jax.debug.print("{}", value), lambda: None)'
+    assert line in text
+
+    def mended(x):
+        value = jnp.sum(x)
+        eval(line, {"rx": rx, "jax": jax, "value": value})
+        return value
+
+    strategy.run(mended, args=(X,))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "12.0\n"
+
+
+class Config:
+    rate = 0.1
+
+
+def test_object_that_jit_refuses_gets_a_note_with_a_cure(strategy):
+    def step(x, config):
+        return x * config.rate
+
+    jitted = jax.jit(step)
+    with pytest.raises(TypeError) as caught:
+        strategy.run(jitted, args=(X, Config()))
+    (note,) = [note for note in caught.value.__notes__ if "jitted is compiled by jax.jit" in note]
+    assert 'static_argnames="config"' in note
+    strategy.run(step, args=(X, Config()))
+    strategy.run(jax.jit(step, static_argnames="config"), args=(X, Config()))

@@ -1,5 +1,6 @@
 """Side effects of traced functions: those that surprise are reported once, with the user's line; others are not."""
 
+import collections
 import logging
 import random
 import sys
@@ -293,3 +294,24 @@ def test_result_of_none_raises_with_its_line(strategy, combine):
     result = strategy.run(lambda: None)
     with pytest.raises(rx.errors.ReductionError, match=r"test_side_effects\.py:.* returns nothing"):
         strategy.reduce("SUM", result, axis=None) if combine == "reduce" else strategy.gather(result, 0)
+
+
+def test_error_about_a_kept_value_names_the_line_that_kept_it(strategy, told, monkeypatch):
+    monkeypatch.setattr(side_effects, "_kept", collections.deque())
+    trainer = Trainer()
+
+    def note_on(use):
+        with pytest.raises(side_effects.OF_TRACER) as caught:
+            use()
+        side_effects.add_note(caught.value)
+        return getattr(caught.value, "__notes__", [""])[-1]
+
+    assert "kept" not in note_on(lambda: jax.jit(float)(1.0))
+    strategy.run(trainer.append, args=(jnp.ones(2),))
+    for use in (lambda: sum(trainer.losses), lambda: np.abs(trainer.losses[0])):
+        note = note_on(use)
+        assert (
+            f"{line_of('        self.losses.append(x * 2)', trainer.append)}: `self.losses.append(x * 2)`"
+            in note
+        )
+        assert "Return it from the function" in note

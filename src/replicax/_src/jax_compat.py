@@ -347,6 +347,11 @@ def is_in_collective() -> bool:
 _FILES_OF_MAPS = {"pmap.py": "jax.pmap", "shard_map.py": "jax.shard_map"}
 
 
+def is_jitted(value: Any) -> bool:
+    """Returns True for a function that ``jax.jit`` has returned."""
+    return type(value) is type(jax.jit(lambda: None))
+
+
 def name_of_map(value: Any) -> str | None:
     """Returns "jax.pmap" or "jax.shard_map" for one of them, or for a function that it has returned; else None."""
     if value is shard_map or value is getattr(jax, "pmap", None):

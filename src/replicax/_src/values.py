@@ -288,10 +288,14 @@ class PerReplica(DistributedValues):
         if is_converted_by_tf_function():
             raise in_tf_function("A PerReplica was used")
         shown = self if self.stored.size <= _MAX_SHOWN else self.description
-        raise PerReplicaUseError(
+        what = (
             f"It looks like you are using a PerReplica object while not inside a replica context, which is "
-            f"not supported: {shown} has {self.num_replicas} components and does not stand for one array. For "
-            f"one number use strategy.reduce(rx.ReduceOp.SUM or MEAN, value, axis=None); for the components "
+            f"not supported: {shown} has {self.num_replicas} components and does not stand for one array."
+        )
+        if self.maker is not None and self.maker.drifted:
+            raise PerReplicaUseError(f"{what} {self.maker.drifted}")
+        raise PerReplicaUseError(
+            f"{what} For one number use strategy.reduce(rx.ReduceOp.SUM or MEAN, value, axis=None); for the components "
             f"strategy.experimental_local_results(value); to compute with it per replica "
             f"strategy.run(fn, args=(value,))."
         )

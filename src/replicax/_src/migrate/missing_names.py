@@ -12,7 +12,7 @@ import linecache
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from replicax._src.migrate.advice import replacement, uses_keras
@@ -93,9 +93,12 @@ def add_note(error: BaseException) -> None:
         each = each.__cause__ or each.__context__
 
 
-def note_uncaught() -> None:
+def note_uncaught(*add_notes: Callable[[BaseException], None]) -> None:
     """Adds the note to errors that end the program too, from now on: outside of calls of replicax only Python's
     excepthook sees them. The hook that was there before is called with the same error.
+
+    Args:
+      *add_notes: Other functions that add notes to such errors.
     """
     before = sys.excepthook
     if _hooks:
@@ -104,8 +107,9 @@ def note_uncaught() -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
     ) -> None:
-        with contextlib.suppress(Exception):  # the error itself must be shown
-            add_note(error)
+        for add in (add_note, *add_notes):
+            with contextlib.suppress(Exception):  # the error itself must be shown
+                add(error)
         before(kind, error, trace)
 
     _hooks.append(excepthook)

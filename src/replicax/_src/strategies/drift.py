@@ -39,11 +39,13 @@ class Maker:
       function: The identity of the function; see ``identity_of``.
       shared: The paths of the floating arguments of its shape that were the same on all replicas.
       index: The position of the value among the arrays that the program returned.
+      drifted: For state that has drifted apart: the sentences for an error about its use as one array; else "".
     """
 
     function: Any
     shared: frozenset[str]
     index: int
+    drifted: str = ""
 
 
 def identity_of(fn: Any, seen: set[int] | None = None) -> Any:
@@ -104,6 +106,35 @@ def drifted_paths(
     return found
 
 
+def drifted_results(
+    name: str, program: ReplicaProgram, paths: Sequence[str], leaves: Sequence[Any], drifted: Sequence[str]
+) -> dict[int, str]:
+    """Returns the sentences for errors about the next values of state that has drifted apart, by their position among
+    the results.
+    """
+    found = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        maker = leaf.maker if isinstance(leaf, PerReplica) else None
+        if maker is not None and path in drifted:
+            found[maker.index] = (
+                f"It replaces {path} of {name}, run at {user_line()}, which was the same on all replicas: each replica trains its "
+                f"own copy of it. {_remedy(program.reduced_at)}"
+            )
+        elif maker is not None and maker.drifted:
+            found[maker.index] = maker.drifted
+    return found
+
+
+def _remedy(reduced_at: str) -> str:
+    if not reduced_at:
+        return "Sum the gradients: gradients = rx.get_replica_context().all_reduce('sum', gradients)."
+    return (
+        f"The loss is already reduced over replicas at {reduced_at}, inside the differentiated function, so take the mean of "
+        "the gradients: gradients = rx.get_replica_context().all_reduce('mean', gradients). Or differentiate the replica's own "
+        "share of the loss, and sum its gradients."
+    )
+
+
 def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> bool:
     """Returns True if an argument only enters its own next value, element by element, like a sum over steps.
 
@@ -159,16 +190,9 @@ def tell(name: str, paths: Sequence[str], *, reduced_at: str = "", raises: bool)
     """
     more = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
     were, differ, train = ("were", "differ", "them") if len(paths) > 1 else ("was", "differs", "it")
-    remedy = "Sum the gradients: gradients = rx.get_replica_context().all_reduce('sum', gradients)."
-    if reduced_at:
-        remedy = (
-            f"The loss is already reduced over replicas at {reduced_at}, inside the differentiated function, so take the mean of "
-            "the gradients: gradients = rx.get_replica_context().all_reduce('mean', gradients). Or differentiate the replica's own "
-            "share of the loss, and sum its gradients."
-        )
     told = (
         f"{name}, run at {user_line()}: {', '.join(paths[:_MAX_SHOWN])}{more} {were} the same on all replicas in an earlier call and now "
-        f"{differ}: each replica trains its own copy of {train}. {remedy} To keep one value per replica on purpose, create it with "
+        f"{differ}: each replica trains its own copy of {train}. {_remedy(reduced_at)} To keep one value per replica on purpose, create it with "
         "strategy.experimental_distribute_values_from_function(...). If the replicas' values are equal, return rx.assert_same(value)."
     )
     if raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -111,11 +112,13 @@ def results_of(
     topology: Topology,
     function: Any = None,
     shared: Mapping[str, tuple[int, ...]] | None = None,
+    drifted: Mapping[int, str] = MappingProxyType({}),
 ) -> Results:
     """Converts the arrays that a program returns into the results of ``run``.
 
     Args:
       function: The identity of the function, for results that replace arguments of the shapes in ``shared``, by path.
+      drifted: The sentences for errors about results that have drifted apart, by their position.
     """
     first = program.variants[0]
     leaves: list[tuple[bool, Any, bool, Maker | None]] = []
@@ -125,10 +128,11 @@ def results_of(
             shapes = _output_shapes(program, index)
             is_equal = program.same_outputs[index]
             maker = None
-            if shared and not is_equal:
+            if (shared or drifted) and not is_equal:
                 shape = tuple(first.jaxpr.outvars[index].aval.shape)
-                replaced = frozenset(path for path, other in shared.items() if other == shape)
-                maker = Maker(function, replaced, index) if replaced else None
+                replaced = frozenset(path for path, other in (shared or {}).items() if other == shape)
+                note = drifted.get(index, "")
+                maker = Maker(function, replaced, index, note) if replaced or note else None
             leaves.append((True, shapes, is_equal, maker))
             index += 1
         else:

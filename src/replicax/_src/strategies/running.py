@@ -301,15 +301,16 @@ class Runner:
             call.paths,
         )  # neither of them holds the function or its arguments
 
-        def tell_drift(leaves: Sequence[Any]) -> None:
+        def tell_drift(leaves: Sequence[Any]) -> dict[int, str]:
             if all(not isinstance(leaf, PerReplica) or leaf.maker is None for leaf in leaves):
-                return  # no program has made any of them
+                return {}  # no program has made any of them
             drifted = drift.drifted_paths(function, traced, paths(), described, leaves)
             if drifted and (options.check_same or function not in told):
                 told.add(function)
                 drift.tell(name, drifted, reduced_at=traced.reduced_at, raises=options.check_same)
+            return drift.drifted_results(name, traced, paths(), leaves, drifted)
 
-        tell_drift(call.leaves)
+        apart = tell_drift(call.leaves)
         warn_of_whole_batch(name, program, paths(), described, call.leaves)
         if current_capture() is None:
             for variant in program.variants:
@@ -318,7 +319,7 @@ class Runner:
             results = results_of(program, self._topology)
         else:
             shared = drift.shared_shapes(paths(), described)
-            results = results_of(program, self._topology, function, shared)
+            results = results_of(program, self._topology, function, shared, apart)
         check_closure = call.closure_check([variant.jaxpr for variant in program.variants])
         check = None
         if labels is not None:

@@ -50,6 +50,7 @@ from replicax._src.strategies.mistakes import (
 from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
+from replicax._src.tracing import side_effects
 from replicax._src.tracing.bindings import BindingTable, placed_by_each
 from replicax._src.tracing.capture import current_capture
 from replicax._src.user_code import user_line
@@ -122,7 +123,7 @@ class Strategy:
         note_role(cluster_resolver, is_chief)
         if not self.is_default:
             counters.strategy = type(self).__name__
-            note_uncaught()
+            note_uncaught(side_effects.add_note)
         if not (self.is_default or self.has_servers):
             serve_status()
         self._communication_options = communication_options

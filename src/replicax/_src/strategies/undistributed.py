@@ -55,16 +55,28 @@ def warn_of_whole_batch(
     if not found or (name, line) in _warned:
         return
     _warned.add((name, line))
+    shapes = [leaf.shape for path, leaf in zip(paths, described, strict=True) if path in found]
     more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     log.warning(
         "%s, run at %s: the batch (%s%s) was not distributed, so each of the %d replicas computes all of its rows. Iterate the "
         "distributed dataset: for batch in strategy.experimental_distribute_dataset(dataset). For arrays of one batch: "
-        "(batch,) = strategy.experimental_distribute_dataset([batch]).",
+        "(batch,) = strategy.experimental_distribute_dataset([batch]).%s",
         name,
         line,
         ", ".join(found[:_MAX_SHOWN]),
         more,
         len(program.variant_of_replica),
+        _on_axis_of_devices(shapes, len(program.variant_of_replica)),
+    )
+
+
+def _on_axis_of_devices(shapes: Sequence[tuple[int, ...]], num_replicas: int) -> str:
+    """Returns what to do if the first axis of the batch has one entry for each device, as ``jax.pmap`` wants it."""
+    if any(len(shape) < 2 or shape[0] != num_replicas or shape[:2] != shapes[0][:2] for shape in shapes):
+        return ""
+    return (
+        f" If the first axis of {num_replicas} is of devices, as for jax.pmap, first make the batch [global batch, ...], here of "
+        f"{num_replicas * shapes[0][1]} rows: x.reshape(-1, *x.shape[2:])."
     )
 
 

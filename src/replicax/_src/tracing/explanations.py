@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any, Final, Literal
@@ -27,9 +29,17 @@ from replicax._src.errors import (
 )
 from replicax._src.migrate import tensorflow_code
 from replicax._src.migrate.advice import ops_of_keras
+from replicax._src.tracing.capture import current_capture
 from replicax._src.tracing.chosen_devices import replica_chooses
 from replicax._src.tracing.program import leaked
-from replicax._src.user_code import expression, frames_of, is_user_code, user_line, user_line_of
+from replicax._src.user_code import (
+    expression,
+    frames_of,
+    is_of_package,
+    is_user_code,
+    user_line,
+    user_line_of,
+)
 
 Place = Literal["run", "function", "step", "fit", "scope"]
 """Where an error arises: in a replica function, in other traced code, in a step that ``fit`` traces, elsewhere in a
@@ -41,7 +51,10 @@ _NEEDS_VALUE: Final = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_EAGERLY: Final = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
+_EAGERLY: Final = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values"
+_EAGERLY_IN_FIT: Final = "; or write model.compile(..., run_eagerly=True) to debug it with real values"
+_FITS: Final = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_CONVERSIONS: Final = ("bool", "complex", "float", "int")
 _OF_FIT: Final = (
     "fit, evaluate and predict compute a step for the global batch: a sum or mean over its rows (jnp.sum, jnp.mean) is "
     "over all replicas already. Leave the collective out; a layer that strategy.run calls too has it under "
@@ -151,12 +164,11 @@ def _wraps(error: BaseException, below: BaseException) -> bool:
 def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
     line = user_line_of(error)
     if isinstance(error, _NEEDS_VALUE):
-        once, eagerly = (" for all replicas", _EAGERLY) if place == "run" else ("", ".")
+        once = " for all replicas" if place == "run" else ""
         return TracedConditionError(
             f"At {line}{_in_expression(error)} Python needs a value that is known only when the program runs (an argument, "
             "a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float(), or a NumPy function of a value. "
-            f"The function is traced once{once}. {_instead(error)}Use jnp.where or jax.lax.select for a value, rx.cond for "
-            f"a branch that assigns variables, jax.debug.print to print{eagerly}"
+            f"The function is traced once{once}. {_instead_of_value(error, place)}{_eagerly(place)}."
         )
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         return TracedConditionError(
@@ -201,6 +213,61 @@ def _in_expression(error: BaseException) -> str:
     return f", in `{tensorflow_code.shortened(text)}`," if text else ""
 
 
+def _instead_of_value(error: BaseException, place: Place) -> str:
+    """Returns the advice on the expression that needs the value: a conversion, a replica's number, any other."""
+    text = _text(error)
+    if (converted := _converted(text)) is not None:
+        return (
+            f'Write jax.debug.print("{{}}", {converted}) to print it, or return it from the function and print the result. '
+            f"To compute with it write {converted} itself, and jnp.where for a choice"
+        )
+    if "replica_id_in_sync_group" in text:
+        can_return = place == "run" and not _is_in_fit()
+        returned = (
+            "return the value and print strategy.experimental_local_results(value)[0]; or, in the function, "
+        )
+        return (
+            f"To print the value of one replica, {returned if can_return else ''}write "
+            f'rx.cond({" ".join(text.split())}, lambda: jax.debug.print("{{}}", value), lambda: None). For a value of one replica '
+            "write jnp.where"
+        )
+    return (
+        f"{_instead(error)}Use jnp.where or jax.lax.select for a value, rx.cond for a branch that assigns variables, "
+        "jax.debug.print to print"
+    )
+
+
+def _eagerly(place: Place) -> str:
+    """Returns how to run the function with real values, where that is possible."""
+    if _is_in_fit():
+        return _EAGERLY_IN_FIT
+    return _EAGERLY if place == "run" and current_capture() is None else ""
+
+
+def _is_in_fit() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _FITS and is_of_package(frame.f_code.co_filename, "keras"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _converted(text: str) -> str | None:
+    """Returns the source of x in ``float(x)`` and the like, or in ``x.item()``; None for other expressions."""
+    try:
+        node = ast.parse(f"(\n{text}\n)", mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(node, ast.Call):
+        return None
+    if isinstance(node.func, ast.Name) and node.func.id in _CONVERSIONS and len(node.args) == 1:
+        return ast.unparse(node.args[0])
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "item":
+        return ast.unparse(node.func.value)
+    return None
+
+
 def _instead(error: BaseException) -> str:
     """Returns the advice on NumPy in the expression that failed."""
     entry = _entry(error)
@@ -229,6 +296,17 @@ def _named(error: BaseException) -> list[tuple[str, Any]]:
     return [(".".join(path), tensorflow_code.value_of(path, entry.tb_frame)) for path in paths]
 
 
+def _named_by_caller() -> list[tuple[str, Any]]:
+    """Returns the names in the expression that called replicax, with their objects."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return []
+    paths = tensorflow_code.paths_in(expression(frame, frame.f_lasti, frame.f_lineno))
+    return [(".".join(path), tensorflow_code.value_of(path, frame)) for path in paths]
+
+
 def _calls(error: BaseException, function: Any) -> bool:
     """Returns True if the expression that failed calls this function."""
     return any(value is function for _, value in _named(error))
@@ -241,8 +319,19 @@ def _map_that_failed(error: BaseException) -> str | None:
 
 
 def note_on(error: BaseException) -> str | None:
-    """Returns a note on an error of JAX about an argument that is a list or tuple of arrays; None for other errors."""
-    named = _named(error) if isinstance(error, TypeError) else []
+    """Returns a note on an error of JAX about an argument that is a list or tuple of arrays, or that a function of
+    ``jax.jit`` does not take; None for other errors.
+    """
+    if not isinstance(error, TypeError):
+        return None
+    named = _named(error)
+    refused = re.search(r"as an abstract array[^\n]* at path (\w+)", str(error))  # JAX has no type for it
+    for name, value in named or _named_by_caller():
+        if refused and jax_compat.is_jitted(value):
+            return (
+                f"({name} is compiled by jax.jit, which takes no such object as an argument. replicax compiles the function "
+                f'itself: leave jax.jit out, or write jax.jit(..., static_argnames="{refused[1]}").)'
+            )
     if not any(str(getattr(value, "__module__", "")).startswith("jax.") for _, value in named):
         return None
     for name, value in named:

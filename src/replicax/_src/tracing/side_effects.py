@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from replicax._src import jax_compat
@@ -173,6 +174,8 @@ class _Seen:
             log.warning(_OF_TENSORFLOW, where, tensorflow_code.shortened(site.text), advice)
         else:
             log.warning(_TEXTS[site.kind], where, site.text)
+        if site.kind == "keeps":
+            _kept.append(f"{where}: `{site.text}`")
 
     def _has_happened(self, lines: set[tuple[types.CodeType, int]]) -> bool:
         if self.site.kind in ("calls", "reads"):
@@ -187,6 +190,13 @@ class _Seen:
 
 
 _reported: set[tuple[str, int]] = set()
+_kept: Final[collections.deque[str]] = collections.deque(maxlen=3)
+OF_TRACER: Final = (
+    jax.errors.UnexpectedTracerError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _TEXTS: Final = {
     "counts": "%s: `%s` runs once, while the function is traced, and not in each step. Count outside of the function, or in "
     "an rx.Variable: variable.assign_add(1).",
@@ -205,6 +215,15 @@ _HARMLESS: Final = frozenset(
         "tensorflow.python.framework.dtypes",
     }
 )
+
+
+def add_note(error: BaseException) -> None:
+    """Adds to an error of JAX about a tracer the lines that kept values of a trace, if there are some."""
+    if isinstance(error, OF_TRACER) and _kept:
+        error.add_note(
+            f"A function kept a value while it was traced: {', '.join(_kept)}. Such a value is JAX's placeholder and no number. "
+            "Return it from the function instead, and keep what the call returns."
+        )
 
 
 def _code(fn: Any) -> types.CodeType:
