@@ -2,6 +2,7 @@
 
 Values and modules of JAX and Keras raise their own errors, which get a note where they pass through replicax: in
 functions that it traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error.
+Some other errors of Python and Keras get a note there too, which ``slips`` writes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from replicax._src.migrate import slips
 from replicax._src.migrate.advice import expression, frames_of, positions, replacement, uses_keras
 from replicax._src.user_code import PACKAGE, is_user_code
 
@@ -42,7 +44,7 @@ _KNOWN: Final = frozenset({"jax", "jaxlib", "keras", "numpy", "replicax"})
 _ROOTS: Final = {"rx": "replicax", "jnp": "jax.numpy", "np": "numpy"}
 _TRACED: Final = (
     "The function is traced, and its values are known only when the program runs: return the value and write this "
-    "outside, or print it with jax.debug.print."
+    "outside, or print it with jax.debug.print('{}', x)."
 )
 
 
@@ -79,10 +81,15 @@ def of_class(cls: type, name: str, owner: str) -> str | None:
 
 
 def add_note(error: BaseException) -> None:
-    """Adds to an AttributeError for a name of TensorFlow what to write instead, if the user's code caused it."""
+    """Adds to an AttributeError for a name of TensorFlow, and to errors that ``slips`` knows, what to write instead,
+    if the user's code caused it.
+    """
     each: BaseException | None = error
     while each is not None:
-        note = _note_on(each) if isinstance(each, AttributeError) and each.obj is not None else None
+        if isinstance(each, AttributeError):
+            note = None if each.obj is None else _note_on(each)
+        else:
+            note = slips.note_on(each)
         if note is not None:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
