@@ -8,6 +8,7 @@ import pytest
 
 from replicax.__main__ import main
 from replicax._src.extras import EXTRAS
+from replicax._src.migrate import syntax_error
 
 BEFORE = "import tensorflow as tf\n\n\n@tf.function\ndef step(x):\n    return x\n"
 AFTER = "import replicax as rx\n\n\n@rx.function\ndef step(x):\n    return x\n"
@@ -103,7 +104,13 @@ def test_a_report(program, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("broken.py", b"def f(:\n", "left alone: it cannot be parsed: line 1"),
+        ("broken.py", b"def f(:\n", "left alone: it cannot be parsed: line 1: invalid syntax."),
+        (
+            "old.py",
+            b'import os\nprint "loss", 1.0\n',
+            "left alone: it cannot be parsed: line 2: Missing parentheses in call to 'print'. Did you mean print(...)? The "
+            "line is Python 2: convert the file to Python 3 first (2to3 -w old.py",
+        ),
         ("broken.ipynb", b"{", "left alone: it is not a notebook of format 4"),
         ("binary.py", b"\xff\xfe\x00", "left alone: it is not text"),
         ("odd.ipynb", b"\xff", "left alone: it is not text"),
@@ -257,3 +264,35 @@ def test_each_package_of_the_last_line_is_one_of_an_extra():
     assert {extra for _, extra, _ in packages._FEATURES} <= EXTRAS.keys()
     for _, extra, names in packages._FEATURES:
         assert set(names) <= {package.name for package in EXTRAS[extra]}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_python_2"),
+    [
+        ("print >>log, 'loss', 1.0, 'at'; x y", True),
+        ("print 'loss'", True),
+        ("exec 'x = 1'", True),
+        ("raise ValueError, 'no rows'", True),
+        ("x = 0777", True),
+        ("x = 10L", True),
+        ("if x <> 1: pass", True),
+        ("x = `y`", True),
+        ("x = ur'text'", True),
+        ("print('loss', x", False),
+        ("def f(:", False),
+        ("x = (1 2)", False),
+    ],
+)
+def test_a_line_of_python_2_is_named_as_such(line, is_python_2):
+    said = syntax_error.words_of(f"import os\n{line}\n", "train.py")
+    assert said.startswith("line 2: ")
+    assert ("is Python 2: convert the file to Python 3 first (2to3 -w train.py" in said) == is_python_2
+
+
+def test_a_notebook_of_python_2_is_not_sent_to_2to3():
+    said = syntax_error.words_of("print 'loss'\n", "train.ipynb")
+    assert "convert the file to Python 3 first, then" in said
+
+
+def test_code_that_python_reads_has_no_syntax_error():
+    assert syntax_error.words_of("x = '\\d'\n", "train.py") is None

@@ -48,6 +48,8 @@ def test_a_name_of_tensorflow_below_rx_names_its_replacement():
         ),
         (lambda: rx.math.reduce_mean(1.0), "Write keras.ops.mean in place of tf.math.reduce_mean."),
         (lambda: rx.clip_by_global_norm, "optax.tree.norm"),
+        (lambda: rx.clip_by_global_norm, "a Keras optimizer with global_clipnorm"),
+        (lambda: rx.print("loss", 1.0), 'jax.debug.print("{}", x)'),
         (lambda: rx.train.Checkpoint(), "Write rx.Checkpoint in place of tf.train.Checkpoint."),
         (lambda: rx.nn.relu(1.0), "Write keras.ops.relu in place of tf.nn.relu."),
         (lambda: rx.config.experimental.set_memory_growth(1, True), "Leave tf.config.experimental.set_mem"),
@@ -234,3 +236,47 @@ def test_numpy_of_a_result_outside_of_the_step_is_named_where_it_ends_the_progra
     *_, error, note = done.stderr.splitlines()
     assert error.endswith("object has no attribute 'numpy'")
     assert note == "Write np.asarray(loss)[()] in place of loss.numpy()."
+
+
+WITHOUT_PARENTHESES = """
+import replicax as rx
+strategy = rx.MirroredStrategy(["cpu:0"])
+with strategy.scope:
+    pass
+"""
+
+
+def test_a_scope_without_parentheses_is_named_where_it_ends_the_program(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(WITHOUT_PARENTHESES)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    *_, error, note = done.stderr.splitlines()
+    assert error.startswith("TypeError: 'method' object does not support the context manager protocol")
+    assert note == "strategy.scope is a method. Write its parentheses: with strategy.scope():"
+
+
+def test_only_methods_are_said_to_lack_parentheses(strategy):
+    def note(given):
+        with pytest.raises(TypeError) as caught, strategy.scope(), given:
+            pass
+        return getattr(caught.value, "__notes__", ())
+
+    assert not note(3)
+
+
+def test_weights_and_layers_made_in_call_are_named_with_their_line(strategy):
+    class Projection(keras.layers.Layer):
+        def call(self, x):
+            return x @ self.add_weight(shape=(x.shape[-1], 2))
+
+    class Nested(keras.layers.Layer):
+        def call(self, x):
+            self.dense = keras.layers.Dense(2)
+            return self.dense(x)
+
+    for layer in (Projection, Nested):
+        with pytest.raises(ValueError, match="Could not automatically infer") as caught, strategy.scope():
+            keras.Sequential([keras.Input((3,)), layer()])
+        (note,) = caught.value.__notes__
+        assert note.startswith(f"{layer.__name__}.call() makes a weight or a layer at test_missing_names.py:")
+        assert "self.kernel = self.add_weight(...)" in note

@@ -63,5 +63,11 @@ def test_wrong_numbers_without_a_word_stand_in_sharp_bits():
             assert verdict.sharp_bits in headings, (name, verdict.sharp_bits)
 
 
+def test_a_reader_scored_each_program():
+    reader = verdicts.read_reader()
+    assert reader.keys() == TABLE.keys()
+    assert set(reader.values()) <= {0, 1, 2, "right"}
+
+
 def test_readme_is_made_from_the_table():
     assert (Path(__file__).parent / "README.md").read_text() == verdicts.page()

@@ -26,7 +26,7 @@ from replicax._src.cluster.failures import (
 from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.moments import next_moment
-from replicax._src.cluster.occupants import describe_other_program
+from replicax._src.cluster.occupants import describe_other_program, occupant_of
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.drawing.text import printable_lines
 from replicax._src.status.figures import figures
@@ -47,6 +47,10 @@ _LOOK_S = 0.2
 # The interval at which the idle thread checks whether the process leaves.
 _WAKE_S = 0.25
 _NO_PROGRAM = -2  # below every position, also that of a process that has run no program
+
+
+def _may_be_of_other_program(trouble: object) -> bool:
+    return isinstance(trouble, TimeoutError | PeerEndedError | OtherProgramError | ConnectionResetError)
 
 
 class _RefusedForNow(Exception):
@@ -172,16 +176,26 @@ class Channel:
                 f"{self._me} waited {waited_s:.0f} s for an earlier run of the job to end. {self._names[0]} at "
                 f"{self._address} answers: {trouble} Or {more_time}"
             )
+        described = str(trouble)
+        if _may_be_of_other_program(trouble):
+            occupant = occupant_of(self._address, _LOOK_AT_PROGRAM_S)
+            if occupant.answers:
+                return ClusterStartError(
+                    f"Another program has the address of {self._names[0]}, {self._address}: {occupant.text}. {self._me} waited "
+                    f"{waited_s:.0f} s for {self._names[0]} there. Stop that program, or choose another port in TF_CONFIG, on "
+                    "all tasks."
+                )
+            described = f"{trouble}; {occupant.text}"
         return ClusterStartError(
             f"{self._me} waited {waited_s:.0f} s for {self._names[0]}, which does not answer at {self._address} "
-            f"({self._described(trouble)}). "
+            f"({described}). "
             "Start it, check the address and that the port is open between the machines (replicax doctor), or "
             f"{more_time}"
         )
 
     def _described(self, trouble: object) -> str:
         """Returns in words why the controller does not answer, and which other program does."""
-        if not isinstance(trouble, TimeoutError | PeerEndedError | OtherProgramError | ConnectionResetError):
+        if not _may_be_of_other_program(trouble):
             return str(trouble)
         return f"{trouble}; {describe_other_program(self._address, _LOOK_AT_PROGRAM_S)}"
 

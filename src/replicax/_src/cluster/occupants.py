@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
@@ -20,8 +20,25 @@ SILENT: Final = (
 )
 
 
-def describe_other_program(address: str, timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
-    """Returns in words which program listens at an address, by its answer to a request of the web's protocol.
+class Occupant(NamedTuple):
+    """The program at an address.
+
+    Attributes:
+      text: The program in words.
+      answers: True if it answers, so that it is no task of a cluster.
+    """
+
+    text: str
+    answers: bool = False
+
+
+def describe_other_program(address: str, timeout_s: float) -> str:
+    """Returns in words which program listens at an address. It blocks for up to ``timeout_s``."""
+    return occupant_of(address, timeout_s).text
+
+
+def occupant_of(address: str, timeout_s: float, environ: Mapping[str, str] | None = None) -> Occupant:
+    """Returns the program that listens at an address, by its answer to a request of the web's protocol.
 
     It blocks for up to ``timeout_s``.
     """
@@ -37,15 +54,15 @@ def describe_other_program(address: str, timeout_s: float, environ: Mapping[str,
                     break
                 said += part
     except ConnectionRefusedError:
-        return "no program listens there now"
+        return Occupant("no program listens there now")
     except OSError:  # out of time, or reset
         pass
     if said.startswith(b"HTTP/"):
-        return f"a web server listens there ({_line(said)})"
+        return Occupant(f"a web server listens there ({_line(said)})", answers=True)
     if said:
-        return f"a program that says {_line(said)!r} listens there"
+        return Occupant(f"a program that says {_line(said)!r} listens there", answers=True)
     is_out_of_time = time.monotonic() >= deadline
-    return SILENT if is_out_of_time else "a program there closes each connection at once"
+    return Occupant(SILENT if is_out_of_time else "a program there closes each connection at once")
 
 
 def _line(said: bytes) -> str:

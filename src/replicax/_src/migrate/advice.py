@@ -27,7 +27,7 @@ def replacement(name: str, uses_keras: bool) -> str | None:
         return None
     row, target = found.rows[0], target_of(name, keras=uses_keras)
     if target is not None:
-        return f"Write {target} in place of {name}."
+        return " ".join([f"Write {target} in place of {name}.", *([row.remark] if row.remark else [])])
     if row.write:
         return f"For {name}: {row.write}."
     return f"Leave {name} out." if row.kind == "remove" else None

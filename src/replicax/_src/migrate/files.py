@@ -14,6 +14,7 @@ from typing import Final, final
 
 import libcst as cst
 
+from replicax._src.migrate import syntax_error
 from replicax._src.migrate.bindings import Program, Source
 from replicax._src.migrate.comments import Mark
 from replicax._src.migrate.decisions import Change, Decisions, decide
@@ -198,10 +199,14 @@ def _parse(file: File) -> list[_Part]:
         parts = [_Part(Source(file.path, code, _module_name(file)))]
         for written in file.notebook.written if file.notebook else ():
             path = file.path.with_name(f"{written.name}.py")
-            parts.append(_Part(Source(path, written.code, written.name), written))
+            code = written.code
+            parts.append(_Part(Source(path, code, written.name), written))
         return parts
     except cst.ParserSyntaxError as error:
-        file.failure = f"left alone: it cannot be parsed: line {error.raw_line}: {error.message}"
+        found = syntax_error.words_of(code, file.path.name)
+        file.failure = (
+            f"left alone: it cannot be parsed: {found or f'line {error.raw_line}: {error.message}'}"
+        )
     except (OSError, NotebookError) as error:
         file.failure = f"left alone: {error}"
     except (UnicodeError, SyntaxError) as error:

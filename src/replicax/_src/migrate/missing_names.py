@@ -2,7 +2,8 @@
 
 Code that calls TensorFlow itself is the subject of ``tensorflow_code``; ``advice`` writes the sentences. Values and
 modules of JAX and Keras raise their own errors, which get a note where they pass through replicax: in functions that it
-traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error.
+traces, in ``fit``, and at the end of a scope. Modules and classes of replicax say it in the error. Some other errors of
+Python and Keras get a note there too, which ``slips`` writes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from replicax._src.migrate import slips
 from replicax._src.migrate.advice import replacement, uses_keras
 from replicax._src.user_code import PACKAGE, expression, frames_of, is_user_code, positions
 
@@ -43,7 +45,7 @@ _KNOWN: Final = frozenset({"jax", "jaxlib", "keras", "numpy", "replicax"})
 _ROOTS: Final = {"rx": "replicax", "jnp": "jax.numpy", "np": "numpy"}
 _TRACED: Final = (
     "The function is traced, and its values are known only when the program runs: return the value and write this "
-    "outside, or print it with jax.debug.print."
+    "outside, or print it with jax.debug.print('{}', x)."
 )
 
 
@@ -82,10 +84,15 @@ def of_object(value: Any, name: str, owner: str) -> str | None:
 
 
 def add_note(error: BaseException) -> None:
-    """Adds to an AttributeError for a name of TensorFlow what to write instead, if the user's code caused it."""
+    """Adds to an AttributeError for a name of TensorFlow, and to errors that ``slips`` knows, what to write instead,
+    if the user's code caused it.
+    """
     each: BaseException | None = error
     while each is not None:
-        note = _note_on(each) if isinstance(each, AttributeError) and each.obj is not None else None
+        if isinstance(each, AttributeError):
+            note = None if each.obj is None else _note_on(each)
+        else:
+            note = slips.note_on(each)
         if note is not None:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)

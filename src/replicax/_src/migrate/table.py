@@ -78,6 +78,7 @@ class Row:
         none.
       in_step: The template inside a step, if it differs.
       note: A remark for the page.
+      remark: A sentence that messages say after the name of the replacement.
       why, write: The text of the mark. A row that changes or keeps its name, and has a ``why``, is marked in steps.
       when: Source texts of arguments: the row is for calls with these.
       ignore: Parameters that have no effect here. Other parameters that the template does not use are marked.
@@ -94,6 +95,7 @@ class Row:
     without_keras: str
     in_step: str
     note: str
+    remark: str
     why: str
     write: str
     when: Mapping[str, str]
@@ -325,6 +327,7 @@ _FIELDS: Final = frozenset(
         "becomes_without_keras",
         "becomes_in_step",
         "note",
+        "remark",
         "why",
         "write",
         "when",
@@ -351,6 +354,7 @@ def _row(entry: Mapping[str, Any], section: str) -> Row:
         without_keras=entry.get("becomes_without_keras", both),
         in_step=entry.get("becomes_in_step", ""),
         note=entry.get("note", ""),
+        remark=entry.get("remark", ""),
         why=entry.get("why", ""),
         write=entry.get("write", ""),
         when=MappingProxyType(dict(entry.get("when", {}))),

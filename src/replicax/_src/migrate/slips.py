@@ -1,0 +1,56 @@
+"""Notes on errors of Python and Keras whose text does not say what to write: a method in a ``with`` statement without
+its parentheses, and a layer that makes weights or layers in ``call``. ``missing_names.add_note`` adds them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import types
+from typing import Any, Final
+
+from replicax._src.user_code import expression, frames_of, is_user_code
+
+_NO_CONTEXT: Final = "'method' object does not support the context manager protocol"
+_LATE_STATE: Final = "You cannot add new elements of state"  # Keras's words
+
+
+def note_on(error: BaseException) -> str | None:
+    """Returns the note on an error that the user's code caused; None if there is none."""
+    is_context = isinstance(error, TypeError) and _NO_CONTEXT in str(error)
+    is_state = isinstance(error, ValueError) and _LATE_STATE in str(error)
+    if not (is_context or is_state):
+        return None
+    entries = [
+        entry for entry in frames_of(error.__traceback__) if is_user_code(entry.tb_frame.f_code.co_filename)
+    ]
+    if not entries:
+        return None
+    return _of_context(entries[-1]) if is_context else _of_layer(entries[-1])
+
+
+def _of_context(entry: types.TracebackType) -> str | None:
+    frame = entry.tb_frame
+    head = expression(frame, entry.tb_lasti, entry.tb_lineno).partition(":")[
+        0
+    ]  # Python may give the whole block
+    for shown in re.findall(r"(?<![\w.])[A-Za-z_][\w.]*(?![\w.(])", head):
+        name, *path = shown.split(".")
+        value = frame.f_locals.get(name, frame.f_globals.get(name))
+        for part in path:
+            value = inspect.getattr_static(value, part, None)  # runs no code of the user
+        if path and isinstance(value, types.FunctionType):
+            return f"{shown} is a method. Write its parentheses: with {shown}():"
+    return None
+
+
+def _of_layer(entry: types.TracebackType) -> str:
+    code = entry.tb_frame.f_code
+    layer: Any = entry.tb_frame.f_locals.get("self")
+    where = code.co_name if layer is None else f"{type(layer).__name__}.{code.co_name}()"
+    return (
+        f"{where} makes a weight or a layer at {os.path.basename(code.co_filename)}:{entry.tb_lineno}, when the layer is already "
+        "built. Make weights in build(self, input_shape), such as self.kernel = self.add_weight(...), and layers in "
+        f"__init__(), and use them in {code.co_name}(). compute_output_spec() does not help."
+    )
