@@ -66,7 +66,7 @@ class LoweredFunction:
 
     launcher: Launcher
     results: Results
-    tell_drift: Callable[[Sequence[Any]], None]
+    tell_drift: Callable[[Sequence[Any]], object]
     check_closure: ClosureCheck
 
 

@@ -219,7 +219,7 @@ def _instead_of_value(error: BaseException, place: Place) -> str:
     if (converted := _converted(text)) is not None:
         return (
             f'Write jax.debug.print("{{}}", {converted}) to print it, or return it from the function and print the result. '
-            f"To compute with it write {converted} itself, and jnp.where for a choice"
+            f"To compute with it write {converted} itself, and jnp.where or rx.cond for a choice"
         )
     if "replica_id_in_sync_group" in text:
         can_return = place == "run" and not _is_in_fit()
