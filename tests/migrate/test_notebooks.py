@@ -189,3 +189,20 @@ def test_invalid_notebooks(text):
 def test_a_notebook_in_another_language():
     with pytest.raises(NotebookError, match="its language is R"):
         Notebook(notebook("x <- 1", kernelspec={"language": "R"}))
+
+
+@pytest.mark.parametrize("text", [json.dumps({"cells": [], "metadata": {}, "nbformat": 4}), notebook()])
+def test_a_notebook_without_code_stays(tmp_path, text):
+    file = migrated(tmp_path, text)
+    assert file.new == file.old
+    assert Notebook(text).text(Notebook(text).code) == text
+
+
+def test_a_program_without_tensorflow_stays(tmp_path):
+    file = File(tmp_path / "program.py", tmp_path)
+    file.path.write_text(
+        "import torch\nn = []\ndef f(x): n.append(x)\npool.run(f)\nprint(torch.ones(3).numpy())\n"
+    )
+    migrate([file])
+    assert file.new == file.old
+    assert not file.marks

@@ -159,3 +159,10 @@ def test_a_function_that_is_only_given_to_a_dataset_is_not_reached_from_a_step()
     )
     assert found["step"] == {"step"}
     assert found["data"] == {"f", "g", "lambda 7"}
+
+
+@pytest.mark.timeout(60)
+def test_a_name_that_is_assigned_many_times_is_followed_in_reasonable_time():
+    lines = ["ds = tf.data.Dataset.range(3)"]
+    lines += [f"def f{i}(x): return x\nds = ds.map(f{i})\ny = y.map(g{i})" for i in range(150)]
+    assert of("\n".join(lines))["data"] >= {f"f{i}" for i in range(150)}

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.rewrite import Rewritten, rewrite
 
 SUFFIXES: Final = (".py", ".ipynb")
+# A program without any of these words has nothing of TensorFlow.
+_CONCERNS: Final = re.compile("tensorflow|keras|replicax", re.IGNORECASE)
 _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "venv"})
 
 
@@ -132,6 +135,8 @@ def _leave_out(folders: list[str]) -> None:
 def migrate(files: Sequence[File]) -> None:
     """Computes the new contents of the files. Nothing is written."""
     parsed = [(file, part) for file in files for part in _parse(file)]
+    if not any(_CONCERNS.search(part.source.code) for _, part in parsed):
+        return  # `tensor.numpy()` and `pool.run` are those of another library
     program = Program([part.source for _, part in parsed])
     reach = Reach(program)
     imported = {below for source in program.sources for below in program.imported_by(source)}

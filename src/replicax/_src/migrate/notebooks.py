@@ -118,6 +118,8 @@ class Notebook:
         return text + self._text[len(self._text.rstrip()) :]
 
     def _split(self, code: str) -> list[str]:
+        if not self._cells:
+            return []
         cells = re.split(rf"(?:\A|\n){_CELL}\n", code.removesuffix("\n"))
         whole = [_MASKED.sub(lambda match: self._masked[int(match[1])], cell) for cell in cells]
         return [

@@ -89,6 +89,7 @@ class Reach:
         self._data_arguments: set[cst.CSTNode] = set()
         self._callers = self._find_callers()
         self._flow = Flow(program, self._callers)
+        self._datasets: dict[cst.CSTNode, bool] = {}
         steps: set[Function] = set()
         replicas: set[Function] = set()
         data: set[Function] = set()
@@ -193,32 +194,64 @@ class Reach:
         owner = source.owners[node] if decorator is None else source.parents[decorator]
         return owner in self.data
 
-    def is_dataset(self, source: Source, node: cst.BaseExpression, depth: int = 8) -> bool:
+    def is_dataset(self, source: Source, node: cst.BaseExpression) -> bool:
         """True for an expression that is certainly a dataset, because it comes from a call of tf.data."""
-        if depth == 0:
+        if node not in self._datasets:
+            self._find_dataset(source, node)
+        return self._datasets[node]
+
+    def _find_dataset(self, source: Source, node: cst.BaseExpression) -> None:
+        """Visits each expression that the value may come from once: in `x = f(x)`, there are as many as lines."""
+        before: dict[cst.CSTNode, cst.CSTNode | None] = {node: None}
+        waiting: list[Place] = [(source, node)]
+        while waiting:
+            home, value = waiting.pop()
+            if self._makes_dataset(home, value):
+                step: cst.CSTNode | None = value
+                while step is not None:
+                    self._datasets[step] = True
+                    step = before[step]
+                return
+            for where, origin in self._origins_of_dataset(home, value):
+                if self._datasets.get(origin):
+                    waiting = [(where, origin)]
+                    before.setdefault(origin, value)
+                    break
+                if origin not in before and origin not in self._datasets:
+                    before[origin] = value
+                    waiting.append((where, origin))
+        self._datasets.update(dict.fromkeys(before, False))
+
+    def _makes_dataset(self, source: Source, node: cst.BaseExpression) -> bool:
+        if self._datasets.get(node):
+            return True
+        if not isinstance(node, cst.Call):
             return False
-        if isinstance(node, cst.Call):
-            method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-            if method == "as_numpy_iterator":
-                return False
-            if _MAKES_DATASET.fullmatch(source.full_name(node.func) or "") or method in _DATASET_GIVERS:
-                return True
-            if isinstance(node.func, cst.Attribute) and self.is_dataset(source, node.func.value, depth - 1):
-                return True
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        is_made = bool(_MAKES_DATASET.fullmatch(source.full_name(node.func) or ""))
+        return method != "as_numpy_iterator" and (is_made or method in _DATASET_GIVERS)
+
+    def _origins_of_dataset(self, source: Source, node: cst.BaseExpression) -> Iterator[Place]:
+        """Yields the expressions of which one is a dataset if ``node`` is one and does not make it."""
         if isinstance(node, cst.Subscript):
-            return self.is_dataset(source, node.value, depth - 1)
-        if isinstance(node, cst.Name | cst.Attribute) and not (
-            parts_of(node) and source.is_bound(parts_of(node)[0])
-        ):
-            return False
-        if isinstance(node, cst.Attribute) and not text_of(node).startswith("self."):
-            return False
-        if not isinstance(node, cst.Name | cst.Attribute | cst.Call):
-            return False
+            yield source, node.value
+            return
+        if isinstance(node, cst.Call):
+            if isinstance(node.func, cst.Attribute):
+                if node.func.attr.value == "as_numpy_iterator":
+                    return
+                yield source, node.func.value
+        elif not self._is_variable(source, node):
+            return
         origins = self._flow.origins(source, node)
-        return any(
-            self.is_dataset(home, value, depth - 1) for home, value in origins if not _is_looped(home, value)
-        )
+        yield from ((home, value) for home, value in origins if not _is_looped(home, value))
+
+    def _is_variable(self, source: Source, node: cst.BaseExpression) -> bool:
+        """True for ``name`` and ``self.name`` of the program."""
+        if not isinstance(node, cst.Name | cst.Attribute):
+            return False
+        is_bound = bool(parts_of(node)) and source.is_bound(parts_of(node)[0])
+        return is_bound and (isinstance(node, cst.Name) or text_of(node).startswith("self."))
 
     def _may_be_dataset(self, source: Source, call: cst.Call) -> bool:
         """False for ``pool.map``, ``jax.lax.map`` and similar calls, whose origin is known and is not a dataset."""
