@@ -45,6 +45,10 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("seen = []\ndef step(x):\n  seen.append(x)\n" + RUN, "side effect"),
         ("v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN, "scope"),
         ("x = tf.ones((2,), tf.int64)\nx *= 0x9E3779B1\n", "int64"),
+        (
+            "try:\n  r = tf.distribute.cluster_resolver.TPUClusterResolver()\nexcept ValueError:\n  pass\n",
+            "fallback",
+        ),
         ("s = tf.distribute.MirroredStrategy()\no = tf.keras.optimizers.Adam(clipnorm=1.0)\n", "clipping"),
         (
             "s = tf.distribute.experimental.TPUStrategy(r)\no = tf.optimizers.SGD(0.1, global_clipnorm=1)\n",
@@ -100,6 +104,8 @@ def test_marked_code(text, rule):
         "with strategy.scope():\n  v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN,
         "v = tf.Variable(0.0)\nprint(v)\n",
         "tf.data.Dataset.range(3).map(lambda x: tf.cast(x, tf.int64))\n",
+        "r = tf.distribute.cluster_resolver.TPUClusterResolver()\n",
+        "s = tf.distribute.MirroredStrategy()\no = tf.keras.optimizers.Adam(clipnorm=None)\n",
         "s = tf.distribute.OneDeviceStrategy('/cpu:0')\no = tf.keras.optimizers.Adam(clipnorm=1.0)\n",
         "labels = tf.ones((2,), tf.int64)\nx = 2**30 + 0x7FFFFFFF + (1 << 5)\n",
         "@tf.function\ndef step(x):\n  with tf.GradientTape() as tape:\n    pass\n",

@@ -48,7 +48,7 @@ def bound_to(
     for name, text in keywords.items():
         if name not in known or name in by_position:
             raise BindError(
-                f"the argument {name} is not one of TensorFlow's"
+                f"the table has no rule for its argument {name}"
                 if name not in known
                 else f"{name} is given twice"
             )

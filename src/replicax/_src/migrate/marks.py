@@ -27,6 +27,7 @@ RULES: Final = {
     "scope": "A variable made outside of strategy.scope() belongs to no strategy.",
     "part": "Arrays are not assigned in place.",
     "clipping": "The gradient of the global batch is clipped once, whatever the number of replicas.",
+    "fallback": "Virtual devices may stand for the cores of a TPU, so a TPU strategy works without a TPU.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
     "sizes": "A program is compiled for each shape of its arguments. TensorFlow compiled one for all sizes of an axis.",
     "tape": "A tape records functions that are traced.",
@@ -66,6 +67,7 @@ class Marker:
             self._outputs,
             self._rate,
             self._clipping,
+            self._fallback,
             self._part_of_variable,
             self._side_effect,
             self._scope,
@@ -203,6 +205,22 @@ class Marker:
                     "write a number, and optimizer.learning_rate.assign(rate) where it changes",
                 )
 
+    def _fallback(self) -> Iterator[Found]:
+        """Finds a resolver of a TPU whose error a program awaits, to use other devices then."""
+        for call in self._source.calls:
+            if not (self._source.dotted(call.func) or "").endswith(".TPUClusterResolver"):
+                continue
+            inner: cst.CSTNode = call
+            for outer in self._source.around(call):
+                if isinstance(outer, cst.Try) and outer.body is inner and outer.handlers:
+                    yield (
+                        call,
+                        "fallback",
+                        "without a TPU this is no error: the CPU devices stand for its cores, and `except` does not run",
+                        'write `if not rx.config.list_physical_devices("TPU"): raise ValueError` above',
+                    )
+                inner = outer
+
     def _clipping(self) -> Iterator[Found]:
         """Finds an optimizer of Keras that clips gradients, in a program that makes a strategy of several replicas."""
         if not any(
@@ -214,10 +232,15 @@ class Marker:
         for call in self._source.calls:
             if is_below(self._source.dotted(call.func), "tf.keras.optimizers"):
                 for argument in call.args:
-                    if argument.keyword and argument.keyword.value in (
-                        "clipnorm",
-                        "global_clipnorm",
-                        "clipvalue",
+                    if (
+                        argument.keyword
+                        and argument.keyword.value
+                        in (
+                            "clipnorm",
+                            "global_clipnorm",
+                            "clipvalue",
+                        )
+                        and text_of(argument.value) != "None"
                     ):
                         yield (
                             argument,
