@@ -27,10 +27,14 @@ OLDER = (
 
 
 def found(name):
-    try:
-        return functools.reduce(getattr, name.split(".")[1:], tf)
-    except AttributeError:
-        return None
+    """The object of a name in TensorFlow 2, or else in TensorFlow 1; None if there is none."""
+    name = name.partition(" in ")[0]  # `tf.Variable in a Keras layer`
+    for root in (tf, tf.compat.v1):
+        try:
+            return functools.reduce(getattr, name.split(".")[1:], root)
+        except AttributeError:
+            continue
+    return None
 
 
 FUNCTIONS = {
@@ -53,6 +57,8 @@ def test_signature_is_that_of_tensorflow(name, row):
         if name not in OVERLOADS:
             assert positional == [p for p in known if p in positional], "the order is another one"
     for parameter in row.parameters:
+        if parameter.name == "name":
+            continue  # names of operations have no effect here
         theirs = signature.parameters.get(parameter.name)
         if parameter.default is not None and theirs is not None and theirs.default is not theirs.empty:
             ours = eval(parameter.default, {"tf": tf}) if parameter.default != "..." else theirs.default
