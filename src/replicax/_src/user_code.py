@@ -121,12 +121,17 @@ def _innermost(frame: FrameType | None) -> str:
 
 def user_line_of(error: BaseException) -> str:
     """The user's innermost line in an error's traceback."""
-    found = UNKNOWN
-    for entry in frames_of(error.__traceback__):
-        code = entry.tb_frame.f_code
-        if is_user_code(code.co_filename):
-            found = f"{code.co_filename}:{entry.tb_lineno} in {code.co_name}"
-    return found
+    entry = user_entry(error)
+    if entry is None:
+        return UNKNOWN
+    code = entry.tb_frame.f_code
+    return f"{code.co_filename}:{entry.tb_lineno} in {code.co_name}"
+
+
+def user_entry(error: BaseException) -> TracebackType | None:
+    """The innermost entry of an error's traceback that is user code; None if there is none."""
+    entries = [e for e in frames_of(error.__traceback__) if is_user_code(e.tb_frame.f_code.co_filename)]
+    return entries[-1] if entries else None
 
 
 def frames_of(traceback: TracebackType | None) -> Iterator[TracebackType]:

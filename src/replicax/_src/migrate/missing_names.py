@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from replicax._src.migrate import slips
 from replicax._src.migrate.advice import replacement, uses_keras
-from replicax._src.user_code import PACKAGE, expression, frames_of, is_user_code, positions
+from replicax._src.user_code import PACKAGE, expression, positions, user_entry
 
 # Modules of TensorFlow with the names that users look for in a module of replicax, JAX or Keras.
 _MODULES: Final[Mapping[str, Sequence[str]]] = {
@@ -107,9 +107,9 @@ def note_uncaught(*add_notes: Callable[[BaseException], None]) -> None:
     Args:
       *add_notes: Other functions that add notes to such errors.
     """
-    before = sys.excepthook
     if _hooks:
         return
+    before = sys.excepthook
 
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
@@ -124,13 +124,10 @@ def note_uncaught(*add_notes: Callable[[BaseException], None]) -> None:
 
 
 def _note_on(error: AttributeError) -> str | None:
-    entries = [
-        entry for entry in frames_of(error.__traceback__) if is_user_code(entry.tb_frame.f_code.co_filename)
-    ]
-    name = error.name
-    if not entries or name is None:
+    entry, name = user_entry(error), error.name
+    if entry is None or name is None:
         return None
-    frame, lasti, line = entries[-1].tb_frame, entries[-1].tb_lasti, entries[-1].tb_lineno
+    frame, lasti, line = entry.tb_frame, entry.tb_lasti, entry.tb_lineno
     shown = " ".join(expression(frame, lasti, line).split())
     if not shown.endswith(f".{name}"):  # the error is not of this line
         return None

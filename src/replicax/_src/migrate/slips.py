@@ -10,7 +10,7 @@ import re
 import types
 from typing import Any, Final
 
-from replicax._src.user_code import expression, frames_of, is_user_code
+from replicax._src.user_code import expression, user_entry
 
 _NO_CONTEXT: Final = "'method' object does not support the context manager protocol"
 _LATE_STATE: Final = "You cannot add new elements of state"  # Keras's words
@@ -22,19 +22,16 @@ def note_on(error: BaseException) -> str | None:
     is_state = isinstance(error, ValueError) and _LATE_STATE in str(error)
     if not (is_context or is_state):
         return None
-    entries = [
-        entry for entry in frames_of(error.__traceback__) if is_user_code(entry.tb_frame.f_code.co_filename)
-    ]
-    if not entries:
+    entry = user_entry(error)
+    if entry is None:
         return None
-    return _of_context(entries[-1]) if is_context else _of_layer(entries[-1])
+    return _of_context(entry) if is_context else _of_layer(entry)
 
 
 def _of_context(entry: types.TracebackType) -> str | None:
     frame = entry.tb_frame
-    head = expression(frame, entry.tb_lasti, entry.tb_lineno).partition(":")[
-        0
-    ]  # Python may give the whole block
+    source = expression(frame, entry.tb_lasti, entry.tb_lineno)  # Python may give the whole block
+    head, _, _ = source.partition(":")
     for shown in re.findall(r"(?<![\w.])[A-Za-z_][\w.]*(?![\w.(])", head):
         name, *path = shown.split(".")
         value = frame.f_locals.get(name, frame.f_globals.get(name))

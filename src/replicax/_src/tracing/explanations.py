@@ -37,6 +37,7 @@ from replicax._src.user_code import (
     frames_of,
     is_of_package,
     is_user_code,
+    user_entry,
     user_line,
     user_line_of,
 )
@@ -197,14 +198,8 @@ def _explanation(error: BaseException, place: Place) -> ReplicaxError | None:
 # --- what the user wrote ------------------------------------------------------------------------------
 
 
-def _entry(error: BaseException) -> types.TracebackType | None:
-    """Returns the innermost entry of a traceback that is user code."""
-    entries = list(frames_of(error.__traceback__))
-    return next((e for e in reversed(entries) if is_user_code(e.tb_frame.f_code.co_filename)), None)
-
-
 def _text(error: BaseException) -> str:
-    entry = _entry(error)
+    entry = user_entry(error)
     return "" if entry is None else expression(entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
 
 
@@ -270,7 +265,7 @@ def _converted(text: str) -> str | None:
 
 def _instead(error: BaseException) -> str:
     """Returns the advice on NumPy in the expression that failed."""
-    entry = _entry(error)
+    entry = user_entry(error)
     if entry is None or not isinstance(error, jax.errors.TracerArrayConversionError):
         return ""
     text, scope = _text(error), entry.tb_frame.f_globals
@@ -289,7 +284,7 @@ def _instead(error: BaseException) -> str:
 
 def _named(error: BaseException) -> list[tuple[str, Any]]:
     """Returns the names in the expression that failed, with their objects."""
-    entry = _entry(error)
+    entry = user_entry(error)
     if entry is None:
         return []
     paths = tensorflow_code.paths_in(_text(error))
